@@ -1,0 +1,26 @@
+"""aftershock shows what one minibatch does to a training run after the step that saw it."""
+
+__version__ = "0.1.0"
+
+from .api.change import Change
+from .api.path import Path
+from .api.point import TrainingPoint, capture, from_checkpoint, load_point
+from .api.response import Response, load_response
+from .core.loss import accumulate
+from .core.probe import Probe, own_loss
+from .errors import AftershockError
+
+__all__ = [
+    "AftershockError",
+    "Change",
+    "Path",
+    "Probe",
+    "Response",
+    "TrainingPoint",
+    "accumulate",
+    "capture",
+    "from_checkpoint",
+    "load_point",
+    "load_response",
+    "own_loss",
+]

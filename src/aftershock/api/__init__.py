@@ -1,0 +1,1 @@
+"""capture, Path, Change, Response: where tensors become labelled data."""

@@ -1,0 +1,175 @@
+"""`Path`: the run from a point on, where changes are made and steps are ranked and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
+from ..core.check import Check
+from ..core.loss import Batch
+from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
+from ..core.path import Step, Trajectory
+from ..core.probe import Probe
+from ..errors import InvalidInput
+from .change import Change
+from .probing import Readouts
+
+if TYPE_CHECKING:
+    from .point import TrainingPoint
+    from .ranking import Explanation, Ranking
+
+SETTABLE = ("lr", "beta1", "beta2", "eps", "weight_decay")
+CHANNEL_NAMES: Mapping[str, tuple[str, ...]] = {"m": ("m",), "v": ("v",), "mv": ("m", "v")}
+
+
+class Path:
+    """Every step from a training point on. The batch at a changed step is the control."""
+
+    def __init__(self, point: TrainingPoint, trajectory: Trajectory, memory: str | int | None) -> None:
+        self.point = point
+        self.trajectory = trajectory
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.trajectory)
+
+    def __repr__(self) -> str:
+        first, last = self.steps[0], self.steps[-1]
+        return (
+            f"Path({len(self)} steps from step {self.point.step}, loss {first.loss:.4g} → {last.loss:.4g}, "
+            f"keeps {self.trajectory.keep})"
+        )
+
+    @property
+    def steps(self) -> list[Step]:
+        """Each step with its batch, learning rates, loss, gradient norm and clip factor."""
+        return self.trajectory.steps
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def end(self) -> TrainingPoint:
+        """The training point after the last step."""
+        from .point import TrainingPoint
+
+        captured = self.point.captured
+        state = self.trajectory.state(len(self))
+        return TrainingPoint(replace(captured, state=state, random=self.trajectory.random_after))
+
+    def check(self) -> Check:
+        """The proof, made once and before the first answer, that this model's Hessian products are right."""
+        return self._checked
+
+    @cached_property
+    def _checked(self) -> Check:
+        return self.point.check(self.steps[0].batch)
+
+    # --- changes
+
+    def replace(self, batches: Batch | Sequence[Batch], at: int = 0) -> Change:
+        """Another batch at step `at`; a list is one change each. The step's own batch is the reference."""
+        many = batches if isinstance(batches, list) else [batches]
+        if not many:
+            raise InvalidInput("replace() needs at least one batch")
+        return self._change("replace", at, [Replace(batch) for batch in many])
+
+    def perturb(self, xi: Any, at: int = 0) -> Change:
+        """ξ added to the raw gradient of step `at`.
+
+        xi: a vector of d coordinates, a matrix [change, d], a mapping from parameter names to tensors, or
+        a list of these.
+        """
+        return self._change("perturb", at, [Perturb(row) for row in self.point.loss.layout.vectors(xi)])
+
+    def skip(self, at: int = 0) -> Change:
+        """Step `at` is not taken; its step count is not used up."""
+        return self._change("skip", at, [Skip()])
+
+    def zero(self, at: int = 0) -> Change:
+        """Step `at` is taken with a zero gradient: the moments and the weights decay."""
+        return self._change("zero", at, [Zero()])
+
+    def set(self, at: int = 0, **values: float | Sequence[float]) -> Change:
+        """Other hyperparameters at step `at`: lr, beta1, beta2, eps, weight_decay; lists are one change each."""
+        unknown = sorted(set(values) - set(SETTABLE))
+        if unknown or not values:
+            named = f"{unknown[0]!r} is not a hyperparameter" if unknown else "set() needs a hyperparameter"
+            raise InvalidInput(f"{named}; choose from {', '.join(SETTABLE)}")
+        lengths = {len(v) for v in values.values() if isinstance(v, Sequence)}
+        if len(lengths) > 1:
+            raise InvalidInput("lists given to set() must have the same length")
+        rows = [
+            {name: float(v[i] if isinstance(v, Sequence) else v) for name, v in values.items()}
+            for i in range(max(lengths, default=1))
+        ]
+        return self._change("set", at, [SetHyper(row) for row in rows])
+
+    def reset(self, at: int = 0, moments: str = "m") -> Change:
+        """The moments ("m", "v" or "mv") set to zero just before step `at`."""
+        if moments not in CHANNEL_NAMES:
+            raise InvalidInput(f'reset() takes "m", "v" or "mv"; got {moments!r}')
+        return self._change(f"reset {moments}", at, [Reset(CHANNEL_NAMES[moments])])
+
+    def _change(self, kind: str, at: int, edits: Sequence[Edit]) -> Change:
+        return Change(self, self.index(at), kind, tuple(edits))
+
+    def index(self, at: int) -> int:
+        if not -len(self) <= at < len(self):
+            raise InvalidInput(f"step {at} is not on this path of {len(self)} steps")
+        return at % len(self)
+
+    # --- operators
+
+    def control(self, at: int) -> ControlStep:
+        """The control at step `at`: states before and after, raw gradient, linearization. One gradient."""
+        return ControlStep.of(self.trajectory, self.index(at))
+
+    def write_in(self, at: int = 0) -> WriteIn:
+        """B at step `at`."""
+        return WriteIn(self.control(at).linear)
+
+    def transition(self, at: int) -> Transition:
+        """A at step `at`."""
+        at = self.index(at)
+        return Transition(self.trajectory.linearize(self.steps[at], self.trajectory.state(at)))
+
+    def propagate(self, start: int, stop: int) -> Propagator:
+        """Φ(stop, start), from the state before step `start` to the state before step `stop`."""
+        if not 0 <= start <= stop <= len(self):
+            raise InvalidInput(f"propagate({start}, {stop}) leaves this path of {len(self)} steps")
+        return Propagator(self.trajectory, start, stop)
+
+    def response_operator(self, probe: Any, at: int = 0, horizon: int | None = None) -> ResponseOperator:
+        """G for horizons 1 … `horizon` of a change at step `at`."""
+        at, found = self.index(at), Probe.of(probe)
+        readouts = Readouts(self, found, at, horizon)
+        gradients: Float[Tensor, "horizon param"] = readouts.gradients()
+        return ResponseOperator(self.trajectory, self.write_in(at), at, readouts.horizons, gradients)
+
+    # --- ranking and explaining
+
+    def rank(self, pool: Iterable[Batch], probe: Any, **options: Any) -> Ranking:
+        """Score any number of batches (or single examples) for step `at` by one adjoint sweep.
+
+        See `aftershock.api.ranking.rank` for the options: at, horizon, by, examples, verify, memory.
+        """
+        from .ranking import rank
+
+        return rank(self, pool, probe, **options)
+
+    def explain(self, probe: Any, **options: Any) -> Explanation:
+        """Each step's contribution to one outcome, by channel, from one adjoint sweep.
+
+        See `aftershock.api.ranking.explain` for the options: at, change, verify.
+        """
+        from .ranking import explain
+
+        return explain(self, probe, **options)

@@ -1,0 +1,301 @@
+"""Reading a live model and optimizer without touching either, and refusing by name what is not modelled."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidFile, InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
+from .adamw import Hyper
+from .layout import Layout
+from .loss import Autocast, Batch, LossFunction, RandomState
+from .state import JointState
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Everything that a training point is made of."""
+
+    loss: LossFunction
+    state: JointState
+    hypers: tuple[Hyper, ...]
+    random: RandomState
+
+
+def read(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Batch], Tensor]
+) -> Captured:
+    """Copy a live model and optimizer. Neither is touched."""
+    optimizer = _unwrapped_optimizer(optimizer)
+    private = PrivateCopy(unwrapped(model))
+    members = _optimized_parameters(private, optimizer)
+    layout = _layout(private, members)
+    device = layout.device
+    originals = [private.original[name] for name in layout.names]
+    moments = [optimizer.state.get(p, {}) for p in originals]
+    state = JointState(
+        theta=layout.join([p.detach() for p in originals]),
+        m=layout.join([moment.get("exp_avg") for moment in moments]),
+        v=layout.join([moment.get("exp_avg_sq") for moment in moments]),
+        counts=tuple(int(moment.get("step", 0)) for moment in moments),
+        buffers={name: b.detach().clone() for name, b in private.buffers.items()},
+    )
+    trained = set(layout.names)
+    constants = {n: p.detach().clone() for n, p in private.original.items() if n not in trained}
+    loss = LossFunction(private.model, loss_fn, layout, constants, Autocast.now(device))
+    hypers = tuple(_hyper(i, group, optimizer) for i, group in enumerate(optimizer.param_groups))
+    return Captured(loss, state, hypers, RandomState.now(device))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile` and DistributedDataParallel."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+class PrivateCopy:
+    """The model's code and configuration with empty tensors in the place of its data.
+
+    Data comes in through `functional_call`; a tensor that this forgets fails loudly, since it is on the
+    meta device. The user's hooks stay behind, except those by which torch itself computes weights
+    (weight_norm, spectral_norm, pruning).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _refuse_unsupported_modules(model)
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for b in model.buffers():
+            memo[id(b)] = torch.empty_like(b, device="meta")
+        for module in model.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                hooks = getattr(module, name)
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_torchs_own(hook))
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses these
+                    memo[id(value)] = value.detach().clone()
+        blank = {id(memo[id(p)]): p for p in model.parameters()}
+        blank_buffers = {id(memo[id(b)]): b for b in model.buffers()}
+        try:
+            self.model = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"the model cannot be copied: {type(error).__name__}: {error}. Remove what cannot be deep-copied "
+                "(locks, open files, tensors with a graph) from its attributes"
+            ) from error
+        _strip_compilation(self.model)
+        self.original = {name: blank[id(p)] for name, p in self.model.named_parameters()}
+        self.buffers = {name: blank_buffers[id(b)] for name, b in self.model.named_buffers()}
+
+
+def _strip_compilation(model: nn.Module) -> None:
+    for module in model.modules():
+        module._compiled_call_impl = None
+        for name, child in module.named_children():
+            if hasattr(child, "_orig_mod"):
+                setattr(module, name, child._orig_mod)
+
+
+def _is_torchs_own(hook: object) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils")
+
+
+def _refuse_unsupported_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ in {"FullyShardedDataParallel", "FSDPModule"} or any(
+            base.__name__ == "FSDPModule" for base in type(module).__mro__
+        ):
+            raise UnsupportedModel(
+                f"module {name or 'model'!r} is sharded by FSDP; gather the full parameters into an ordinary "
+                "module (torch.distributed.checkpoint.state_dict) and capture that"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UnsupportedModel(f"module {name!r} has sparse gradients; set sparse=False")
+
+
+def _unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate and Lightning wrap it
+    ours = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
+    if not isinstance(optimizer, torch.optim.Optimizer) or inspect.unwrap(type(optimizer).step) not in ours:
+        raise UnsupportedOptimizer(
+            f"the optimizer is {type(optimizer).__name__}; aftershock models torch.optim.AdamW and torch.optim.Adam"
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        if group.get("amsgrad"):
+            raise UnsupportedOptimizer(f"group {i} has amsgrad=True; aftershock models amsgrad=False")
+    return optimizer
+
+
+def _optimized_parameters(
+    private: PrivateCopy, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, int]]:
+    """(name, group) of every trainable parameter, in the optimizer's order."""
+    names = {id(p): name for name, p in private.original.items()}
+    members: list[tuple[str, int]] = []
+    for group, entries in enumerate(optimizer.param_groups):
+        for p in entries["params"]:
+            if id(p) not in names:
+                raise UnsupportedOptimizer(
+                    f"group {group} of the optimizer holds a parameter of shape {tuple(p.shape)} that the model "
+                    "does not have; capture the module that owns it (put the loss's parameters inside the model)"
+                )
+            if p.requires_grad:
+                _refuse_unsupported_parameter(names[id(p)], p)
+                members.append((names[id(p)], group))
+    known = {name for name, _ in members}
+    for name, p in private.original.items():
+        if p.requires_grad and name not in known:
+            raise UnsupportedModel(
+                f"parameter {name!r} needs a gradient but is in no group of the optimizer; "
+                "freeze it with requires_grad_(False) or give it to the optimizer"
+            )
+    if not members:
+        raise InvalidInput("the model has no parameter that needs a gradient: there is nothing to train")
+    return members
+
+
+def _refuse_unsupported_parameter(name: str, p: nn.Parameter) -> None:
+    if type(p).__name__ == "DTensor" or type(p.data) is not Tensor:
+        raise UnsupportedModel(
+            f"parameter {name!r} is a {type(p.data).__name__}; aftershock needs ordinary tensors "
+            "(for a DTensor: .full_tensor())"
+        )
+    if p.is_complex():
+        raise UnsupportedModel(f"parameter {name!r} is complex; aftershock models real parameters")
+    if p.is_meta:
+        raise UnsupportedModel(f"parameter {name!r} is on the meta device and holds no data; materialize it first")
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        raise UnsupportedModel(
+            f"parameter {name!r} has a gradient hook, which may change its gradient (clipping by value, scaling) "
+            "unseen; remove the hook. Clipping by the global norm is follow(..., clip=max_norm)"
+        )
+
+
+def _layout(private: PrivateCopy, members: list[tuple[str, int]]) -> Layout:
+    tensors = [private.original[name] for name, _ in members]
+    devices = {p.device for p in tensors}
+    if len(devices) > 1:
+        raise MixedDevices(
+            f"parameters are on {', '.join(sorted(map(str, devices)))}; aftershock needs the model on one device"
+        )
+    position = {name: i for i, (name, _) in enumerate(members)}
+    return Layout(
+        names=tuple(name for name, _ in members),
+        shapes=tuple(p.shape for p in tensors),
+        strides=tuple(dense_stride(p) for p in tensors),
+        dtypes=tuple(p.dtype for p in tensors),
+        groups=tuple(group for _, group in members),
+        model_order=tuple(position[name] for name in private.original if name in position),
+        device=tensors[0].device,
+    )
+
+
+def dense_stride(p: Tensor) -> tuple[int, ...]:
+    """The parameter's own stride where it fills its memory (channels_last does), else a plain one."""
+    dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())
+
+
+def _hyper(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Hyper:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr = group["lr"]
+    return Hyper(
+        lr=lr.detach().clone() if isinstance(lr, Tensor) else float(lr),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
+        maximize=bool(group.get("maximize", False)),
+        foreach=False if group.get("differentiable") else group.get("foreach"),
+        fused=group.get("fused"),
+        capturable=bool(group.get("capturable", False)),
+    )
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def overwrite(
+    captured: Captured,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_state: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Any],
+) -> Captured:
+    """The captured point with its numbers taken from a checkpoint's two state dicts."""
+    loss, layout = captured.loss, captured.loss.layout
+    weights = {_plain(name): value for name, value in model_state.items()}
+    aliases = _aliases(unwrapped(model))
+
+    def weight(name: str, shape: torch.Size) -> Tensor:
+        found = next((weights[alias] for alias in aliases.get(name, [name]) if alias in weights), None)
+        if found is None:
+            raise InvalidFile(f"the checkpoint has no tensor for {name!r}; it belongs to another model")
+        if found.shape != shape:
+            raise InvalidFile(f"the checkpoint's {name!r} is {tuple(found.shape)}; the model's is {tuple(shape)}")
+        return found.detach().to(layout.device)
+
+    groups = optimizer_state.get("param_groups", [])
+    own_groups = _unwrapped_optimizer(optimizer).param_groups
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in own_groups]:
+        raise InvalidFile(
+            "the checkpoint's optimizer has other parameter groups than this one; "
+            "build the optimizer as the training script did"
+        )
+    original = {id(p): name for name, p in PrivateCopy(unwrapped(model)).original.items()}
+    moments: dict[str, Mapping[str, Any]] = {}
+    for saved, own in zip(groups, own_groups):
+        for key, p in zip(saved["params"], own["params"]):
+            moments[original[id(p)]] = optimizer_state["state"].get(key, {})
+
+    def moment(name: str, shape: torch.Size, key: str) -> Tensor | None:
+        value = moments[name].get(key)
+        if value is not None and value.shape != shape:
+            raise InvalidFile(f"the checkpoint's {key} of {name!r} is {tuple(value.shape)}; expected {tuple(shape)}")
+        return value
+
+    pairs = list(zip(layout.names, layout.shapes))
+    buffers = {
+        name: weight(name, b.shape) if _plain(name) in weights else b for name, b in captured.state.buffers.items()
+    }
+    state = JointState(
+        theta=layout.join([weight(name, shape) for name, shape in pairs]),
+        m=layout.join([moment(name, shape, "exp_avg") for name, shape in pairs]),
+        v=layout.join([moment(name, shape, "exp_avg_sq") for name, shape in pairs]),
+        counts=tuple(int(moments[name].get("step", 0)) for name in layout.names),
+        buffers=buffers,
+    )
+    constants = {name: weight(name, p.shape) for name, p in loss.constants.items()}
+    fresh = LossFunction(loss.model, loss.loss_fn, layout, constants, loss.autocast)
+    if any(group.get("amsgrad") for group in groups):
+        raise UnsupportedOptimizer("the checkpoint's optimizer has amsgrad=True; aftershock models amsgrad=False")
+    hypers = tuple(_hyper(i, {**own, **saved}, optimizer) for i, (saved, own) in enumerate(zip(groups, own_groups)))
+    return Captured(fresh, state, hypers, captured.random)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Every name of each tied parameter, under the first: a checkpoint may use any of them."""
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(first.setdefault(id(p), _plain(name)), []).append(_plain(name))
+    return aliases

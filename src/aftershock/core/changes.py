@@ -1,0 +1,168 @@
+"""What differs at one step, as the exact state difference after it.
+
+Every change is one elementwise pass from the control's state before the step. Skipping a step, zeroing
+its gradient and perturbing by ξ = −g are three different changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .adamw import Hyper, LinearStep
+from .clipping import Clip
+from .loss import Batch
+from .path import Dynamics, Step, Trajectory
+from .state import JointState
+
+
+@dataclass(frozen=True)
+class ControlStep:
+    """The step that a change happens at: the control before it, its raw gradient, the control after it."""
+
+    dynamics: Dynamics
+    step: Step
+    before: JointState
+    after: JointState
+    raw: Float[Tensor, " param"]
+    present: tuple[bool, ...]
+    linear: LinearStep
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, at: int) -> ControlStep:
+        """Costs one gradient."""
+        dynamics, step, before = trajectory.dynamics, trajectory.steps[at], trajectory.state(at)
+        found = dynamics.loss.gradient(before.theta, before.buffers, step.batch, step.random, step.where)
+        raw, present = dynamics.layout.join(found.grads), tuple(g is not None for g in found.grads)
+        linear = dynamics.linear_step(step, before, raw, present)
+        return cls(dynamics, step, before, trajectory.state(at + 1), raw, present, linear)
+
+    def apply(
+        self, raw: Float[Tensor, " param"], present: tuple[bool, ...], step: Step | None = None
+    ) -> tuple[JointState, Clip]:
+        """The state after this step had it seen another gradient; buffers are the control's."""
+        state, clip = self.dynamics.apply(step or self.step, self.before, raw, present)
+        return replace(state, buffers=self.after.buffers), clip
+
+
+@dataclass(frozen=True)
+class Shock:
+    """One change, ready to use: its endpoint x^s_{t+1}(α), and ξ where it is a gradient's difference."""
+
+    endpoint: Callable[[float], tuple[JointState, Clip]]
+    xi: Float[Tensor, " param"] | None = None
+
+
+class Edit(ABC):
+    """How a step differs. `scalable` says whether a scale α between control and change has a meaning."""
+
+    scalable = True
+
+    @abstractmethod
+    def shock(self, control: ControlStep) -> Shock: ...
+
+
+@dataclass(frozen=True)
+class Replace(Edit):
+    """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
+
+    batch: Batch
+
+    def shock(self, control: ControlStep) -> Shock:
+        loss, step, before = control.dynamics.loss, control.step, control.before
+        where = f"the batch that replaces step {step.index}'s"
+        found = loss.gradient(before.theta, before.buffers, self.batch, step.random, where)
+        raw, present = loss.layout.join(found.grads), tuple(g is not None for g in found.grads)
+        xi = raw - control.raw
+
+        def endpoint(scale: float) -> tuple[JointState, Clip]:
+            if scale == 1.0:  # the batch itself, to the bit, with the buffers it leaves
+                state, clip = control.apply(raw, present)
+                return replace(state, buffers=found.buffers), clip
+            either = tuple(a or b for a, b in zip(present, control.present))
+            return control.apply(control.raw + scale * xi, either)
+
+        return Shock(endpoint, xi)
+
+
+@dataclass(frozen=True)
+class Perturb(Edit):
+    """A given difference of raw gradients: g(α) = g + α ξ."""
+
+    xi: Float[Tensor, " param"]
+
+    def shock(self, control: ControlStep) -> Shock:
+        touched = [bool(view.any()) for view in control.dynamics.layout.views(self.xi)]
+        present = tuple(a or b for a, b in zip(control.present, touched))
+        return Shock(lambda scale: control.apply(control.raw + scale * self.xi, present), self.xi)
+
+
+@dataclass(frozen=True)
+class Zero(Edit):
+    """The gradient scaled away, g(α) = (1−α) g: the step is taken, moments and weights decay."""
+
+    def shock(self, control: ControlStep) -> Shock:
+        return Shock(lambda scale: control.apply((1 - scale) * control.raw, control.present), -control.raw)
+
+
+@dataclass(frozen=True)
+class Skip(Edit):
+    """The step is not taken: state and step counts stay as they were."""
+
+    scalable = False
+
+    def shock(self, control: ControlStep) -> Shock:
+        return Shock(lambda scale: (control.before, control.step.clip))
+
+
+@dataclass(frozen=True)
+class SetHyper(Edit):
+    """Other hyperparameters for this one step, interpolated by α."""
+
+    values: Mapping[str, float]
+
+    def shock(self, control: ControlStep) -> Shock:
+        def changed(hyper: Hyper, scale: float) -> Hyper:
+            def between(name: str) -> float:
+                now = float(getattr(hyper, name))
+                return now + scale * (self.values[name] - now) if scale != 1.0 else float(self.values[name])
+
+            others = {name: between(name) for name in self.values if name != "lr"}
+            hyper = replace(hyper, **others)  # type: ignore[arg-type]
+            return hyper.with_lr(between("lr")) if "lr" in self.values else hyper
+
+        def endpoint(scale: float) -> tuple[JointState, Clip]:
+            hypers = tuple(changed(hyper, scale) for hyper in control.step.hypers)
+            return control.apply(control.raw, control.present, replace(control.step, hypers=hypers))
+
+        return Shock(endpoint)
+
+
+@dataclass(frozen=True)
+class Reset(Edit):
+    """Moments scaled by 1−α just before the step, which is then taken with its own gradient."""
+
+    channels: tuple[str, ...]
+
+    def shock(self, control: ControlStep) -> Shock:
+        def endpoint(scale: float) -> tuple[JointState, Clip]:
+            scaled = {name: (1 - scale) * getattr(control.before, name) for name in self.channels}
+            before = replace(control.before, **scaled)
+            return replace(control, before=before).apply(control.raw, control.present)
+
+        return Shock(endpoint)
+
+
+def touched_zero_v(
+    control: ControlStep, shock: Shock, endpoint: JointState
+) -> tuple[int, int, int]:
+    """(coordinates with v̂ = 0, those of them the change touches, those without any derivative)."""
+    layout, linear = control.dynamics.layout, control.linear
+    moved = shock.xi != 0 if shock.xi is not None else endpoint.theta != control.after.theta
+    counts = [linear.zero_v, linear.zero_v & moved, linear.broken & moved]
+    return tuple(int(layout.compact(mask.to(torch.uint8)).sum()) for mask in counts)  # type: ignore[return-value]

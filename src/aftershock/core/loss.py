@@ -1,0 +1,518 @@
+"""The user's loss as a pure function of (parameters, buffers, batch, random state).
+
+Everything runs inside `functional_call` on a wrapper around the captured model, so that backward
+passes that call the model again (activation checkpointing) still see the right parameters. Buffers
+are cloned per call, the global random state is put back, and the user's model is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..errors import (
+    AftershockError,
+    ExamplesCouple,
+    InvalidInput,
+    InvalidLoss,
+    MixedDevices,
+    NotFinite,
+    UnsupportedAttention,
+    UnsupportedModel,
+)
+from .clipping import global_norm
+from .layout import Layout
+
+Batch = Any
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """One batch made of micro-batches; made by `accumulate`."""
+
+    batches: tuple[Batch, ...]
+    weights: tuple[float, ...] | None = None
+
+    def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+        """Each micro-batch with the map from its loss to its share of the whole."""
+        for i, batch in enumerate(self.batches):
+            if self.weights is None:
+                # a division, as training loops write it: multiplying by 1/n gives other bits
+                yield batch, lambda loss: loss / len(self.batches)
+            else:
+                yield batch, lambda loss, weight=self.weights[i]: loss * weight  # type: ignore[misc]
+
+
+def accumulate(
+    batches: Iterable[Batch], *, draws: int | None = None, weights: Sequence[float] | None = None
+) -> Accumulated:
+    """One batch whose loss is the mean of the given batches' losses.
+
+    This is gradient accumulation, and the paper's reference mean: a path whose step holds
+    `accumulate(references)` has their mean gradient as its control. With `draws`, that many batches
+    are taken from a sampler or data loader: its conditional-mean reading, E[g_t].
+    """
+    taken = tuple(itertools.islice(batches, draws))
+    if not taken or (draws is not None and len(taken) < draws):
+        raise InvalidInput(f"accumulate needs {draws or 'at least one'} batches; the source gave {len(taken)}")
+    if weights is not None and len(weights) != len(taken):
+        raise InvalidInput(f"{len(weights)} weights for {len(taken)} batches")
+    return Accumulated(taken, None if weights is None else tuple(float(w) for w in weights))
+
+
+def _micro(batch: Batch) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+    if isinstance(batch, Accumulated):
+        return batch.micro()
+    return iter([(batch, lambda loss: loss)])
+
+
+# --- random state ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """torch's global generators at one moment: the CPU's, and the device's where there is one."""
+
+    cpu: Tensor
+    cuda: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda)
+
+    def install(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast that was in force at capture."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+# --- what an evaluation gives ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss, and the buffers and random state that the forward pass leaves behind."""
+
+    loss: Tensor
+    buffers: dict[str, Tensor]
+    random: RandomState
+
+
+@dataclass(frozen=True)
+class Gradient(Evaluation):
+    """One gradient per parameter, `None` where the loss does not use it, and their global norm."""
+
+    grads: list[Tensor | None]
+    norm: Tensor
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        return tuple(grad is not None for grad in self.grads)
+
+
+class _Wrapper(nn.Module):
+    """Runs a program with the model while `functional_call` holds the parameters in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, program: Callable[[nn.Module], Any]) -> Any:
+        return program(self.model)
+
+
+class LossFunction:
+    """ℓ(θ; B) and its gradients, Hessian products and directional derivatives.
+
+    `model` is a private copy whose parameters hold no data; `constants` are the frozen parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[nn.Module, Batch], Tensor],
+        layout: Layout,
+        constants: Mapping[str, Tensor],
+        autocast: Autocast,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.layout = layout
+        self.constants = constants
+        self.autocast = autocast
+        self.place = place
+        self._wrapper = _Wrapper(model)
+
+    def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
+        """The same model under another function of its parameters."""
+        return LossFunction(
+            self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast
+        )
+
+    # -- evaluations
+
+    def value(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str,
+        *,
+        evaluating: bool = False,
+    ) -> Evaluation:
+        """The loss alone: one forward pass."""
+
+        def program(model: nn.Module) -> Tensor:
+            with torch.no_grad():
+                return torch.stack([share(self._loss(model, b, where)) for b, share in _micro(batch)]).sum()
+
+        loss, after, random = self._call(
+            self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating
+        )
+        return Evaluation(loss, after, random)
+
+    def gradient(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str,
+        *,
+        evaluating: bool = False,
+    ) -> Gradient:
+        """The plain gradient, equal to the bit to `loss.backward()`: 1 g."""
+        leaves = self._leaves(theta)
+
+        def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
+            total: Tensor | None = None
+            grads: list[Tensor | None] = [None] * len(leaves)
+            for b, share in _micro(batch):
+                loss = share(self._loss(model, b, where))
+                for i, grad in enumerate(self._grad(loss, leaves, where)):
+                    if grad is not None:
+                        grads[i] = grad if grads[i] is None else grads[i] + grad
+                total = loss.detach() if total is None else total + loss.detach()
+            assert total is not None
+            return total, grads
+
+        (loss, grads), after, random = self._call(leaves, buffers, random, program, evaluating=evaluating)
+        return Gradient(loss, after, random, grads, self._finite_norm(grads, where))
+
+    def graph(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str,
+    ) -> GradientGraph:
+        """The gradient with its graph, from which any number of Hessian products follow."""
+        return GradientGraph(self, theta, buffers, batch, random, where)
+
+    def example_derivatives(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        direction: Float[Tensor, " param"],
+        where: str,
+        chunk: int | None = None,
+    ) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
+        """Each example's loss, and its derivative along `direction`, in one forward-mode pass.
+
+        Every example runs as a batch of one under `vmap`: about three forward passes in all, and no
+        per-example gradient. Raises `ExamplesCouple` where examples do not stand alone.
+        """
+        batch = self.place(batch)
+        leaves, tangents = self.layout.typed_views(theta), self.layout.typed_views(direction)
+        leaves_of, spec = tree_flatten(batch)
+        size = example_count(batch)
+        dims = [0 if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else None for x in leaves_of]
+
+        def program(model: nn.Module) -> tuple[Tensor, Tensor]:
+            def one(*pieces: Any) -> tuple[Tensor, Tensor]:
+                example = spec.unflatten(
+                    [x if dim is None else x.unsqueeze(0) for x, dim in zip(pieces, dims)]
+                )
+
+                def loss_at(parameters: list[Tensor]) -> Tensor:
+                    inside = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
+                    loss = torch.func.functional_call(
+                        self._wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
+                    )
+                    return loss.reshape(())
+
+                return torch.func.jvp(loss_at, (leaves,), (tangents,))
+
+            return torch.func.vmap(one, in_dims=tuple(dims), chunk_size=chunk)(*leaves_of)
+
+        try:
+            (losses, slopes), _, _ = self._call(leaves, buffers, random, program, derivative=True)
+        except AftershockError:
+            raise
+        except Exception as error:
+            raise ExamplesCouple(
+                f"the examples of {where} cannot be told apart: {_first_line(error)}. Batch normalization in "
+                "training mode couples examples, and dropout draws one mask per batch; rank whole batches, "
+                "or rank with those layers in eval mode"
+            ) from error
+        return losses, slopes
+
+    # -- inside
+
+    def _leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
+        return [view.detach().requires_grad_() for view in self.layout.typed_views(theta)]
+
+    def _call(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Mapping[str, Tensor],
+        random: RandomState,
+        program: Callable[[nn.Module], Any],
+        *,
+        derivative: bool = False,
+        evaluating: bool = False,
+    ) -> tuple[Any, dict[str, Tensor], RandomState]:
+        """Run a program with everything in place; returns its result, the buffers and the random state."""
+        device = self.layout.device
+        tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
+        tensors |= {f"model.{n}": p for n, p in self.constants.items()}
+        tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(
+                torch.autocast(device.type, dtype=self.autocast.dtype, enabled=self.autocast.enabled)
+            )
+            torch.clear_autocast_cache()  # it would hand out casts of other parameters
+            if derivative:
+                # flash and efficient attention have no second derivative; math agrees to rounding
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if evaluating:
+                stack.enter_context(_eval_mode(self.model))
+            stack.enter_context(_restored_random(device))
+            random.install(device)
+            result = torch.func.functional_call(self._wrapper, tensors, (program,), tie_weights=True)
+            after = RandomState.now(device)
+        return result, {n: tensors[f"model.{n}"].detach() for n in buffers}, after
+
+    def _loss(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
+        try:
+            loss = self.loss_fn(model, self.place(batch))
+        except AftershockError:
+            raise
+        except Exception as error:
+            if "same device" in str(error):
+                raise MixedDevices(
+                    f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
+                    f"{_first_line(error)}. Move the batch to {self.layout.device}"
+                ) from error
+            raise InvalidLoss(
+                f"loss_fn failed at {where}: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
+        if not torch.isfinite(loss.detach()).all():
+            raise NotFinite(f"the loss at {where} is {float(loss)}")
+        return loss.reshape(())
+
+    def _grad(
+        self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        if not loss.requires_grad:
+            raise InvalidLoss(
+                f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
+                "without torch.no_grad() or .detach()"
+            )
+        try:
+            grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+        except RuntimeError as error:
+            raise _derivative_error(error) from error
+        if all(grad is None for grad in grads):
+            raise InvalidLoss(f"the loss at {where} does not depend on any parameter of the model it was given")
+        for name, grad in zip(self.layout.names, grads):
+            if grad is not None and grad.layout != torch.strided:
+                raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
+        return grads
+
+    def _finite_norm(self, grads: Sequence[Tensor | None], where: str) -> Tensor:
+        norm = global_norm(grads, self.layout.model_order)
+        if not torch.isfinite(norm):
+            bad = [n for n, g in zip(self.layout.names, grads) if g is not None and not torch.isfinite(g).all()]
+            raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
+        return norm
+
+
+class GradientGraph:
+    """A gradient with its graph: `gradient`, then `products(vectors)` at about 1 to 2 g each.
+
+    A batch of several micro-batches keeps no graph between calls; its graphs are rebuilt one at a
+    time, so that memory does not grow with their number.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str,
+    ) -> None:
+        self._function = loss
+        self._arguments = (buffers, random)
+        self._where = where
+        self._batch = batch
+        self._leaves = loss._leaves(theta)
+        self._graph: list[Tensor | None] | None = None
+        if isinstance(batch, Accumulated):
+            self.gradient = loss.gradient(theta, buffers, batch, random, where)
+            return
+        (value, self._graph), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
+        grads = [None if grad is None else grad.detach() for grad in self._graph]
+        self.gradient = Gradient(value, after, random, grads, loss._finite_norm(grads, where))
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        return tuple(grad is not None for grad in self.gradient.grads)
+
+    @property
+    def raw(self) -> Float[Tensor, " param"]:
+        """ĝ as a flat vector."""
+        return self._function.layout.join(self.gradient.grads)
+
+    def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
+        """H u for every row u."""
+        out = torch.zeros_like(vectors)
+
+        def program(model: nn.Module) -> None:
+            if self._graph is not None:
+                self._add_products(self._graph, vectors, out)
+                return
+            for batch, share in _micro(self._batch):
+                _, graph = self._build(model, batch, share)
+                self._add_products(graph, vectors, out)
+
+        self._run(program)
+        return out
+
+    def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
+        buffers, random = self._arguments
+        return self._function._call(self._leaves, buffers, random, program, derivative=True)
+
+    def _build(
+        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        loss = share(self._function._loss(model, batch, self._where))
+        return loss.detach(), list(self._function._grad(loss, self._leaves, self._where, create_graph=True))
+
+    def _add_products(
+        self, graph: Sequence[Tensor | None], vectors: Float[Tensor, "change param"], out: Tensor
+    ) -> None:
+        layout = self._function.layout
+        curved = [i for i, grad in enumerate(graph) if grad is not None and grad.requires_grad]
+        if not curved:
+            return
+        for u, row in zip(vectors, out):
+            views = layout.typed_views(u)
+            try:
+                product = torch.autograd.grad(
+                    [graph[i] for i in curved],  # type: ignore[misc]
+                    self._leaves,
+                    grad_outputs=[views[i] for i in curved],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            except RuntimeError as error:
+                raise _derivative_error(error) from error
+            if self._graph is not None:
+                layout.write(row, product)
+            else:
+                row += layout.join(product)
+
+
+def example_count(batch: Batch) -> int:
+    """How many examples a batch holds: the first dimension of its first tensor."""
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise InvalidInput("a batch of examples needs a tensor whose first dimension counts them")
+
+
+def take_examples(batch: Batch, index: slice) -> Batch:
+    """Some examples of a batch, as a batch."""
+    size = example_count(batch)
+    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
+
+
+@contextlib.contextmanager
+def _restored_random(device: torch.device) -> Iterator[None]:
+    before = RandomState.now(device)
+    try:
+        yield
+    finally:
+        before.install(device)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _derivative_error(error: RuntimeError) -> AftershockError:
+    text = str(error)
+    if "attention" in text and "not implemented" in text:
+        return UnsupportedAttention(
+            f"the model forces an attention kernel that has no second derivative ({_first_line(error)}). "
+            'Set attn_implementation="eager", or wrap the attention in '
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+    if "double backward" in text or "differentiate twice" in text or "not implemented" in text:
+        return UnsupportedModel(
+            f"an operation of the model has no second derivative ({_first_line(error)}). Replace it, or "
+            "remove torch.compile and custom autograd functions from what loss_fn calls"
+        )
+    if "Checkpointing is not compatible" in text or "use_reentrant" in text:
+        return UnsupportedModel("the model uses reentrant activation checkpointing; set use_reentrant=False")
+    return UnsupportedModel(f"the gradient could not be computed: {_first_line(error)}")

@@ -1,0 +1,49 @@
+"""How much memory there is, and how much a budget allows."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from ..errors import InvalidInput
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+FREE_SHARE = 0.7  # of what is free: activations and the user's own process need the rest
+
+
+def budget(memory: str | int | None, device: torch.device) -> int:
+    """Bytes that may be used: "8GiB", a number of bytes, or None for what is free on the device."""
+    if memory is None:
+        return int(FREE_SHARE * free(device))
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
+        if match is None or match[2].lower() not in UNITS:
+            raise InvalidInput(f'memory is a number of bytes or a text like "8GiB"; got {memory!r}')
+        memory = int(float(match[1]) * UNITS[match[2].lower()])
+    if memory <= 0:
+        raise InvalidInput("memory must be positive")
+    return int(memory)
+
+
+def free(device: torch.device) -> int:
+    """Free bytes on the device."""
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+        return available + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux: half of what is installed
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def readable(count: float) -> str:
+    """1536 → '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

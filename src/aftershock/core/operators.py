@@ -1,0 +1,209 @@
+"""The linear maps of the paper: B, A, Φ and G. Each has `mv`, its transpose `rmv`, `.T` and `as_matrix`.
+
+    ξ ──B──▶ δx_{t+1} ──Φ──▶ δx_{t+h} ──c──▶ δF_{t+h}
+
+Every product takes one vector or a batch of rows. `as_matrix` is for systems small enough to look at.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .adamw import LinearStep
+from .layout import Layout
+from .path import Linearized, Trajectory
+from .state import Cotangent, Tangent, pair
+from .sweeps import adjoint_sweep, retreat_, tangent_sweep, transit_
+
+
+class LinearOperator(ABC):
+    """A linear map between gradients, tangents and responses, with its transpose."""
+
+    layout: Layout
+
+    @abstractmethod
+    def mv(self, x: Any) -> Any:
+        """The map applied to one vector or to every row of a batch."""
+
+    @abstractmethod
+    def rmv(self, y: Any) -> Any:
+        """The transposed map applied to one dual vector or to every row of a batch."""
+
+    @abstractmethod
+    def domain_basis(self) -> Any:
+        """The identity of the domain, one basis vector per row."""
+
+    @property
+    def T(self) -> Transposed:
+        return Transposed(self)
+
+    def as_matrix(self) -> Float[Tensor, "out in"]:
+        """The dense matrix, without padding: one column per coordinate of the domain."""
+        return as_rows(self.layout, self.mv(self.domain_basis())).mT
+
+
+class Transposed:
+    """opᵀ."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.operator = operator
+
+    @property
+    def T(self) -> LinearOperator:
+        return self.operator
+
+    def mv(self, y: Any) -> Any:
+        return self.operator.rmv(y)
+
+    def rmv(self, x: Any) -> Any:
+        return self.operator.mv(x)
+
+    def as_matrix(self) -> Float[Tensor, "in out"]:
+        return self.operator.as_matrix().mT
+
+
+class WriteIn(LinearOperator):
+    """B: a raw gradient difference ξ to the state after the step.
+
+    δm = (1−β1) J ξ, δv = 2(1−β2) g ⊙ J ξ, δθ = M δm + V δv. No gradient, one elementwise pass.
+    """
+
+    def __init__(self, linear: LinearStep) -> None:
+        self.linear = linear
+        self.layout = linear.layout
+
+    def mv(self, xi: Float[Tensor, "*change param"]) -> Tangent:
+        dx = Tangent(*(torch.zeros_like(xi) for _ in range(3)))
+        self.linear.absorb_(dx, self.linear.gradient_variation(xi))
+        return dx
+
+    def rmv(self, c: Cotangent) -> Float[Tensor, "*outcome param"]:
+        return self.linear.gradient_variation(self.linear.absorb_transposed_(c.clone()))
+
+    def domain_basis(self) -> Float[Tensor, "d param"]:
+        return self.layout.expand(torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.layout.device))
+
+
+class Transition(LinearOperator):
+    """A_s = K + B H P_θ: one step of the tangent. One Hessian product per vector, either way."""
+
+    def __init__(self, linearized: Linearized) -> None:
+        self.linearized = linearized
+        self.layout = linearized.linear.layout
+
+    def mv(self, dx: Tangent) -> Tangent:
+        out = _batched(dx.clone())
+        transit_(self.linearized, out)
+        return _like(dx, out)
+
+    def rmv(self, c: Cotangent) -> Cotangent:
+        out = _batched(c.clone())
+        retreat_(self.linearized, out)
+        return _like(c, out)
+
+    def domain_basis(self) -> Tangent:
+        return state_basis(self.layout)
+
+
+class Propagator(LinearOperator):
+    """Φ(stop, start) = A_{stop−1} ⋯ A_start along a trajectory; the identity where they are equal."""
+
+    def __init__(self, trajectory: Trajectory, start: int, stop: int) -> None:
+        self.trajectory, self.start, self.stop = trajectory, start, stop
+        self.layout = trajectory.dynamics.layout
+
+    def mv(self, dx: Tangent) -> Tangent:
+        out = _batched(dx.clone())
+        for _time, tangent in tangent_sweep(self.trajectory, self.start, self.stop, out):
+            out = tangent
+        return _like(dx, out)
+
+    def rmv(self, c: Cotangent) -> Cotangent:
+        out = _batched(c.clone())
+        for _time, cotangent in adjoint_sweep(self.trajectory, self.stop, self.start, out):
+            out = cotangent
+        return _like(c, out)
+
+    def domain_basis(self) -> Tangent:
+        return state_basis(self.layout)
+
+
+class ResponseOperator(LinearOperator):
+    """G_h = c_{t+h}ᵀ Φ(t+h, t+1) B_t for the given horizons: ξ to the signed response.
+
+    `readouts[i]` is ∇F at the control state of `horizons[i]`. Forward costs one Hessian product per
+    step and change; the transpose one per step and outcome.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        write_in: WriteIn,
+        at: int,
+        horizons: Sequence[int],
+        readouts: Float[Tensor, "horizon param"],
+    ) -> None:
+        self.trajectory, self.write_in, self.at = trajectory, write_in, at
+        self.horizons, self.readouts = list(horizons), readouts
+        self.layout = trajectory.dynamics.layout
+
+    def mv(self, xi: Float[Tensor, "*change param"]) -> Float[Tensor, "*change horizon"]:
+        dx = _batched(self.write_in.mv(xi))
+        out = xi.new_zeros(dx.rows, len(self.horizons))
+        for time, tangent in tangent_sweep(self.trajectory, self.at + 1, self.at + max(self.horizons), dx):
+            for i, h in enumerate(self.horizons):
+                if self.at + h == time:
+                    out[:, i] = pair(readout(self.readouts[i : i + 1]), tangent)[0]
+        return out if xi.ndim == 2 else out[0]
+
+    def rmv(self, weights: Float[Tensor, "*outcome horizon"]) -> Float[Tensor, "*outcome param"]:
+        w = weights.reshape(-1, len(self.horizons))
+        c = readout(self.layout.zeros(len(w)))
+
+        def inject(time: int, c: Cotangent) -> int:
+            for i, h in enumerate(self.horizons):
+                if self.at + h == time:
+                    c.theta.addmm_(w[:, i : i + 1], self.readouts[i : i + 1])
+            return c.rows
+
+        for _time, cotangent in adjoint_sweep(
+            self.trajectory, self.at + max(self.horizons), self.at + 1, c, inject
+        ):
+            c = cotangent
+        out = self.write_in.rmv(c)
+        return out if weights.ndim == 2 else out[0]
+
+    def domain_basis(self) -> Float[Tensor, "d param"]:
+        return self.write_in.domain_basis()
+
+
+def readout(gradients: Float[Tensor, "outcome param"]) -> Cotangent:
+    """c = (∇F, 0, 0): the probe sees the moments only once they have moved the parameters."""
+    return Cotangent(gradients, torch.zeros_like(gradients), torch.zeros_like(gradients))
+
+
+def state_basis(layout: Layout) -> Tangent:
+    """The identity of the joint state, one basis vector per row."""
+    eye = torch.eye(3 * layout.size, dtype=layout.dtype, device=layout.device)
+    return Tangent(*(layout.expand(block) for block in eye.split(layout.size, dim=1)))
+
+
+def as_rows(layout: Layout, element: Tensor | Tangent | Cotangent) -> Float[Tensor, "row coordinate"]:
+    """Gradients, tangents, cotangents or responses as plain rows without padding."""
+    if isinstance(element, Tensor):
+        return layout.compact(element) if element.shape[-1] == layout.padded_size else element
+    return torch.cat([layout.compact(part) for part in (element.theta, element.m, element.v)], dim=-1)
+
+
+def _batched(x: Any) -> Any:
+    return x if x.theta.ndim == 2 else x[None]
+
+
+def _like(template: Any, x: Any) -> Any:
+    return x if template.theta.ndim == 2 else x[0]

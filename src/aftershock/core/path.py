@@ -1,0 +1,201 @@
+"""The control trajectory: every step from a point on, replayed to the bit, with as many states kept
+as memory allows. The record owns its time index: a `Step` knows its batch, seed, learning rates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .adamw import Hyper, LinearStep, adamw_step
+from .clipping import Clip, clip_, global_norm
+from .loss import Batch, Gradient, GradientGraph, LossFunction, RandomState
+from .state import JointState
+
+Keep = Literal["graphs", "states", "checkpoints"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update of the path: everything that made it, and what was seen of it."""
+
+    index: int  # position in the path, from 0
+    batch: Batch
+    random: RandomState  # before the forward pass
+    hypers: tuple[Hyper, ...]
+    max_norm: float | None
+    own_random: bool = False  # recorded, rather than left by the step before
+    loss: float = math.nan
+    clip: Clip = Clip(math.nan, 1.0)
+
+    @property
+    def where(self) -> str:
+        return f"step {self.index} (batch {self.index} of the path)"
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """A step's derivative at the control: closed form (`linear`) and Hessian products (`graph`)."""
+
+    step: Step
+    linear: LinearStep
+    graph: GradientGraph
+
+
+class Dynamics:
+    """f_s: the exact step map, from any state, and its linearization."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self.loss = loss
+        self.layout = loss.layout
+
+    def gradient_vector(self, step: Step, state: JointState) -> Float[Tensor, " param"]:
+        """ĝ of this step's batch at `state`, before clipping: 1 g."""
+        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        return self.layout.join(found.grads)
+
+    def advance(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+        """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass."""
+        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        return self._advance_with(found, step, state)
+
+    def advance_with_graph(
+        self, step: Step, state: JointState, graph_is_plain: bool | None
+    ) -> tuple[JointState, Step, RandomState, Linearized, bool]:
+        """The same, keeping the gradient's graph for later products.
+
+        `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's
+        must be the plain one: the first step (`graph_is_plain` None) finds out whether they agree, and
+        where they do not, every step computes both.
+        """
+        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        found = graph.gradient
+        if not graph_is_plain:
+            plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+            graph_is_plain = graph_is_plain is None and same_bits(plain.grads, found.grads)
+            found = plain
+        found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
+        after, seen, random = self._advance_with(found, step, state)
+        linear = self.linear_step(seen, state, graph.raw, graph.present)
+        return after, seen, random, Linearized(seen, linear, graph), graph_is_plain
+
+    def _advance_with(
+        self, found: Gradient, step: Step, state: JointState
+    ) -> tuple[JointState, Step, RandomState]:
+        clip = clip_(found.grads, found.norm, step.max_norm)
+        new = adamw_step(self.layout, state, found.grads, step.hypers)
+        seen = replace(step, loss=float(found.loss), clip=clip)
+        return replace(new, buffers=found.buffers), seen, found.random
+
+    def apply(
+        self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]
+    ) -> tuple[JointState, Clip]:
+        """The same step with another raw gradient: one elementwise pass. Buffers stay as they are."""
+        views = [v.clone() if ok else None for v, ok in zip(self.layout.typed_views(raw), present)]
+        clip = clip_(views, global_norm(views, self.layout.model_order), step.max_norm)
+        return adamw_step(self.layout, state, views, step.hypers), clip
+
+    def linearize(self, step: Step, state: JointState) -> Linearized:
+        """A_s at `state`: about 1.2 g, then 1 to 2 g per vector."""
+        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        return Linearized(step, self.linear_step(step, state, graph.raw, graph.present), graph)
+
+    def linear_step(
+        self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]
+    ) -> LinearStep:
+        """The closed-form part alone, where the raw gradient is already known."""
+        return LinearStep.at(self.layout, state, raw, present, step.clip, step.hypers)
+
+
+def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b))
+
+
+class Trajectory:
+    """The states x_0 … x_H of a path and its H steps.
+
+    keep="states" holds every state; "checkpoints" holds about √H and replays the segment it needs;
+    "graphs" holds each step's gradient graph too, which makes sweeps fastest and memory largest.
+    """
+
+    def __init__(self, dynamics: Dynamics, keep: Keep) -> None:
+        self.dynamics = dynamics
+        self.keep = keep
+        self.steps: list[Step] = []
+        self.seconds_per_step = 0.0
+        self.random_after: RandomState
+        self._states: dict[int, JointState] = {}
+        self._linearized: dict[int, Linearized] = {}
+        self._graph_is_plain: bool | None = None
+
+    @classmethod
+    def follow(
+        cls, dynamics: Dynamics, start: JointState, random: RandomState, steps: Sequence[Step], keep: Keep
+    ) -> Trajectory:
+        """Train on from `start` through `steps`, each beginning where the last left the random state.
+
+        A step with `own_random` (a recorded run's) starts from that instead.
+        """
+        self = cls(dynamics, keep)
+        spacing = math.isqrt(len(steps)) if keep == "checkpoints" else 1
+        state, seconds = start, []
+        self._states[0] = start
+        for step in steps:
+            began = time.perf_counter()
+            if not step.own_random:
+                step = replace(step, random=random)
+            state, seen, random = self._take(step, state)
+            self.steps.append(seen)
+            if (seen.index + 1) % spacing == 0 or seen.index + 1 == len(steps):
+                self._states[seen.index + 1] = state
+            seconds.append(time.perf_counter() - began)
+        self.random_after = random
+        self.seconds_per_step = sorted(seconds)[len(seconds) // 2]
+        return self
+
+    def _take(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+        if self.keep != "graphs":
+            return self.dynamics.advance(step, state)
+        after, seen, random, linearized, self._graph_is_plain = self.dynamics.advance_with_graph(
+            step, state, self._graph_is_plain
+        )
+        self._linearized[seen.index] = linearized
+        return after, seen, random
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def state(self, time: int) -> JointState:
+        """x_time, from the nearest kept state before it."""
+        begin = max(kept for kept in self._states if kept <= time)
+        state = self._states[begin]
+        for step in self.steps[begin:time]:
+            state = self.dynamics.advance(step, state)[0]
+        return state
+
+    def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
+        """Steps start … stop−1, each with the state before it."""
+        state = self.state(start)
+        for step in self.steps[start:stop]:
+            yield step, state
+            after = step.index + 1
+            if after < stop:
+                state = self._states.get(after) or self.dynamics.advance(step, state)[0]
+
+    def backward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
+        """Steps stop−1 … start, each with the state before it; segments are replayed as needed."""
+        while stop > start:
+            begin = max(start, max(kept for kept in self._states if kept < stop))
+            segment = list(self.forward(begin, stop))
+            while segment:
+                yield segment.pop()
+            stop = begin
+
+    def linearize(self, step: Step, state: JointState) -> Linearized:
+        return self._linearized.get(step.index) or self.dynamics.linearize(step, state)

@@ -1,0 +1,57 @@
+"""What aftershock says when it cannot go on: what happened, in the user's words, and what to do."""
+
+
+class AftershockError(Exception):
+    """Every error that aftershock raises on purpose. Nothing of the user's has been changed."""
+
+
+class UnsupportedOptimizer(AftershockError):
+    """The optimizer does something that the equations of AdamW do not describe."""
+
+
+class UnsupportedModel(AftershockError):
+    """The model holds something that cannot be copied or differentiated."""
+
+
+class UnsupportedClipping(AftershockError):
+    """Gradients are clipped in another way than by their global norm."""
+
+
+class UnsupportedAttention(AftershockError):
+    """The attention kernel has no second derivative."""
+
+
+class InvalidLoss(AftershockError):
+    """loss_fn failed, or returned something that is not one finite number with a gradient."""
+
+
+class NotFinite(AftershockError):
+    """A NaN or an infinity appeared; the message names the step and the batch."""
+
+
+class InvalidInput(AftershockError):
+    """An argument does not fit: an empty path, a wrong shape, a horizon past the end."""
+
+
+class MixedDevices(AftershockError):
+    """Tensors that must be together are on different devices."""
+
+
+class WrongHessian(AftershockError):
+    """A Hessian product disagrees with a central difference of the gradient."""
+
+
+class Nondeterministic(AftershockError):
+    """The same step gives another gradient when it is run again."""
+
+
+class ExamplesCouple(AftershockError):
+    """An example's loss depends on the other examples of its batch."""
+
+
+class HiddenState(AftershockError):
+    """The loss depends on buffers that training moves: state outside (θ, m, v)."""
+
+
+class InvalidFile(AftershockError):
+    """A saved point or response is missing, damaged, or belongs to another model."""
