@@ -147,7 +147,8 @@ class Change:
 
     def _labels(self, labels: Sequence[str] | None) -> list[str]:
         if labels is None:
-            return [self.kind if len(self) == 1 else f"{self.kind} {i}" for i in range(len(self))]
+            names = [edit.name for edit in self.edits]
+            return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]
         if len(labels) != len(self) or len(set(labels)) != len(self):
             raise InvalidInput(f"{len(self)} changes need as many different labels; got {list(labels)}")
         return [str(label) for label in labels]

@@ -19,10 +19,10 @@ from ..core.probe import Probe
 from ..errors import InvalidInput
 from .change import Change
 from .probing import Readouts
+from .ranking import ExampleRanking, Explanation, Ranking, explain, rank
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
-    from .ranking import Explanation, Ranking
 
 SETTABLE = ("lr", "beta1", "beta2", "eps", "weight_decay")
 CHANNEL_NAMES: Mapping[str, tuple[str, ...]] = {"m": ("m",), "v": ("v",), "mv": ("m", "v")}
@@ -156,20 +156,38 @@ class Path:
 
     # --- ranking and explaining
 
-    def rank(self, pool: Iterable[Batch], probe: Any, **options: Any) -> Ranking:
-        """Score any number of batches (or single examples) for step `at` by one adjoint sweep.
+    def rank(
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        by: str = "peak",
+        examples: bool = False,
+        verify: int = 0,
+        exact_write: bool = False,
+        labels: Sequence[str] | None = None,
+        memory: str | int | None = None,
+    ) -> Ranking | ExampleRanking:
+        """Score any number of batches, or single examples, for step `at` by one adjoint sweep.
 
-        See `aftershock.api.ranking.rank` for the options: at, horizon, by, examples, verify, memory.
+        by: the summary to sort by (peak, max_increase, max_decrease, total_abs, total_increase, …).
+        examples: score every example of the pool at one outcome (`horizon`, default the last) instead.
+        verify: rerun the top k exactly.
+        exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that.
         """
-        from .ranking import rank
+        return rank(
+            self, pool, probe, at=at, horizon=horizon, by=by, examples=examples, verify=verify,
+            exact_write=exact_write, labels=labels, memory=memory,
+        )  # fmt: skip
 
-        return rank(self, pool, probe, **options)
+    def explain(
+        self, probe: Any, *, at: int | None = None, change: str = "zero", verify: int = 0
+    ) -> Explanation:
+        """Each step's contribution to the probe's loss at state `at` (default: the last), by channel.
 
-    def explain(self, probe: Any, **options: Any) -> Explanation:
-        """Each step's contribution to one outcome, by channel, from one adjoint sweep.
-
-        See `aftershock.api.ranking.explain` for the options: at, change, verify.
+        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m", "reset v".
+        verify: rerun the top k exactly.
         """
-        from .ranking import explain
-
-        return explain(self, probe, **options)
+        return explain(self, probe, at=at, change=change, verify=verify)

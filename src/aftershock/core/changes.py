@@ -17,7 +17,7 @@ from torch import Tensor
 from .adamw import Hyper, LinearStep
 from .clipping import Clip
 from .loss import Batch
-from .path import Dynamics, Step, Trajectory
+from .path import Dynamics, Linearized, Step, Trajectory
 from .state import JointState
 
 
@@ -42,6 +42,13 @@ class ControlStep:
         linear = dynamics.linear_step(step, before, raw, present)
         return cls(dynamics, step, before, trajectory.state(at + 1), raw, present, linear)
 
+    @classmethod
+    def linearized(cls, dynamics: Dynamics, at: Linearized, before: JointState) -> ControlStep:
+        """The same from a linearized step, without another gradient. Buffers after it are not known."""
+        raw, present = at.graph.raw, at.graph.present
+        after, _ = dynamics.apply(at.step, before, raw, present)
+        return cls(dynamics, at.step, before, after, raw, present, at.linear)
+
     def apply(
         self, raw: Float[Tensor, " param"], present: tuple[bool, ...], step: Step | None = None
     ) -> tuple[JointState, Clip]:
@@ -62,6 +69,7 @@ class Edit(ABC):
     """How a step differs. `scalable` says whether a scale α between control and change has a meaning."""
 
     scalable = True
+    name = "change"
 
     @abstractmethod
     def shock(self, control: ControlStep) -> Shock: ...
@@ -71,6 +79,7 @@ class Edit(ABC):
 class Replace(Edit):
     """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
 
+    name = "replace"
     batch: Batch
 
     def shock(self, control: ControlStep) -> Shock:
@@ -94,6 +103,7 @@ class Replace(Edit):
 class Perturb(Edit):
     """A given difference of raw gradients: g(α) = g + α ξ."""
 
+    name = "perturb"
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
@@ -106,6 +116,8 @@ class Perturb(Edit):
 class Zero(Edit):
     """The gradient scaled away, g(α) = (1−α) g: the step is taken, moments and weights decay."""
 
+    name = "zero"
+
     def shock(self, control: ControlStep) -> Shock:
         return Shock(lambda scale: control.apply((1 - scale) * control.raw, control.present), -control.raw)
 
@@ -114,6 +126,7 @@ class Zero(Edit):
 class Skip(Edit):
     """The step is not taken: state and step counts stay as they were."""
 
+    name = "skip"
     scalable = False
 
     def shock(self, control: ControlStep) -> Shock:
@@ -125,6 +138,10 @@ class SetHyper(Edit):
     """Other hyperparameters for this one step, interpolated by α."""
 
     values: Mapping[str, float]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "set " + ", ".join(f"{key}={value:g}" for key, value in self.values.items())
 
     def shock(self, control: ControlStep) -> Shock:
         def changed(hyper: Hyper, scale: float) -> Hyper:
@@ -148,6 +165,10 @@ class Reset(Edit):
     """Moments scaled by 1−α just before the step, which is then taken with its own gradient."""
 
     channels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "reset " + "".join(self.channels)
 
     def shock(self, control: ControlStep) -> Shock:
         def endpoint(scale: float) -> tuple[JointState, Clip]:

@@ -125,10 +125,7 @@ class Propagator(LinearOperator):
         return _like(dx, out)
 
     def rmv(self, c: Cotangent) -> Cotangent:
-        out = _batched(c.clone())
-        for _time, cotangent in adjoint_sweep(self.trajectory, self.stop, self.start, out):
-            out = cotangent
-        return _like(c, out)
+        return _like(c, adjoint_sweep(self.trajectory, self.stop, self.start, _batched(c.clone())))
 
     def domain_basis(self) -> Tangent:
         return state_basis(self.layout)
@@ -164,7 +161,7 @@ class ResponseOperator(LinearOperator):
 
     def rmv(self, weights: Float[Tensor, "*outcome horizon"]) -> Float[Tensor, "*outcome param"]:
         w = weights.reshape(-1, len(self.horizons))
-        c = readout(self.layout.zeros(len(w)))
+        top = self.at + max(self.horizons)
 
         def inject(time: int, c: Cotangent) -> int:
             for i, h in enumerate(self.horizons):
@@ -172,10 +169,7 @@ class ResponseOperator(LinearOperator):
                     c.theta.addmm_(w[:, i : i + 1], self.readouts[i : i + 1])
             return c.rows
 
-        for _time, cotangent in adjoint_sweep(
-            self.trajectory, self.at + max(self.horizons), self.at + 1, c, inject
-        ):
-            c = cotangent
+        c = adjoint_sweep(self.trajectory, top, self.at + 1, readout(self.layout.zeros(len(w))), inject)
         out = self.write_in.rmv(c)
         return out if weights.ndim == 2 else out[0]
 

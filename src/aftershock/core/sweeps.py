@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .path import Linearized, Trajectory
-from .state import Cotangent, Tangent
+from .state import Cotangent, JointState, Tangent
 
 
 def transit_(at: Linearized, dx: Tangent) -> None:
@@ -36,15 +36,18 @@ def adjoint_sweep(
     bottom: int,
     c: Cotangent,
     inject: Callable[[int, Cotangent], int] = lambda time, c: c.rows,
-) -> Iterator[tuple[int, Cotangent]]:
-    """Yield (time, c_time) for time = top … bottom, downwards. `c` is consumed.
+    visit: Callable[[Linearized, JointState, Cotangent], None] = lambda at, before, c: None,
+) -> Cotangent:
+    """Carry cotangents from state `top` back to state `bottom`, in place.
 
-    Before each yield `inject(time, c)` may add readouts, and says how many leading rows are alive: rows
-    of outcomes that lie further back cost nothing until their time has come.
+    At each state `inject(time, c)` may add readouts, and says how many leading rows are alive: rows of
+    outcomes that lie further back cost nothing until their time has come. `visit` sees each step with the
+    state before it and the cotangents after it.
     """
     alive = inject(top, c)
-    yield top, c[:alive]
-    for step, state in trajectory.backward(bottom, top):
-        retreat_(trajectory.linearize(step, state), c[:alive])
+    for step, before in trajectory.backward(bottom, top):
+        at = trajectory.linearize(step, before)
+        visit(at, before, c[:alive])
+        retreat_(at, c[:alive])
         alive = inject(step.index, c)
-        yield step.index, c[:alive]
+    return c
