@@ -120,8 +120,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        return x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)))
 
 
 class TinyTransformer(nn.Module):

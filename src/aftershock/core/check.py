@@ -1,6 +1,6 @@
 """The proof before the first answer: does this model's Hessian product equal a difference of gradients?
 
-One central difference of the gradient catches every known silent error: old-style weight_norm,
+One central difference of the gradient catches every known silent error: weight_norm,
 `detach` inside a model, spectral_norm, straight-through estimators, private random generators.
 """
 
@@ -74,8 +74,8 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
         raise WrongHessian(
             f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
             f"(and from symmetry by {asymmetry:.1%}), so no response could be trusted. Known causes: "
-            "torch.nn.utils.weight_norm (use torch.nn.utils.parametrizations), detach() or a straight-through "
-            "estimator inside the model, spectral_norm, a custom autograd function"
+            "weight_norm in either form (torch._weight_norm has a wrong second derivative; write w = g * v / v.norm() "
+            "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
         )
     moved = _moved(state.buffers, once.buffers)
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)

@@ -33,6 +33,7 @@ from .clipping import global_norm
 from .layout import Layout
 
 Batch = Any
+REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -359,6 +360,8 @@ class LossFunction:
             grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
         except RuntimeError as error:
             raise _derivative_error(error) from error
+        if any(grad is None for grad in grads):
+            _refuse_reentrant_checkpointing(loss)
         if all(grad is None for grad in grads):
             raise InvalidLoss(f"the loss at {where} does not depend on any parameter of the model it was given")
         for name, grad in zip(self.layout.names, grads):
@@ -500,6 +503,19 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
+    """Reentrant checkpointing hides parameters from autograd.grad: they would look unused."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CheckpointFunction"):
+            raise UnsupportedModel(REENTRANT)
+        seen.add(node)
+        waiting += [next_node for next_node, _ in node.next_functions]
+
+
 def _derivative_error(error: RuntimeError) -> AftershockError:
     text = str(error)
     if "attention" in text and "not implemented" in text:
@@ -514,5 +530,5 @@ def _derivative_error(error: RuntimeError) -> AftershockError:
             "remove torch.compile and custom autograd functions from what loss_fn calls"
         )
     if "Checkpointing is not compatible" in text or "use_reentrant" in text:
-        return UnsupportedModel("the model uses reentrant activation checkpointing; set use_reentrant=False")
+        return UnsupportedModel(REENTRANT)
     return UnsupportedModel(f"the gradient could not be computed: {_first_line(error)}")

@@ -1,0 +1,1 @@
+"""Labelled results as pictures and as one self-contained page."""

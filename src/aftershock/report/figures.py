@@ -1,0 +1,322 @@
+"""Pictures of a response: its curves, its errors, and the loss with and without the change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..analysis.certificate import TRUST_ERROR, TRUST_NRMSE
+from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from plotly.graph_objects import Figure
+
+    from ..api.response import Response
+
+SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
+MARKED = 40  # horizons up to which every state has its own dot
+FRAME = 2.0  # approximations may leave the frame at this many times the true peak, so that it stays readable
+COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
+METHOD_COLOURS = {"endpoint": "#2f6db3", "tangent": "#b07c10"}
+DASHES = {"exact": "solid", "endpoint": "dash", "tangent": "dot"}
+INK, FAINT, RULE = "#24292f", "#6b7280", "#e4e7eb"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+HORIZON_TITLE = "states after the change (h)"
+
+
+def response_figure(
+    response: Response, *, changes: Sequence[str] | None = None, scale: float | None = None
+) -> Figure:
+    """Signed response by horizon: a colour per change, a dash per method, the peak marked.
+
+    changes: labels to show; default: the eight with the largest peaks.
+    scale: one of the scales that were run; default: the largest.
+    """
+    import plotly.graph_objects as go
+
+    scale = pick_scale(response, scale)
+    names = strongest(response) if changes is None else _known(response, changes)
+    shown = names if changes is not None else names[:SHOWN]
+    data = response.data["response"].sel({"scale": scale, "change": shown})
+    figure = go.Figure()
+    for i, name in enumerate(shown):
+        _add_change(figure, response, data.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
+    _add_method_key(figure, response)
+    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
+    _style(figure, HORIZON_TITLE, "change of the probe's loss")
+    _whole_horizons(figure, data.sizes["horizon"])
+    frame = _frame(data, response.best_method)
+    figure.update_yaxes(range=frame)
+    _key_beside(figure)
+    notes = []
+    if len(names) > len(shown):
+        notes.append(f"{len(names) - len(shown)} more changes with smaller peaks are left out")
+    if float(data.min()) < frame[0] or float(data.max()) > frame[1]:
+        notes.append("an approximation leaves the frame (double-click to see all of it)")
+    _note(figure, "; ".join(notes))
+    return figure
+
+
+def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
+    """The probe's loss along the path, without the change and with the strongest one."""
+    import plotly.graph_objects as go
+
+    name, scale, method = strongest(response)[0], pick_scale(response, scale), response.best_method
+    control = response.data["control"]
+    changed = control + response.data["response"].sel({"method": method, "scale": scale, "change": name})
+    horizons = control["horizon"].values
+    word = "with" if method == "exact" else f"with ({method}, not verified)"
+    figure = go.Figure()
+    figure.add_scatter(
+        x=horizons, y=control.values, name="without the change", mode="lines", line={"color": FAINT, "width": 2}
+    )
+    figure.add_scatter(
+        x=horizons,
+        y=changed.values,
+        name=f"{word} {escape(name)}",
+        mode="lines",
+        line={"color": COLOURS[0], "width": 2.5, "dash": DASHES[method]},
+        fill="tonexty",
+        fillcolor="rgba(200, 67, 43, 0.08)",
+    )
+    _style(figure, HORIZON_TITLE, "the probe's loss", height=360)
+    _whole_horizons(figure, len(horizons))
+    _key_above(figure)
+    return figure
+
+
+def error_figure(response: Response, *, scale: float | None = None) -> Figure:
+    """Symmetric error |d − d̂| / (|d| + |d̂|) of each approximate method by horizon, with the bar of trust."""
+    import plotly.graph_objects as go
+
+    errors = _errors(response)["symmetric_error"].sel({"scale": pick_scale(response, scale)})
+    figure = go.Figure()
+    _add_spread(figure, errors, "horizon", errors["horizon"].values, strongest(response)[:SHOWN])
+    _trust_line(figure, TRUST_ERROR, f"{TRUST_ERROR:.0%}: trusted below")
+    _style(figure, HORIZON_TITLE, "symmetric error", height=360)
+    _whole_horizons(figure, errors.sizes["horizon"])
+    figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
+    _key_above(figure)
+    return figure
+
+
+def scale_figure(response: Response) -> Figure:
+    """Error over all horizons (NRMSE) against the size of the change, both logarithmic."""
+    import plotly.graph_objects as go
+
+    errors = _errors(response)["nrmse"]
+    if errors.sizes["scale"] < 2:
+        raise InvalidInput("one scale was run; pass scales=(0.1, 0.3, 1.0) to response() to see how the error grows")
+    errors = errors.isel(scale=abs(errors["scale"]).argsort().values)
+    figure = go.Figure()
+    _add_spread(figure, errors, "scale", abs(errors["scale"]).values, strongest(response)[:SHOWN])
+    _trust_line(figure, TRUST_NRMSE, f"{TRUST_NRMSE:g}: trusted below")
+    _style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
+    ticks = sorted(set(abs(errors["scale"]).values.tolist()))
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    _key_above(figure)
+    return figure
+
+
+# --- what to show
+
+
+def strongest(response: Response) -> list[str]:
+    """Labels by the most exact peak at the largest scale, strongest first."""
+    peaks = response.summary["peak"].sel({"method": response.best_method, "scale": pick_scale(response, None)})
+    return [str(name) for name in peaks["change"].values[peaks.argsort().values[::-1]]]
+
+
+def pick_scale(response: Response, scale: float | None) -> float:
+    """The scale asked for, or the largest that was run."""
+    known = [float(value) for value in response.data["scale"].values]
+    if scale is None:
+        return max(known)
+    if scale not in known:
+        raise InvalidInput(f"scale {scale:g} was not run; choose from {', '.join(f'{k:g}' for k in known)}")
+    return scale
+
+
+def _known(response: Response, changes: Sequence[str]) -> list[str]:
+    names = [str(name) for name in response.data["change"].values]
+    unknown = [name for name in changes if name not in names]
+    if unknown or not changes:
+        asked = f"there is no change {unknown[0]!r}" if unknown else "no change was named"
+        raise InvalidInput(f"{asked}; choose from {', '.join(names[:SHOWN])}")
+    return list(dict.fromkeys(changes))
+
+
+def _errors(response: Response) -> xr.Dataset:
+    errors = response.certificate.errors
+    if errors is None:
+        raise InvalidInput("errors need the exact response beside an approximate one; run more than one method")
+    return errors
+
+
+def _frame(data: xr.DataArray, best: str) -> list[float]:
+    """A vertical range around the truth, where an approximation that runs away cannot flatten it."""
+    limit = FRAME * float(abs(data.sel({"method": best})).max()) or 1.0
+    low = min(0.0, max(-limit, float(data.min())))
+    high = max(0.0, min(limit, float(data.max())))
+    margin = 0.08 * (high - low)
+    return [low - margin, high + margin]
+
+
+# --- how to show it
+
+
+def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: str, *, named: bool) -> None:
+    """Every method's curve of one change, and a ring around its true peak, with its numbers where `named`."""
+    horizons, best = data["horizon"].values, response.best_method
+    name = escape(str(data["change"].item()))  # plotly reads names as markup
+    for method in (str(m) for m in data["method"].values):
+        figure.add_scatter(
+            x=horizons,
+            y=data.sel({"method": method}).values,
+            name=name,
+            legendgroup=name,
+            showlegend=method == best,
+            mode="lines+markers" if method == best and len(horizons) <= MARKED else "lines",
+            line={"color": colour, "width": 2.5 if method == best else 1.5, "dash": DASHES[method]},
+            marker={"size": 4},
+            opacity=1.0 if method == best else 0.75,
+            hovertemplate=f"h = %{{x}}, {method}: %{{y:+.4g}}<extra>%{{fullData.name}}</extra>",
+        )
+    truth = data.sel({"method": best})
+    peak = truth.isel(horizon=int(abs(truth).argmax("horizon")))
+    figure.add_scatter(
+        x=[int(peak["horizon"])],
+        y=[float(peak)],
+        legendgroup=name,
+        showlegend=False,
+        mode="markers+text" if named else "markers",
+        marker={"size": 12, "color": "rgba(0,0,0,0)", "line": {"color": colour, "width": 2}},
+        text=f"{float(peak):+.3g} at h = {int(peak['horizon'])}",
+        textposition="top center" if float(peak) >= 0 else "bottom center",
+        textfont={"color": colour, "size": 12},
+        hoverinfo="skip",
+    )
+
+
+def _add_method_key(figure: Figure, response: Response) -> None:
+    """A second key that says what the dashes mean; it holds no data, so clicking it does nothing."""
+    for method in (str(m) for m in response.data["method"].values):
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            name=method if method != "exact" else "exact (two real runs)",
+            mode="lines",
+            legend="legend2",
+            line={"color": INK, "dash": DASHES[method], "width": 2.5 if method == response.best_method else 1.5},
+        )
+
+
+def _add_spread(figure: Figure, errors: xr.DataArray, over: str, x: Any, names: Sequence[str]) -> None:
+    """The median over changes as a strong line per method, single changes as faint ones."""
+    several = errors.sizes["change"] > 1
+    for method in (str(m) for m in errors["method"].values):
+        colour, data = METHOD_COLOURS[method], errors.sel({"method": method})
+        for name in names if several else []:
+            figure.add_scatter(
+                x=x,
+                y=data.sel({"change": name}).values,
+                name=escape(name),
+                legendgroup=method,
+                showlegend=False,
+                mode="lines",
+                line={"color": colour, "width": 1, "dash": DASHES[method]},
+                opacity=0.4,
+                hovertemplate=f"{method}, {over} %{{x}}: %{{y:.3g}}<extra>%{{fullData.name}}</extra>",
+            )
+        figure.add_scatter(
+            x=x,
+            y=data.median("change").values,
+            name=f"{method}, median of {errors.sizes['change']} changes" if several else method,
+            legendgroup=method,
+            mode="lines+markers",
+            marker={"size": 5},
+            line={"color": colour, "width": 2.5},
+            hovertemplate=f"{method}, {over} %{{x}}: %{{y:.3g}}<extra></extra>",
+        )
+
+
+def _trust_line(figure: Figure, level: float, text: str) -> None:
+    figure.add_hline(
+        y=level,
+        line={"color": "#2e8b6f", "width": 1.5, "dash": "dash"},
+        annotation={"text": text, "font": {"color": "#1f6b54", "size": 12}},
+        annotation_position="top right",
+    )
+
+
+def _style(figure: Figure, x_title: str, y_title: str, height: int = 500) -> None:
+    axis = {
+        "gridcolor": RULE,
+        "linecolor": FAINT,
+        "zeroline": False,
+        "ticks": "outside",
+        "tickcolor": FAINT,
+        "automargin": True,
+    }
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 70, "r": 20, "t": 34, "b": 56},
+        font={"family": FONT, "size": 13, "color": INK},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        hovermode="closest",
+        xaxis={**axis, "title": {"text": x_title}},
+        yaxis={**axis, "title": {"text": y_title}},
+    )
+
+
+def _whole_horizons(figure: Figure, count: int) -> None:
+    """A dozen ticks at most, and none between two states."""
+    figure.update_xaxes(tick0=0, dtick=-(-count // 12), range=[0.5, count + 0.5])
+
+
+def _key_above(figure: Figure) -> None:
+    figure.update_layout(
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",
+            "yanchor": "bottom",
+            "y": 1.02,
+            "xanchor": "left",
+            "x": 0,
+        }
+    )
+
+
+def _key_beside(figure: Figure) -> None:
+    figure.update_layout(
+        legend={"x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "title": {"text": "change"}},
+        legend2={
+            "x": 1.02,
+            "y": 0,
+            "xanchor": "left",
+            "yanchor": "bottom",
+            "title": {"text": "method"},
+            "itemclick": False,
+            "itemdoubleclick": False,
+        },
+    )
+
+
+def _note(figure: Figure, text: str) -> None:
+    figure.add_annotation(
+        text=text,
+        xref="paper",
+        yref="paper",
+        x=0,
+        y=1,
+        xanchor="left",
+        yanchor="bottom",
+        yshift=6,
+        showarrow=False,
+        font={"color": FAINT, "size": 12},
+    )

@@ -1,0 +1,289 @@
+"""Summaries, certificates, probes and files of a response."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import aftershock as ak
+from aftershock.analysis.certificate import certify
+from aftershock.analysis.summaries import crossing, spike_margin, summarize
+from aftershock.errors import HiddenState, InvalidFile, InvalidInput
+
+from .cases import Case, classes, cross_entropy, make, mlp
+
+
+def array(rows: list[list[float]]) -> xr.DataArray:
+    values = np.array(rows)[None, :, None, :]
+    return xr.DataArray(
+        values,
+        dims=("method", "change", "scale", "horizon"),
+        coords={
+            "method": ["exact"],
+            "change": [f"c{i}" for i in range(len(rows))],
+            "scale": [1.0],
+            "horizon": list(range(1, len(rows[0]) + 1)),
+        },
+    )
+
+
+def test_summaries_by_hand() -> None:
+    summary = summarize(array([[0.5, -2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])).isel(method=0, scale=0)
+    first, nothing = summary.isel(change=0), summary.isel(change=1)
+    expected = {
+        "peak": 2.0,
+        "peak_horizon": 2,  # ties go to the earliest
+        "delayed": True,
+        "peak_sign": -1,
+        "max_increase": 2.0,
+        "max_decrease": 2.0,
+        "total_abs": 5.5,
+        "total_increase": 3.5,
+        "total_decrease": 2.0,
+    }
+    assert {name: first[name].item() for name in expected} == expected
+    assert nothing["peak"] == 0
+    assert nothing["peak_sign"] == 0
+    assert not nothing["delayed"]
+
+
+def test_spike_margin_and_crossing() -> None:
+    response = array([[0.1, 0.6, 2.0], [0.1, 0.2, 0.3]])
+    control = xr.DataArray([1.0, 1.2, 5.0], dims="horizon", coords={"horizon": [1, 2, 3]})
+    margin = spike_margin(control, 1.5)
+    np.testing.assert_allclose(margin.values, [0.5, 0.3, -3.5])
+    found = crossing(response, margin).isel(method=0, scale=0).values
+    assert found[0] == 2  # horizon 3 does not count: the control itself is over the threshold there
+    assert np.isnan(found[1])
+
+
+def dataset(exact: list[float], tangent: list[float], noise: float = 1e-12, **extra: int) -> xr.Dataset:
+    horizon = list(range(1, len(exact) + 1))
+    counts = {"zero_v": 0, "zero_v_touched": 0, "no_derivative": 0, **extra}
+    return xr.Dataset(
+        {
+            "response": (("method", "change", "scale", "horizon"), np.array([exact, tangent])[:, None, None]),
+            "control": ("horizon", np.ones(len(exact))),
+            "noise_floor": ("horizon", np.full(len(exact), noise)),
+            "clip_switched": (("change", "scale"), np.zeros((1, 1), bool)),
+            **{name: ("change", [value]) for name, value in counts.items()},
+        },
+        coords={"method": ["exact", "tangent"], "change": ["bad"], "scale": [1.0], "horizon": horizon},
+        attrs={"dtype": "float64", "refused": ""},
+    )
+
+
+def test_certificate_numbers_by_hand() -> None:
+    errors = certify(dataset([1.0, 2.0, -4.0], [1.0, 1.0, 4.0])).errors
+    assert errors is not None
+    at = errors.isel(method=0, change=0, scale=0)
+    np.testing.assert_allclose(at["symmetric_error"].values, [0, 1 / 3, 1])
+    assert at["nrmse"].item() == pytest.approx(np.sqrt((1 + 64) / 21))
+    assert at["sign_agreement"].item() == pytest.approx(2 / 3)
+    assert at["trusted_horizon"].item() == 1
+    assert errors["validity_radius"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("exact", "tangent", "noise", "extra", "phrase"),
+    [
+        ([1.0, 2.0], [1.0, 2.05], 1e-12, {}, "trust it."),
+        ([1.0, 2.0], [1.0, 1.3], 1e-12, {}, "use it with care"),
+        ([1.0, 2.0], [-1.0, -2.0], 1e-12, {}, "do not trust it"),
+        ([1e-9, 2e-9], [1e-9, 2e-9], 1e-9, {}, "do not trust any sign"),
+        ([1.0], [1.0], 1e-12, {"zero_v": 7, "zero_v_touched": 3}, "touches 3 of them"),
+        ([1.0], [1.0], 1e-12, {"no_derivative": 2}, "no derivative exists"),
+    ],
+)
+def test_certificate_reads_like_a_sentence(
+    exact: list[float], tangent: list[float], noise: float, extra: dict[str, int], phrase: str
+) -> None:
+    text = str(certify(dataset(exact, tangent, noise, **extra)))
+    assert phrase in text
+    if phrase == "trust it.":
+        assert "do not" not in text
+
+
+def test_validity_radius_is_the_largest_good_scale() -> None:
+    case = make("tanh_mlp")
+    path = case.path(6)
+    scales = [1 / 16, 1 / 4, 1.0, 64.0]
+    response = path.replace(case.batches(3)).response(case.batch(), scales=scales)
+    errors = response.certificate.errors
+    good = errors["symmetric_error"].median("horizon") <= 0.2
+    expected = (good * errors["scale"]).max("scale")
+    np.testing.assert_array_equal(errors["validity_radius"].values, expected.values)
+    assert float(errors["validity_radius"].sel({"method": "tangent"}).max()) < 64
+    assert float(errors["validity_radius"].min()) > 0
+
+
+def test_without_the_exact_pair_nothing_is_called_proved() -> None:
+    case = make("tanh_mlp")
+    response = case.path(3).replace(case.batches(2)).response(case.batch(), methods=("tangent",))
+    assert "Not verified" in str(response)
+    assert "Do not trust" in str(response.certificate)
+
+
+def test_clipping_that_switches_is_reported() -> None:
+    case = make("tanh_mlp")
+    batches = case.batches(4)
+    norm = case.point().follow(batches[:1]).steps[0].clip.norm
+    path = case.point().follow(batches, clip=1.5 * norm)  # the control's first step does not bind
+    raw = path.point.loss.layout.compact(path.control(0).raw)
+    response = path.perturb(9 * raw).response(case.batch())
+    assert bool(response.data["clip_switched"].values.all())
+    assert "Clipping switched" in str(response)
+
+
+def test_untouched_coordinates_are_counted() -> None:
+    case = make("untouched_rows")
+    path = case.path(3)
+    new_tokens = torch.randint(3, 6, (4, 6))
+    response = path.replace([new_tokens, case.batch()]).response(case.batch())
+    assert list(response.data["zero_v"].values) == [6, 6]
+    assert list(response.data["zero_v_touched"].values) == [6, 0]
+    assert "v = 0" in str(response.certificate)
+    endpoint_error = abs(response.endpoint - response.exact).max() / abs(response.exact).max()
+    tangent_error = abs(response.tangent - response.exact).max() / abs(response.exact).max()
+    assert float(endpoint_error) < 0.1 * float(tangent_error)
+
+
+def test_reset_second_moment_has_no_derivative_where_no_gradient_follows() -> None:
+    """v = 0 with m ≠ 0: a token that stops occurring after its v was reset."""
+    case = make("untouched_rows")
+    with torch.no_grad():
+        state = case.optimizer.state[case.model.embed.weight]
+        state["exp_avg"][4:] = 0.1
+    path = case.path(3)
+    response = path.replace([torch.randint(3, 6, (4, 6))]).response(case.batch())
+    assert int(response.data["no_derivative"].max()) == 6
+    assert "no derivative exists" in str(response.certificate)
+
+
+# --- probes
+
+
+def test_own_loss_is_the_next_steps_loss() -> None:
+    case = make("dropout")
+    path = case.path(5)
+    response = path.replace([case.batch()]).response(ak.own_loss)
+    assert list(response.data["horizon"].values) == [1, 2, 3, 4]
+    np.testing.assert_allclose(response.data["control"].values, path.losses[1:], rtol=1e-12)
+
+
+def test_any_function_of_the_model_can_be_watched() -> None:
+    case = make("tanh_mlp")
+    path = case.path(4)
+    response = path.replace([case.batch()]).response(lambda model: model[0].weight.square().sum(), scales=[0.01])
+    layout = path.point.loss.layout
+    norms = [layout.by_name(path.trajectory.state(h).theta)["0.weight"].square().sum() for h in range(1, 5)]
+    np.testing.assert_allclose(response.data["control"].values, [float(n) for n in norms])
+    assert float(response.certificate.errors["nrmse"].max()) < 0.1
+    with pytest.raises(InvalidInput, match="probe is needed"):
+        path.skip(0).response(None)
+
+
+def test_eval_probe_of_batch_norm_has_an_exact_answer_only() -> None:
+    """Running statistics are state outside (θ, m, v): a θ-only readout would be wrong."""
+    case = make("batch_norm")
+    path = case.path(4)
+    probe = ak.Probe(case.batch(), evaluating=True)
+    change = path.replace([case.batch()])
+    response = change.response(probe)
+    assert list(response.data["method"].values) == ["exact"]
+    assert "Only the exact response is given" in str(response)
+    with pytest.raises(HiddenState, match="buffers that training moves"):
+        change.response(probe, methods=("tangent",))
+    with pytest.raises(HiddenState):
+        path.rank([case.batch()], probe)
+    assert list(change.response(case.batch()).data["method"].values) == ["exact", "endpoint", "tangent"]
+
+
+def test_eval_mode_turns_dropout_off_for_the_probe_alone() -> None:
+    case = make("dropout")
+    path = case.path(3)
+    probe = case.batch()
+    on = path.skip(0).response(probe).data["control"].values
+    off = path.skip(0).response(ak.Probe(probe, evaluating=True)).data["control"].values
+    again = path.skip(0).response(probe).data["control"].values
+    assert (on != off).all()
+    np.testing.assert_array_equal(on, again)
+
+
+# --- files and words
+
+
+def test_save_and_load(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    case = make("tanh_mlp")
+    response = case.path(3).replace(case.batches(2)).response(case.batch(), scales=[0.5, 1.0])
+    target = tmp_path / "deep" / "response.zarr"
+    response.save(target)
+    response.save(target)  # again, over itself
+    loaded = ak.load_response(target)
+    xr.testing.assert_identical(loaded.data, response.data)
+    assert str(loaded) == str(response)
+    assert sorted(p.name for p in target.parent.iterdir()) == ["response.zarr"]
+    with pytest.raises(InvalidFile, match="no saved response"):
+        ak.load_response(tmp_path / "nowhere")
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "zarr.json").write_text("{")
+    with pytest.raises(InvalidFile, match="damaged or not"):
+        ak.load_response(tmp_path / "junk")
+
+
+def test_a_failed_save_leaves_the_old_one(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    case = make("tanh_mlp")
+    response = case.path(2).skip(0).response(case.batch())
+    response.save(tmp_path / "r")
+    monkeypatch.setattr(xr.Dataset, "to_zarr", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        response.save(tmp_path / "r")
+    monkeypatch.undo()
+    xr.testing.assert_identical(ak.load_response(tmp_path / "r").data, response.data)
+    assert [p.name for p in tmp_path.iterdir()] == ["r"]
+
+
+def test_float32_noise_is_said() -> None:
+    torch.manual_seed(0)
+    model = mlp(4, 5, 3)
+    case = Case("f32", model, torch.optim.AdamW(model.parameters(), lr=1e-2), cross_entropy, classes((4,)))
+    case.train(case.batches(3))
+    path = case.path(3)
+    layout = path.point.loss.layout
+    tiny = torch.full((layout.size,), 1e-9)
+    text = str(path.perturb(tiny).response(case.batch()))
+    assert "do not trust any sign" in text
+    lifted = case.point().to(dtype=torch.float64).follow([s.batch for s in path.steps])
+    assert "do not trust any sign" not in str(lifted.perturb(tiny).response(case.batch()))
+
+
+def test_import_is_light() -> None:
+    code = "import sys, aftershock; print([m for m in ('xarray', 'plotly', 'zarr', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_estimate_before_the_work() -> None:
+    case = make("tanh_mlp")
+    change = case.path(6).replace(case.batches(5))
+    small = change.estimate(case.batch(), methods=("exact",))
+    large = change.estimate(case.batch(), scales=[0.5, 1.0])
+    assert 0 < small.gradients < large.gradients
+    assert 0 < small.seconds < large.seconds
+    assert "gradients" in str(large)
+    vector = change.path.point.loss.layout.padded_size * 8
+    assert large.memory >= 5 * 12 * vector
+
+
+def test_hooks_of_the_user_stay_silent() -> None:
+    case = make("tanh_mlp")
+    seen: list[nn.Module] = []
+    case.model[0].register_forward_hook(lambda module, *_: seen.append(module))
+    case.path(3).skip(0).response(case.batch())
+    assert seen == []
