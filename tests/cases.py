@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import aftershock as ak
+from aftershock.core.batches import Accumulated
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -35,7 +37,7 @@ class Case:
         losses = []
         for batch in batches:
             self.optimizer.zero_grad()
-            if isinstance(batch, ak.core.loss.Accumulated):
+            if isinstance(batch, Accumulated):
                 parts = []
                 for micro in batch.batches:
                     loss = self.loss_fn(self.model, micro) / len(batch.batches)
@@ -175,7 +177,7 @@ class LoRA(nn.Module):
 
 def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:]):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -291,7 +293,12 @@ def accumulated() -> Case:
     model = mlp(4, 5, 3)
     make = classes((4,))
     return Case(
-        "accumulated", model, _adamw(model), cross_entropy, lambda: ak.accumulate([make() for _ in range(3)]), clip=0.1
+        "accumulated",
+        model,
+        _adamw(model),
+        cross_entropy,
+        lambda: ak.accumulate([make() for _ in range(3)]),
+        clip=0.1,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core.loss import Accumulated
+from aftershock.core.batches import Accumulated
 from aftershock.core.path import Step
 from aftershock.core.state import JointState
 
@@ -29,7 +29,17 @@ class StepOracle:
         self.present = [g is not None for g in self.gradients(self.split(self.x)[0])]
         self.columns = {
             key: self._column(key)
-            for key in ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "count", "present")
+            for key in (
+                "lr",
+                "beta1",
+                "beta2",
+                "eps",
+                "weight_decay",
+                "decoupled",
+                "maximize",
+                "count",
+                "present",
+            )
         }
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +59,6 @@ class StepOracle:
             values.append(torch.full((self.layout.sizes[i],), float(value), dtype=torch.float64))
         return torch.cat(values)
 
-
     def gradients(self, theta: Tensor, batch: object = None, create_graph: bool = False) -> tuple[Tensor | None, ...]:
         leaf = theta if theta.requires_grad else theta.detach().requires_grad_()
         pieces = leaf.split(self.layout.sizes)
@@ -57,7 +66,10 @@ class StepOracle:
         named = dict(zip(self.layout.names, parameters))
         batch = self.step.batch if batch is None else batch
         micro = batch.batches if isinstance(batch, Accumulated) else (batch,)
-        with torch.random.fork_rng(devices=[]), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        ):
             torch.set_rng_state(self.step.random.cpu)
 
             def run(model: nn.Module) -> tuple[Tensor | None, ...]:
@@ -71,10 +83,7 @@ class StepOracle:
     def raw(self, theta: Tensor, create_graph: bool = False) -> Tensor:
         grads = self.gradients(theta, create_graph=create_graph)
         return torch.cat(
-            [
-                theta.new_zeros(size) if g is None else g.reshape(-1)
-                for g, size in zip(grads, self.layout.sizes)
-            ]
+            [theta.new_zeros(size) if g is None else g.reshape(-1) for g, size in zip(grads, self.layout.sizes)]
         )
 
     def clip(self, raw: Tensor) -> Tensor:
@@ -106,7 +115,7 @@ class StepOracle:
         """A_s as a dense matrix."""
         if smooth:
             return reverse_jacobian(self.step_of, self.x)
-        theta, m, v = self.split(self.x)
+        theta, _, v = self.split(self.x)
         fine = torch.where(v > 0, 1e-4 * v, 1e-12)  # √v bends on the scale of v itself
         return central_jacobian(self.step_of, self.x, torch.cat([torch.full_like(theta, 1e-6).repeat(2), fine]))
 
@@ -117,8 +126,6 @@ class StepOracle:
             return reverse_jacobian(lambda g: self.update(self.x, g), raw)
         # at v = 0 the step bends over gradients of size eps: the difference must stay far below it
         return central_jacobian(lambda g: self.update(self.x, g), raw, 1e-6 * self.columns["eps"])
-
-
 
 
 class _Run(nn.Module):

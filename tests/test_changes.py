@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import aftershock as ak
+from aftershock.core.batches import Accumulated
 
 from .cases import CASES, Case, make
 
@@ -18,7 +19,7 @@ STEPS, AT = 5, 1
 def gradients(case: Case, batch: object) -> None:
     """Leave the raw gradient of a batch in .grad."""
     case.optimizer.zero_grad()
-    micro = batch.batches if isinstance(batch, ak.core.loss.Accumulated) else (batch,)
+    micro = batch.batches if isinstance(batch, Accumulated) else (batch,)
     for part in micro:
         (case.loss_fn(case.model, part) / len(micro)).backward()
 
@@ -34,7 +35,7 @@ def probe_loss(case: Case, probe: object, random: torch.Tensor) -> float:
     kept = {name: b.clone() for name, b in case.model.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.set_rng_state(random)
-        micro = probe.batches if isinstance(probe, ak.core.loss.Accumulated) else (probe,)
+        micro = probe.batches if isinstance(probe, Accumulated) else (probe,)
         loss = float(sum(case.loss_fn(case.model, b) for b in micro) / len(micro))
     for name, b in case.model.named_buffers():
         b.copy_(kept[name])

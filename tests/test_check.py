@@ -111,7 +111,7 @@ def test_attention_that_is_forced_is_named() -> None:
             return F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     point = ak.capture(case.model, case.optimizer, flash)
-    with pytest.raises(UnsupportedAttention, match="SDPBackend.MATH"):
+    with pytest.raises(UnsupportedAttention, match=r"SDPBackend\.MATH"):
         point.check(case.batch())
 
 
@@ -130,7 +130,9 @@ class OnceOnly(torch.autograd.Function):
 def test_a_custom_function_that_is_differentiable_once_is_found() -> None:
     model = mlp(4, 5, 3)
     point = ak.capture(
-        model, torch.optim.AdamW(model.parameters()), lambda m, b: F.cross_entropy(OnceOnly.apply(m(b[0])), b[1])
+        model,
+        torch.optim.AdamW(model.parameters()),
+        lambda m, b: F.cross_entropy(OnceOnly.apply(m(b[0])), b[1]),
     )
     with pytest.raises((UnsupportedModel, WrongHessian), match="custom autograd function"):
         point.check(classes((4,))())

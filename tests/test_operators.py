@@ -27,7 +27,9 @@ class System:
         self.layout = self.path.point.loss.layout
         # autograd through sqrt gives NaN where v = 0, and a checkpointed model cannot be differentiated
         # outside functional_call: there central differences are the oracle
-        self.exact_oracle = name != "checkpointed" and all(self.layout.compact(self.path.trajectory.state(h).v).all() for h in range(1, H + 2))
+        self.exact_oracle = name != "checkpointed" and all(
+            self.layout.compact(self.path.trajectory.state(h).v).all() for h in range(1, H + 2)
+        )
         self.tolerance = SMOOTH if self.exact_oracle else DIFFERENCE
 
     def oracle(self, at: int) -> StepOracle:
@@ -40,7 +42,11 @@ class System:
         rows = []
         for h in range(1, H + 2):
             oracle = StepOracle.__new__(StepOracle)
-            oracle.layout, oracle.step, oracle.state = self.layout, self.path.steps[0], self.path.trajectory.state(h)
+            oracle.layout, oracle.step, oracle.state = (
+                self.layout,
+                self.path.steps[0],
+                self.path.trajectory.state(h),
+            )
             oracle.model, oracle.loss_fn = self.case.model, self.case.loss_fn
             theta = self.layout.compact(oracle.state.theta)
             grads = oracle.gradients(theta, batch=self.probe)
@@ -142,7 +148,7 @@ def test_linear_and_batched_and_inputs_unchanged(system: System, name: str) -> N
     assert torch.equal(as_rows(system.layout, u), before)
     alone = [as_rows(system.layout, operator.mv(u[i])) for i in range(2)]
     torch.testing.assert_close(both, torch.stack(alone), rtol=1e-10, atol=1e-14 * float(both.norm()))
-    combined = as_rows(system.layout, operator.mv(u[0] * 2.0 if isinstance(u, Tensor) else u[0] * 2.0))
+    combined = as_rows(system.layout, operator.mv(u[0] * 2.0))
     torch.testing.assert_close(combined, 2 * alone[0], rtol=1e-9, atol=1e-12 * float(both.norm()))
     w = random_dual(operator, system, 2, 4)
     dual_before = as_rows(system.layout, w).clone()

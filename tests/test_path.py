@@ -36,7 +36,9 @@ def assert_same_bits(case: Case, path: ak.Path, state: JointState) -> None:
             assert torch.equal(view.to(tensor.dtype), tensor), f"{channel} of {name} differs"
     for name, buffer in case.model.named_buffers():
         assert torch.equal(state.buffers[name], buffer), f"buffer {name} differs"
-    counts = [int(case.optimizer.state[p].get("step", 0)) for p in map(dict(case.model.named_parameters()).get, layout.names)]
+    counts = [
+        int(case.optimizer.state[p].get("step", 0)) for p in map(dict(case.model.named_parameters()).get, layout.names)
+    ]
     assert list(state.counts) == counts
 
 

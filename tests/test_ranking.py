@@ -84,7 +84,7 @@ def test_example_shares_against_per_example_gradients(reduction: str) -> None:
     case.loss_fn = loss_fn
     path = case.path(5)
     pool, probe = case.batches(3), case.batch()
-    ranking = path.rank(pool, probe, examples=True, horizon=4, verify=2)
+    ranking = path.rank_examples(pool, probe, horizon=4, verify=2)
     row = path.response_operator(probe, 0, 4).rmv(torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64))
     control = path.control(0)
     for k in range(ranking.data.sizes["example"]):
@@ -113,7 +113,7 @@ def test_convolutions_and_text_rank_by_example() -> None:
     for name in ("relu_cnn", "transformer", "tied"):
         case = make(name)
         path = case.path(3)
-        ranking = path.rank([case.batch()], case.batch(), examples=True)
+        ranking = path.rank_examples([case.batch()], case.batch())
         assert ranking.data["share"].notnull().all(), name
 
 
@@ -122,7 +122,7 @@ def test_examples_that_couple_are_refused(name: str) -> None:
     case = make(name)
     path = case.path(3)
     with pytest.raises(ExamplesCouple, match=r"[Bb]atch normalization|depend on each other"):
-        path.rank([case.batch()], case.batch(), examples=True)
+        path.rank_examples([case.batch()], case.batch())
 
 
 def test_a_contrastive_loss_is_refused() -> None:
@@ -137,7 +137,7 @@ def test_a_contrastive_loss_is_refused() -> None:
     case = Case("contrastive", model, optimizer, loss_fn, classes((4,)))
     case.train(case.batches(3))
     with pytest.raises(ExamplesCouple, match="neither the mean nor the sum"):
-        case.path(3).rank([case.batch()], case.batch(), examples=True)
+        case.path(3).rank_examples([case.batch()], case.batch())
 
 
 # --- explaining
@@ -157,7 +157,9 @@ def test_contributions_are_adjoints_of_exact_differences(name: str, change: str)
         carry = path.propagate(step + 1, 5)
         parts = []
         for channel in ("theta", "m", "v"):
-            alone = type(dx)(*(getattr(dx, c) if c == channel else torch.zeros_like(dx.theta) for c in ("theta", "m", "v")))
+            alone = type(dx)(
+                *(getattr(dx, c) if c == channel else torch.zeros_like(dx.theta) for c in ("theta", "m", "v"))
+            )
             parts.append(-float(readout @ carry.mv(alone).theta))
         found = explanation.data["contribution"].sel(step=step).values
         scale = max(map(abs, parts))

@@ -6,7 +6,7 @@ from .api.change import Change
 from .api.path import Path
 from .api.point import TrainingPoint, capture, from_checkpoint, load_point
 from .api.response import Response, load_response
-from .core.loss import accumulate
+from .core.batches import accumulate
 from .core.probe import Probe, own_loss
 from .errors import AftershockError
 

@@ -23,14 +23,17 @@ app = typer.Typer(
 
 
 @contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What the user can act on is one message and exit code 1; a bug keeps its traceback."""
+def _plain_errors(failed: str) -> Iterator[None]:
+    """What the user can act on is one message and exit code 1; a bug keeps its traceback.
+
+    failed: what a file that cannot be read or written means here, in the user's words.
+    """
     try:
         yield
     except AftershockError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        _fail(f"{failed}: {error.strerror or error}")
 
 
 def _fail(message: str) -> None:
@@ -59,7 +62,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 0,
 ) -> None:
     """Train a small model, feed it one bad batch, show what that does and find it again (about a minute)."""
-    with _plain_errors():
+    with _plain_errors(f"cannot write to {out}"):
         from .demo import run
 
         run(out, seed)
@@ -68,14 +71,17 @@ def demo(
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A response saved with response.save().")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("report.html"),
 ) -> None:
     """Turn a saved response into one self-contained page."""
-    with _plain_errors():
-        from .api.response import load_response
-        from .report.html import write_response_page
+    from .api.response import load_response
+    from .report.html import write_response_page
 
-        typer.echo(f"wrote {write_response_page(load_response(results), out)}")
+    with _plain_errors(f"cannot read {results}"):
+        response = load_response(results)
+    page = out / "report.html" if out.is_dir() else out
+    with _plain_errors(f"cannot write {page}"):
+        typer.echo(f"wrote {write_response_page(response, page)}")
 
 
 if __name__ == "__main__":

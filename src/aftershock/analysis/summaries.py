@@ -24,13 +24,14 @@ def summarize(response: xr.DataArray) -> xr.Dataset:
     size = abs(response)
     at_peak = size.argmax("horizon")
     horizon = response["horizon"].isel(horizon=at_peak).drop_vars("horizon", errors="ignore")
+    at_extremum = response.isel(horizon=at_peak).drop_vars("horizon", errors="ignore")
     up, down = response.clip(min=0), (-response).clip(min=0)
     return xr.Dataset(
         {
             "peak": size.max("horizon"),
             "peak_horizon": horizon,
             "delayed": horizon > int(response["horizon"][0]),
-            "peak_sign": np.sign(response.isel(horizon=at_peak)).drop_vars("horizon", errors="ignore").astype(int),
+            "peak_sign": xr.apply_ufunc(np.sign, at_extremum).astype(int),
             "max_increase": up.max("horizon"),
             "max_decrease": down.max("horizon"),
             "total_abs": size.sum("horizon"),

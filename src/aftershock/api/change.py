@@ -126,9 +126,7 @@ class Change:
             raise InvalidInput(f"a {self.kind} has no scale between control and change; leave scales at 1")
         return values
 
-    def _methods(
-        self, methods: Sequence[str] | None, readouts: Readouts
-    ) -> tuple[list[str], str]:
+    def _methods(self, methods: Sequence[str] | None, readouts: Readouts) -> tuple[list[str], str]:
         """The methods to run, and why others are not."""
         wanted = list(METHODS if methods is None else methods)
         unknown = [method for method in wanted if method not in METHODS]

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.check import Check
-from ..core.loss import Batch
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.path import Step, Trajectory
 from ..core.probe import Probe
 from ..errors import InvalidInput
 from .change import Change
+from .explanation import Explanation, explain
 from .probing import Readouts
-from .ranking import ExampleRanking, Explanation, Ranking, explain, rank
+from .ranking import ExampleRanking, Ranking, rank, rank_examples
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
@@ -164,27 +165,33 @@ class Path:
         at: int = 0,
         horizon: int | None = None,
         by: str = "peak",
-        examples: bool = False,
         verify: int = 0,
         exact_write: bool = False,
         labels: Sequence[str] | None = None,
         memory: str | int | None = None,
-    ) -> Ranking | ExampleRanking:
-        """Score any number of batches, or single examples, for step `at` by one adjoint sweep.
+    ) -> Ranking:
+        """Score any number of batches in the place of step `at`'s by one adjoint sweep, at every horizon.
 
         by: the summary to sort by (peak, max_increase, max_decrease, total_abs, total_increase, …).
-        examples: score every example of the pool at one outcome (`horizon`, default the last) instead.
         verify: rerun the top k exactly.
         exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that.
         """
         return rank(
-            self, pool, probe, at=at, horizon=horizon, by=by, examples=examples, verify=verify,
+            self, pool, probe, at=at, horizon=horizon, by=by, verify=verify,
             exact_write=exact_write, labels=labels, memory=memory,
         )  # fmt: skip
 
-    def explain(
-        self, probe: Any, *, at: int | None = None, change: str = "zero", verify: int = 0
-    ) -> Explanation:
+    def rank_examples(
+        self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = 0
+    ) -> ExampleRanking:
+        """Score every single example of a pool at one outcome (`horizon`, default the last).
+
+        A score is the example's share of its batch's mean loss, from one forward-mode pass; examples that
+        couple, as in training BatchNorm, are refused. verify: rerun the top k exactly.
+        """
+        return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify)
+
+    def explain(self, probe: Any, *, at: int | None = None, change: str = "zero", verify: int = 0) -> Explanation:
         """Each step's contribution to the probe's loss at state `at` (default: the last), by channel.
 
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m", "reset v".

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..core import capture as reading
+from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.check import Check, check
-from ..core.loss import Batch, LossFunction, RandomState
+from ..core.loss import LossFunction
 from ..core.memory import budget
 from ..core.path import Dynamics, Keep, Step, Trajectory
+from ..core.randomness import RandomState
 from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
 from .schedule import LearningRate, schedule
 
@@ -183,14 +185,16 @@ def from_checkpoint(
     model_state: Mapping[str, Tensor],
     optimizer_state: Mapping[str, Any],
 ) -> TrainingPoint:
-    """A point from a checkpoint's `state_dict()`s. `model` and `optimizer` say what they are for, and stay as they are."""
+    """A point from a checkpoint's two `state_dict()`s.
+
+    `model` and `optimizer`, built as the training script builds them, say what the numbers belong to; they
+    stay as they are.
+    """
     captured = reading.read(model, optimizer, loss_fn)
     return TrainingPoint(reading.overwrite(captured, model, optimizer, model_state, optimizer_state))
 
 
-def load_point(
-    path: str | FilePath, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]
-) -> TrainingPoint:
+def load_point(path: str | FilePath, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> TrainingPoint:
     """A point saved by `TrainingPoint.save`, with the code of `model`; its weights are not used."""
     from .storage import load_captured
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.check import hidden_buffers
 from ..core.probe import Probe
-from ..errors import InvalidInput
+from ..errors import HiddenState, InvalidInput
 
 if TYPE_CHECKING:
     from .path import Path
@@ -51,3 +51,13 @@ class Readouts:
         moved = {n: b for n, b in after.buffers.items() if not torch.equal(b, state.buffers[n])}
         loss, batch, random, _ = self.probe.arguments(trajectory, 0)
         return hidden_buffers(loss, state, moved, batch, random, evaluating=self.probe.evaluating)
+
+
+def require_linear(path: Path, readouts: Readouts) -> None:
+    hidden = path.check().hidden or readouts.hidden()
+    if hidden:
+        raise HiddenState(
+            f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
+            "are state outside (θ, m, v), so an adjoint would be wrong; probe in training mode, or use "
+            "change.response(..., methods=('exact',))"
+        )

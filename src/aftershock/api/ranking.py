@@ -1,4 +1,4 @@
-"""`rank` and `explain`: one adjoint sweep, any number of batches, examples or past steps."""
+"""`rank`: one adjoint sweep, then any number of batches or examples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 
 from ..analysis.certificate import nrmse, sign_agreement
 from ..analysis.summaries import summarize
-from ..core.changes import ControlStep, Edit, Perturb, Reset, Skip, Zero
-from ..core.loss import Batch, example_count, take_examples
+from ..core.batches import Batch, example_count, take_examples
+from ..core.changes import ControlStep, Edit, Perturb
 from ..core.memory import budget
 from ..core.operators import WriteIn
 from ..core.probe import Probe
-from ..core.scores import batch_scores, contributions, example_scores, example_weight, horizon_adjoints
-from ..core.state import CHANNELS
-from ..errors import HiddenState, InvalidInput
+from ..core.scores import batch_scores, example_scores, example_weight, horizon_adjoints
+from ..errors import InvalidInput
 from .change import Change
-from .probing import Readouts
+from .probing import Readouts, require_linear
 from .progress import progress
 from .response import Response, provenance, sparkline
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 SHOWN = 10
 CHUNK = 16  # gradients held at once: their product with the adjoints then reads those once per chunk
 SUMMARIES = ("peak", "max_increase", "max_decrease", "total_abs", "total_increase", "total_decrease")
-EDITS: dict[str, Edit] = {"zero": Zero(), "skip": Skip(), "reset m": Reset(("m",)), "reset v": Reset(("v",))}
 
 
 @dataclass(frozen=True)
@@ -115,32 +113,18 @@ def rank(
     pool: Iterable[Batch],
     probe: Any,
     *,
-    at: int = 0,
-    horizon: int | None = None,
-    by: str = "peak",
-    examples: bool = False,
-    verify: int = 0,
-    exact_write: bool = False,
-    labels: Sequence[str] | None = None,
-    memory: str | int | None = None,
-) -> Ranking | ExampleRanking:
-    """Score batches, or single examples, in the place of step `at`'s batch by one adjoint sweep.
-
-    by: the summary to sort by (peak, max_increase, max_decrease, total_abs, total_increase, total_decrease).
-    examples: score every example of the pool at one outcome (`horizon`, default the last) instead.
-    verify: rerun the top k exactly.
-    exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that.
-    """
-    at = path.index(at)
-    batches = list(pool)
-    if not batches:
-        raise InvalidInput("the pool is empty: rank() needs at least one batch")
+    at: int,
+    horizon: int | None,
+    by: str,
+    verify: int,
+    exact_write: bool,
+    labels: Sequence[str] | None,
+    memory: str | int | None,
+) -> Ranking:
+    """See `Path.rank`."""
     if by not in SUMMARIES:
         raise InvalidInput(f"by is one of {', '.join(SUMMARIES)}; got {by!r}")
-    readouts = Readouts(path, Probe.of(probe), at, horizon)
-    _require_linear(path, readouts)
-    if examples:
-        return _rank_examples(path, batches, readouts, verify)
+    batches, readouts = _prepared(path, pool, probe, at, horizon)
     names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
     if len(names) != len(batches) or len(set(names)) != len(names):
         raise InvalidInput(f"{len(batches)} batches need as many different labels")
@@ -150,21 +134,22 @@ def rank(
     verified = None
     if verify:
         top = [str(name) for name in data["change"].values[:verify]]
-        change = path.replace([batches[names.index(name)] for name in top], at)
+        change = path.replace([batches[names.index(name)] for name in top], readouts.at)
         verified = change.response(
             readouts.probe, methods=("exact",), horizon=len(readouts.horizons), labels=top, memory=memory
         )
     return Ranking(data, by, verified)
 
 
-def _require_linear(path: Path, readouts: Readouts) -> None:
-    hidden = path.check().hidden or readouts.hidden()
-    if hidden:
-        raise HiddenState(
-            f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
-            "are state outside (θ, m, v), so an adjoint would be wrong; probe in training mode, or use "
-            "change.response(..., methods=('exact',))"
-        )
+def _prepared(
+    path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None
+) -> tuple[list[Batch], Readouts]:
+    batches = list(pool)
+    if not batches:
+        raise InvalidInput("the pool is empty: ranking needs at least one batch")
+    readouts = Readouts(path, Probe.of(probe), path.index(at), horizon)
+    require_linear(path, readouts)
+    return batches, readouts
 
 
 def _rows_at_once(path: Path, memory: str | int | None) -> int:
@@ -191,9 +176,7 @@ def _score(
     gradients = WriteIn(control.linear).rmv(adjoints)
     with progress("ranking", len(batches)) as tick:
         chunks = list(
-            batch_scores(
-                control, adjoints, gradients, batches, min(CHUNK, rows), exact_write=exact_write, tick=tick
-            )
+            batch_scores(control, adjoints, gradients, batches, min(CHUNK, rows), exact_write=exact_write, tick=tick)
         )
     found = {"tangent": torch.cat([tangent for tangent, _, _ in chunks])}
     if exact_write:
@@ -209,12 +192,16 @@ def _score(
     )
 
 
-def _rank_examples(path: Path, batches: Sequence[Batch], readouts: Readouts, verify: int) -> ExampleRanking:
+def rank_examples(
+    path: Path, pool: Iterable[Batch], probe: Any, *, at: int, horizon: int | None, verify: int
+) -> ExampleRanking:
+    """See `Path.rank_examples`."""
     import xarray as xr
 
-    horizon = readouts.horizons[-1]
+    batches, readouts = _prepared(path, pool, probe, at, horizon)
+    outcome = readouts.horizons[-1]
     control = path.control(readouts.at)
-    adjoint = horizon_adjoints(path.trajectory, readouts.at, [horizon], readouts.gradient, 1)
+    adjoint = horizon_adjoints(path.trajectory, readouts.at, [outcome], readouts.gradient, 1)
     direction = WriteIn(control.linear).rmv(adjoint)[0]
     weight = example_weight(control, batches[0])
     shares: list[Tensor] = []
@@ -233,7 +220,7 @@ def _rank_examples(path: Path, batches: Sequence[Batch], readouts: Readouts, ver
             "batch": ("example", batch_of.numpy()),
             "index": ("example", index_of.numpy()),
         },
-        attrs={**provenance(path), "at": readouts.at, "horizon": horizon, "probe": readouts.probe.name},
+        attrs={**provenance(path), "at": readouts.at, "horizon": outcome, "probe": readouts.probe.name},
     )
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(verify, len(share)))]
     measured = _verify_examples(path, control, batches, readouts, chosen, weight)
@@ -262,77 +249,3 @@ def _verify_examples(
     )
     last = response.exact.isel(horizon=-1, scale=0)
     return {k: float(last.isel(change=k)) for k in range(len(chosen))}
-
-
-# --- explaining an outcome ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What each step of a path adds to one outcome. `data` has `contribution[step, channel]`."""
-
-    data: xr.Dataset
-
-    @property
-    def total(self) -> xr.DataArray:
-        """Contribution of each step, all channels together. Positive: the step raised the loss."""
-        return self.data["contribution"].sum("channel")
-
-    def __str__(self) -> str:
-        attrs = self.data.attrs
-        lines = [
-            f"Contribution of each step to {attrs['probe']} at state {attrs['outcome']} "
-            f"(loss {attrs['value']:.4g}; against the run with '{attrs['change']}' at that step), largest first:",
-            f"{'step':>5}  {'predicted':>11}  {'measured':>11}  {'in θ':>10}  {'in m':>10}  {'in v':>10}",
-        ]
-        order = abs(self.total).argsort().values[::-1][:SHOWN]
-        for i in order:
-            row = self.data.isel(step=int(i))
-            measured = float(row["measured"])
-            shown = f"{measured:>+11.3g}" if measured == measured else f"{'':>11}"
-            parts = "  ".join(f"{float(x):>+10.3g}" for x in row["contribution"].values)
-            lines.append(f"{int(row['step']):>5}  {float(self.total.isel(step=int(i))):>+11.3g}  {shown}  {parts}")
-        if not self.data["measured"].notnull().any():
-            lines.append("Not verified: pass verify=k to rerun without the top k steps. Do not trust it blindly.")
-        return "\n".join(lines)
-
-
-def explain(
-    path: Path, probe: Any, *, at: int | None = None, change: str = "zero", verify: int = 0
-) -> Explanation:
-    """Each step's contribution to the probe's loss at state `at` (default: the last), by channel.
-
-    A contribution is the outcome as it is, less the outcome with `change` made at that step: "zero" its
-    gradient, "skip" it, "reset m" or "reset v" before it. Channels say where the step's write waits: in θ,
-    m or v right after it. verify: rerun the top k exactly.
-    """
-    import xarray as xr
-
-    if change not in EDITS:
-        raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
-    found = Probe.of(probe)
-    last = found.last_time(path.trajectory)
-    time = last if at is None else at
-    readouts = Readouts(path, found, 0, time)
-    _require_linear(path, readouts)
-    with progress("adjoint sweep", time) as tick:
-        parts = contributions(path.trajectory, time, readouts.gradient(time), lambda step: EDITS[change], tick)
-    measured = torch.full((time,), torch.nan, dtype=torch.float64)
-    for step in parts.sum(1).abs().argsort(descending=True)[:verify].tolist():
-        exact = Change(path, step, change, (EDITS[change],)).response(
-            found, methods=("exact",), horizon=time - step
-        )
-        measured[step] = -float(exact.exact.isel(change=0, scale=0, horizon=-1))
-    state = path.trajectory.state(time)
-    data = xr.Dataset(
-        {"contribution": (("step", "channel"), parts.numpy()), "measured": ("step", measured.numpy())},
-        coords={"step": list(range(time)), "channel": list(CHANNELS)},
-        attrs={
-            **provenance(path),
-            "outcome": time,
-            "value": float(found.value(path.trajectory, time, state.theta, state)),
-            "change": change,
-            "probe": found.name,
-        },
-    )
-    return Explanation(data)

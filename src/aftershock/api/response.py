@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -106,7 +106,8 @@ class Response:
         word = "raises" if sign > 0 else "lowers"
         now = float(self.data["control"].sel(horizon=h))
         value = now + sign * float(top["peak"])
-        text = f"'{top['change'].item()}' at step {self.data.attrs['at']} {word} the loss most {_after(h)}: {now:.4g} → {value:.4g}"
+        name, at = top["change"].item(), self.data.attrs["at"]
+        text = f"'{name}' at step {at} {word} the loss most {_after(h)}: {now:.4g} → {value:.4g}"
         late = int((best["peak_horizon"] > 1).sum())
         count = self.data.sizes["change"]
         if count > 1:
@@ -125,7 +126,9 @@ class Response:
         summary = self.summary.sel(scale=scale)
         order = summary.sel({"method": self.best_method})["peak"].argsort().values[::-1][:SHOWN_CHANGES]
         width = max(6, *(len(str(name)) for name in self.data["change"].values))
-        lines = [f"{'change':<{width}}  {'method':<8}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"]
+        lines = [
+            f"{'change':<{width}}  {'method':<8}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
+        ]
         for i in order:
             for k, method in enumerate(self.data["method"].values):
                 row = summary.sel({"method": method}).isel(change=i)
@@ -143,17 +146,14 @@ def _after(horizon: int) -> str:
     return "in the first state after it" if horizon == 1 else f"{horizon} states after it"
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """A curve in characters: its magnitude as height, a lowered loss in the lower-case of bars (↓)."""
-    largest = max((abs(float(v)) for v in values), default=0.0) or 1.0
-    out = []
-    for value in values:
-        level = min(len(BARS) - 1, int(abs(float(value)) / largest * (len(BARS) - 1) + 0.5))
-        out.append(BARS[level])
-    signs = "".join("+" if v > 0 else "−" if v < 0 else "0" for v in values)
-    changes = [i for i in range(1, len(signs)) if signs[i] != signs[i - 1]]
-    note = signs[0] if not changes else f"{signs[0]} then {signs[changes[0]]} from h={changes[0] + 1}"
-    return f"{''.join(out)}  ({note})"
+def sparkline(values: Iterable[float]) -> str:
+    """A curve in characters: heights are magnitudes, the note says where its sign changes."""
+    curve = [float(value) for value in values]
+    largest = max(map(abs, curve), default=0.0) or 1.0
+    bars = "".join(BARS[round(abs(value) / largest * (len(BARS) - 1))] for value in curve)
+    signs = ["+" if value > 0 else "−" if value < 0 else "0" for value in curve]
+    flip = next((i for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
+    return f"{bars}  ({signs[0] if flip is None else f'{signs[0]} then {signs[flip]} from h={flip + 1}'})"
 
 
 def labelled(
@@ -183,7 +183,12 @@ def labelled(
             "no_derivative": ("change", zero_v[:, 2].numpy()),
             "xi_norm": ("change", found.xi_norm),
         },
-        coords={"method": methods, "change": list(names), "scale": list(scales), "horizon": readouts.horizons},
+        coords={
+            "method": methods,
+            "change": list(names),
+            "scale": list(scales),
+            "horizon": readouts.horizons,
+        },
         attrs={
             **provenance(change.path),
             "kind": change.kind,

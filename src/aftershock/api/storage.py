@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.adamw import Hyper
+from ..core.batches import Batch
 from ..core.capture import Captured, PrivateCopy, dense_stride, unwrapped
 from ..core.layout import Layout
-from ..core.loss import Autocast, Batch, LossFunction, RandomState
+from ..core.loss import Autocast, LossFunction
+from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
 
@@ -78,8 +80,11 @@ def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Ba
         device=device,
     )
     part = {key: tensor.to(device) for key, tensor in tensors.items() if not key.startswith("random/")}
+    theta, m, v = (layout.join([part[f"{channel}/{name}"] for name in names]) for channel in CHANNELS)
     state = JointState(
-        *(layout.join([part[f"{channel}/{name}"] for name in names]) for channel in CHANNELS),
+        theta,
+        m,
+        v,
         counts=tuple(header["counts"]),
         buffers={name: part[f"buffer/{name}"] for name in private.buffers},
     )
@@ -92,7 +97,7 @@ def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Ba
     return Captured(loss, state, tuple(_hyper_from_json(h) for h in header["hypers"]), random)
 
 
-def write_whole(path: Path, write: Callable[[str], None]) -> None:
+def write_whole(path: Path, write: Callable[[str], object]) -> None:
     """Write a file beside its place and move it there: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

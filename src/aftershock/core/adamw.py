@@ -104,9 +104,7 @@ class Run:
     sign: float  # −1 under maximize
 
 
-def runs_of(
-    layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool]
-) -> list[Run]:
+def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool]) -> list[Run]:
     """The stretches of the flat vector at a step that starts from `counts`."""
     runs: list[Run] = []
     previous = None
@@ -136,9 +134,7 @@ def runs_of(
     return runs
 
 
-def sensitivities(
-    run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*rows param"]
-) -> tuple[Tensor, Tensor]:
+def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*rows param"]) -> tuple[Tensor, Tensor]:
     """M = ∂q/∂m = −η/(ρ1 d) and V = ∂q/∂v = η m̂ / (2 ρ2 √v̂ d²), d = √v̂ + ε, at post-update moments.
 
     Singular at v̂ = 0. There V = 0 is the right derivative if m̂ = 0 too (no gradient ever came: the

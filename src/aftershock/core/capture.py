@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import InvalidFile, InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
 from .adamw import Hyper
+from .batches import Batch
 from .layout import Layout
-from .loss import Autocast, Batch, LossFunction, RandomState
+from .loss import Autocast, LossFunction
+from .randomness import RandomState
 from .state import JointState
 
 
@@ -29,9 +31,7 @@ class Captured:
     random: RandomState
 
 
-def read(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Batch], Tensor]
-) -> Captured:
+def read(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
     """Copy a live model and optimizer. Neither is touched."""
     optimizer = _unwrapped_optimizer(optimizer)
     private = PrivateCopy(unwrapped(model))
@@ -58,7 +58,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile` and DistributedDataParallel."""
     while True:
         if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+            model = model._orig_mod  # type: ignore[assignment]
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         else:
@@ -140,9 +140,7 @@ def _unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return optimizer
 
 
-def _optimized_parameters(
-    private: PrivateCopy, optimizer: torch.optim.Optimizer
-) -> list[tuple[str, int]]:
+def _optimized_parameters(private: PrivateCopy, optimizer: torch.optim.Optimizer) -> list[tuple[str, int]]:
     """(name, group) of every trainable parameter, in the optimizer's order."""
     names = {id(p): name for name, p in private.original.items()}
     members: list[tuple[str, int]] = []

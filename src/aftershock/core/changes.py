@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import Hyper, LinearStep
+from .batches import Batch
 from .clipping import Clip
-from .loss import Batch
 from .path import Dynamics, Linearized, Step, Trajectory
 from .state import JointState
 
@@ -179,9 +179,7 @@ class Reset(Edit):
         return Shock(endpoint)
 
 
-def touched_zero_v(
-    control: ControlStep, shock: Shock, endpoint: JointState
-) -> tuple[int, int, int]:
+def touched_zero_v(control: ControlStep, shock: Shock, endpoint: JointState) -> tuple[int, int, int]:
     """(coordinates with v̂ = 0, those of them the change touches, those without any derivative)."""
     layout, linear = control.dynamics.layout, control.linear
     moved = shock.xi != 0 if shock.xi is not None else endpoint.theta != control.after.theta

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import Nondeterministic, NotFinite, WrongHessian
-from .loss import Batch, LossFunction, RandomState
+from .batches import Batch
+from .loss import LossFunction
 from .path import same_bits
+from .randomness import RandomState
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
@@ -67,9 +69,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     asymmetry = float((w @ hu - u @ hw).abs() / scale) if scale > 0 else 0.0
     dtype = _working_dtype(loss)
     rounding = 2 * torch.finfo(dtype).eps * float(once.norm)  # of one gradient
-    error = min(
-        _difference_error(loss, state, batch, random, u, hu, h, rounding / h) for h in RELATIVE_STEPS[dtype]
-    )
+    error = min(_difference_error(loss, state, batch, random, u, hu, h, rounding / h) for h in RELATIVE_STEPS[dtype])
     if not error <= TOLERANCE[dtype] or not asymmetry <= TOLERANCE[dtype]:
         raise WrongHessian(
             f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
@@ -132,9 +132,7 @@ def _difference_error(
     """Relative distance of H u from a central difference of step h."""
     try:
         up, down = (
-            loss.layout.join(
-                loss.gradient(state.theta + sign * h * u, state.buffers, batch, random, "the check").grads
-            )
+            loss.layout.join(loss.gradient(state.theta + sign * h * u, state.buffers, batch, random, "the check").grads)
             for sign in (1.0, -1.0)
         )
     except NotFinite:

@@ -87,9 +87,7 @@ class Layout:
     def views(self, flat: Float[Tensor, " param"]) -> list[Tensor]:
         """Each parameter as a view of the flat vector, in its own shape and memory format."""
         pieces = flat.split(self.padded_sizes)
-        return [
-            piece.as_strided(shape, stride) for piece, shape, stride in zip(pieces, self.shapes, self.strides)
-        ]
+        return [piece.as_strided(shape, stride) for piece, shape, stride in zip(pieces, self.shapes, self.strides)]
 
     def typed_views(self, flat: Float[Tensor, " param"]) -> list[Tensor]:
         """The same in each parameter's own dtype: a view where it is the flat one, else a copy."""
@@ -137,7 +135,7 @@ class Layout:
             if unknown:
                 raise InvalidInput(f"{unknown[0]!r} is not a trainable parameter of this model")
             return self._checked([values.get(name) for name in self.names])[None]
-        if isinstance(values, Sequence) and values:
+        if isinstance(values, Sequence) and not isinstance(values, str) and values:
             per_parameter = len(values) == len(self.names) and all(
                 isinstance(value, Tensor) and value.shape == shape for value, shape in zip(values, self.shapes)
             )

@@ -8,8 +8,7 @@ are cloned per call, the global random state is put back, and the user's model i
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,87 +16,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from ..errors import (
     AftershockError,
     ExamplesCouple,
-    InvalidInput,
     InvalidLoss,
     MixedDevices,
     NotFinite,
     UnsupportedAttention,
     UnsupportedModel,
 )
+from .batches import Accumulated, Batch, example_count, micro_batches
 from .clipping import global_norm
 from .layout import Layout
+from .randomness import RandomState, restored_random
 
-Batch = Any
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """One batch made of micro-batches; made by `accumulate`."""
-
-    batches: tuple[Batch, ...]
-    weights: tuple[float, ...] | None = None
-
-    def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
-        """Each micro-batch with the map from its loss to its share of the whole."""
-        for i, batch in enumerate(self.batches):
-            if self.weights is None:
-                # a division, as training loops write it: multiplying by 1/n gives other bits
-                yield batch, lambda loss: loss / len(self.batches)
-            else:
-                yield batch, lambda loss, weight=self.weights[i]: loss * weight  # type: ignore[misc]
-
-
-def accumulate(
-    batches: Iterable[Batch], *, draws: int | None = None, weights: Sequence[float] | None = None
-) -> Accumulated:
-    """One batch whose loss is the mean of the given batches' losses.
-
-    This is gradient accumulation, and the paper's reference mean: a path whose step holds
-    `accumulate(references)` has their mean gradient as its control. With `draws`, that many batches
-    are taken from a sampler or data loader: its conditional-mean reading, E[g_t].
-    """
-    taken = tuple(itertools.islice(batches, draws))
-    if not taken or (draws is not None and len(taken) < draws):
-        raise InvalidInput(f"accumulate needs {draws or 'at least one'} batches; the source gave {len(taken)}")
-    if weights is not None and len(weights) != len(taken):
-        raise InvalidInput(f"{len(weights)} weights for {len(taken)} batches")
-    return Accumulated(taken, None if weights is None else tuple(float(w) for w in weights))
-
-
-def _micro(batch: Batch) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
-    if isinstance(batch, Accumulated):
-        return batch.micro()
-    return iter([(batch, lambda loss: loss)])
-
-
-# --- random state ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """torch's global generators at one moment: the CPU's, and the device's where there is one."""
-
-    cpu: Tensor
-    cuda: Tensor | None = None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda)
-
-    def install(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.cuda, device)
 
 
 @dataclass(frozen=True)
@@ -111,9 +46,6 @@ class Autocast:
     def now(cls, device: torch.device) -> Autocast:
         kind = device.type
         return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-
-# --- what an evaluation gives ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,9 +105,7 @@ class LossFunction:
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
         """The same model under another function of its parameters."""
-        return LossFunction(
-            self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast
-        )
+        return LossFunction(self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast)
 
     # -- evaluations
 
@@ -193,7 +123,7 @@ class LossFunction:
 
         def program(model: nn.Module) -> Tensor:
             with torch.no_grad():
-                return torch.stack([share(self._loss(model, b, where)) for b, share in _micro(batch)]).sum()
+                return torch.stack([share(self._loss(model, b, where)) for b, share in micro_batches(batch)]).sum()
 
         loss, after, random = self._call(
             self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating
@@ -216,11 +146,11 @@ class LossFunction:
         def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
             total: Tensor | None = None
             grads: list[Tensor | None] = [None] * len(leaves)
-            for b, share in _micro(batch):
+            for b, share in micro_batches(batch):
                 loss = share(self._loss(model, b, where))
                 for i, grad in enumerate(self._grad(loss, leaves, where)):
-                    if grad is not None:
-                        grads[i] = grad if grads[i] is None else grads[i] + grad
+                    before = grads[i]
+                    grads[i] = grad if before is None else before if grad is None else before + grad
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
             return total, grads
@@ -262,9 +192,7 @@ class LossFunction:
 
         def program(model: nn.Module) -> tuple[Tensor, Tensor]:
             def one(*pieces: Any) -> tuple[Tensor, Tensor]:
-                example = spec.unflatten(
-                    [x if dim is None else x.unsqueeze(0) for x, dim in zip(pieces, dims)]
-                )
+                example = spec.unflatten([x if dim is None else x.unsqueeze(0) for x, dim in zip(pieces, dims)])
 
                 def loss_at(parameters: list[Tensor]) -> Tensor:
                     inside = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
@@ -273,7 +201,8 @@ class LossFunction:
                     )
                     return loss.reshape(())
 
-                return torch.func.jvp(loss_at, (leaves,), (tangents,))
+                loss, slope = torch.func.jvp(loss_at, (leaves,), (tangents,))  # type: ignore[misc]
+                return loss, slope
 
             return torch.func.vmap(one, in_dims=tuple(dims), chunk_size=chunk)(*leaves_of)
 
@@ -312,19 +241,19 @@ class LossFunction:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(
-                torch.autocast(device.type, dtype=self.autocast.dtype, enabled=self.autocast.enabled)
-            )
+            stack.enter_context(torch.autocast(device.type, dtype=self.autocast.dtype, enabled=self.autocast.enabled))
             torch.clear_autocast_cache()  # it would hand out casts of other parameters
             if derivative:
                 # flash and efficient attention have no second derivative; math agrees to rounding
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if evaluating:
                 stack.enter_context(_eval_mode(self.model))
-            stack.enter_context(_restored_random(device))
+            stack.enter_context(restored_random(device))
             random.install(device)
             result = torch.func.functional_call(self._wrapper, tensors, (program,), tie_weights=True)
             after = RandomState.now(device)
+        # most models draw nothing: a thousand steps then share one random state
+        after = random if after.same(random) else after
         return result, {n: tensors[f"model.{n}"].detach() for n in buffers}, after
 
     def _loss(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
@@ -338,9 +267,7 @@ class LossFunction:
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
                     f"{_first_line(error)}. Move the batch to {self.layout.device}"
                 ) from error
-            raise InvalidLoss(
-                f"loss_fn failed at {where}: {type(error).__name__}: {_first_line(error)}"
-            ) from error
+            raise InvalidLoss(f"loss_fn failed at {where}: {type(error).__name__}: {_first_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
@@ -423,7 +350,7 @@ class GradientGraph:
             if self._graph is not None:
                 self._add_products(self._graph, vectors, out)
                 return
-            for batch, share in _micro(self._batch):
+            for batch, share in micro_batches(self._batch):
                 _, graph = self._build(model, batch, share)
                 self._add_products(graph, vectors, out)
 
@@ -444,14 +371,14 @@ class GradientGraph:
         self, graph: Sequence[Tensor | None], vectors: Float[Tensor, "change param"], out: Tensor
     ) -> None:
         layout = self._function.layout
-        curved = [i for i, grad in enumerate(graph) if grad is not None and grad.requires_grad]
+        curved = {i: grad for i, grad in enumerate(graph) if grad is not None and grad.requires_grad}
         if not curved:
             return
         for u, row in zip(vectors, out):
             views = layout.typed_views(u)
             try:
                 product = torch.autograd.grad(
-                    [graph[i] for i in curved],  # type: ignore[misc]
+                    list(curved.values()),
                     self._leaves,
                     grad_outputs=[views[i] for i in curved],
                     retain_graph=True,
@@ -463,29 +390,6 @@ class GradientGraph:
                 layout.write(row, product)
             else:
                 row += layout.join(product)
-
-
-def example_count(batch: Batch) -> int:
-    """How many examples a batch holds: the first dimension of its first tensor."""
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    raise InvalidInput("a batch of examples needs a tensor whose first dimension counts them")
-
-
-def take_examples(batch: Batch, index: slice) -> Batch:
-    """Some examples of a batch, as a batch."""
-    size = example_count(batch)
-    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
-
-
-@contextlib.contextmanager
-def _restored_random(device: torch.device) -> Iterator[None]:
-    before = RandomState.now(device)
-    try:
-        yield
-    finally:
-        before.install(device)
 
 
 @contextlib.contextmanager

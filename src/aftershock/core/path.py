@@ -14,11 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import Hyper, LinearStep, adamw_step
+from .batches import Batch
 from .clipping import Clip, clip_, global_norm
-from .loss import Batch, Gradient, GradientGraph, LossFunction, RandomState
+from .loss import Gradient, GradientGraph, LossFunction
+from .randomness import RandomState
 from .state import JointState
 
 Keep = Literal["graphs", "states", "checkpoints"]
+NOT_TAKEN = Clip(math.nan, 1.0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Step:
     max_norm: float | None
     own_random: bool = False  # recorded, rather than left by the step before
     loss: float = math.nan
-    clip: Clip = Clip(math.nan, 1.0)
+    clip: Clip = NOT_TAKEN
 
     @property
     def where(self) -> str:
@@ -85,9 +88,7 @@ class Dynamics:
         linear = self.linear_step(seen, state, graph.raw, graph.present)
         return after, seen, random, Linearized(seen, linear, graph), graph_is_plain
 
-    def _advance_with(
-        self, found: Gradient, step: Step, state: JointState
-    ) -> tuple[JointState, Step, RandomState]:
+    def _advance_with(self, found: Gradient, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
         clip = clip_(found.grads, found.norm, step.max_norm)
         new = adamw_step(self.layout, state, found.grads, step.hypers)
         seen = replace(step, loss=float(found.loss), clip=clip)

@@ -10,8 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
-from .loss import Batch, Gradient, LossFunction, RandomState
+from .batches import Batch
+from .loss import Gradient, LossFunction
 from .path import Trajectory
+from .randomness import RandomState
 from .state import JointState
 
 
@@ -55,9 +57,7 @@ class Probe:
             return loss.with_function(self.function), None, random, where
         return loss, self.batch, random, where
 
-    def value(
-        self, trajectory: Trajectory, time: int, theta: Float[Tensor, " param"], state: JointState
-    ) -> Tensor:
+    def value(self, trajectory: Trajectory, time: int, theta: Float[Tensor, " param"], state: JointState) -> Tensor:
         """F_time(θ), with the buffers of `state`: one forward pass."""
         loss, batch, random, where = self.arguments(trajectory, time)
         return loss.value(theta, state.buffers, batch, random, where, evaluating=self.evaluating).loss

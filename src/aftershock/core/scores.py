@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import ExamplesCouple
+from .batches import Batch, example_count, take_examples
 from .changes import ControlStep, Edit
-from .loss import Batch, example_count, take_examples
 from .operators import readout
 from .path import Linearized, Trajectory
 from .state import Cotangent, JointState, difference, pair, pair_channels, stack
@@ -122,9 +122,10 @@ def example_weight(control: ControlStep, batch: Batch) -> float | None:
     if torch.isclose(losses.sum(), whole, rtol=close):
         return 1.0
     raise ExamplesCouple(
-        f"the loss of {example_count(some)} examples together ({float(whole):.4g}) is neither the mean nor the sum of "
-        f"their losses alone ({float(losses.mean()):.4g}, {float(losses.sum()):.4g}): the examples of a batch depend on "
-        "each other (batch normalization in training mode, contrastive losses, token-weighted means); rank whole batches"
+        f"the loss of {example_count(some)} examples together ({float(whole):.4g}) is neither the mean nor the sum "
+        f"of their losses alone ({float(losses.mean()):.4g}, {float(losses.sum()):.4g}): the examples of a batch "
+        "depend on each other (batch normalization in training mode, contrastive losses, token-weighted means); "
+        "rank whole batches"
     )
 
 

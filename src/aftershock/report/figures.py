@@ -26,9 +26,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 HORIZON_TITLE = "states after the change (h)"
 
 
-def response_figure(
-    response: Response, *, changes: Sequence[str] | None = None, scale: float | None = None
-) -> Figure:
+def response_figure(response: Response, *, changes: Sequence[str] | None = None, scale: float | None = None) -> Figure:
     """Signed response by horizon: a colour per change, a dash per method, the peak marked.
 
     changes: labels to show; default: the eight with the largest peaks.
@@ -70,7 +68,11 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     word = "with" if method == "exact" else f"with ({method}, not verified)"
     figure = go.Figure()
     figure.add_scatter(
-        x=horizons, y=control.values, name="without the change", mode="lines", line={"color": FAINT, "width": 2}
+        x=horizons,
+        y=control.values,
+        name="without the change",
+        mode="lines",
+        line={"color": FAINT, "width": 2},
     )
     figure.add_scatter(
         x=horizons,
@@ -210,7 +212,11 @@ def _add_method_key(figure: Figure, response: Response) -> None:
             name=method if method != "exact" else "exact (two real runs)",
             mode="lines",
             legend="legend2",
-            line={"color": INK, "dash": DASHES[method], "width": 2.5 if method == response.best_method else 1.5},
+            line={
+                "color": INK,
+                "dash": DASHES[method],
+                "width": 2.5 if method == response.best_method else 1.5,
+            },
         )
 
 

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from ..api.response import Response
 
 SHOWN_CHANGES = 300  # rows of the table are sorted in the browser, which thousands would slow down
-COLUMNS = ("change", "scale", "method", "peak", "at h", "delayed", "largest increase", "largest decrease", "total |δF|")
+COLUMNS = (
+    "change",
+    "scale",
+    "method",
+    "peak",
+    "at h",
+    "delayed",
+    "largest increase",
+    "largest decrease",
+    "total |δF|",
+)
 LEVELS = (
     # The certificate speaks in these words; the first that a sentence holds decides its colour.
     ("do not trust", "bad", "do not trust"),
@@ -49,11 +59,13 @@ def write_response_page(
         _section("How far to trust it", _certificate(response), *_error_plots(response)),
         _section("Where this comes from", _provenance(response)),
     ]
-    page = PAGE.format(
-        title=escape(title), style=STYLE, plotly=get_plotlyjs(), script=SCRIPT, body="\n".join(sections)
-    )
+    page = PAGE.format(title=escape(title), style=STYLE, plotly=get_plotlyjs(), script=SCRIPT, body="\n".join(sections))
+
+    def write(part: str) -> None:
+        Path(part).write_text(page, encoding="utf-8")
+
     path = Path(path)
-    write_whole(path, lambda part: Path(part).write_text(page, encoding="utf-8"))
+    write_whole(path, write)
     return path
 
 
@@ -78,7 +90,8 @@ def _curves(response: Response) -> list[str]:
             _plot(
                 figures.response_figure(response),
                 "response",
-                "Above zero a change raised the loss, below zero it lowered it. A ring marks a change's largest effect.",
+                "Above zero a change raised the loss, below zero it lowered it. "
+                "A ring marks a change's largest effect.",
                 f"Curves of the change of the probe's loss by horizon. {response.verdict}",
             ),
         ),
@@ -87,7 +100,7 @@ def _curves(response: Response) -> list[str]:
             _plot(
                 figures.loss_figure(response),
                 "loss",
-                f"The probe's loss along the path as it was, and with the strongest change, {name}{predicted}.",
+                f"The probe's loss as it was, and with the strongest change, {name}{predicted}.",
                 f"Two loss curves by horizon: the control, and the run with {name}. {response.verdict}",
             ),
         ),
@@ -103,8 +116,8 @@ def _error_plots(response: Response) -> list[str]:
         _plot(
             figures.error_figure(response),
             "error",
-            "Symmetric error |d − d̂| / (|d| + |d̂|) against the exact response: 0 % is equal, 100 % is the wrong sign. "
-            "Faint lines are single changes.",
+            "Symmetric error |d − d̂| / (|d| + |d̂|) against the exact response: 0 % is equal, 100 % is the "
+            "wrong sign. Faint lines are single changes.",
             f"Curves of each approximate method's error by horizon. {words[0]}",
         )
     ]
@@ -153,8 +166,9 @@ def _summary_table(response: Response) -> str:
     hidden = len(names) - SHOWN_CHANGES
     note = f" The {hidden} changes with the smallest peaks are left out." if hidden > 0 else ""
     return (
-        "<div class='wide'><table class='sortable'>\n<caption>Positive numbers raise the loss. A delayed change has its "
-        f"largest effect later than in the first state after it. Click a column to sort.{note}</caption>\n"
+        "<div class='wide'><table class='sortable'>\n<caption>Positive numbers raise the loss. A delayed change "
+        "has its largest effect later than in the first state after it. Click a column to sort."
+        f"{note}</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table></div>"
     )
 
@@ -232,8 +246,8 @@ table { border-collapse: collapse; font-size: 14px; }
 .sortable { width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top; }
 .sortable thead th { padding: 0; border-bottom: 2px solid #c9ced6; white-space: nowrap; }
-.sortable button { width: 100%; padding: 8px 10px; border: 0; background: none; font: inherit; font-weight: 600;
-  color: inherit; text-align: inherit; cursor: pointer; }
+.sortable button { width: 100%; padding: 8px 10px; border: 0; background: none;
+  font: inherit; font-weight: 600; color: inherit; text-align: inherit; cursor: pointer; }
 .sortable button:hover { background: var(--wash); }
 th[aria-sort=ascending] button::after { content: " ▲"; font-size: 10px; }
 th[aria-sort=descending] button::after { content: " ▼"; font-size: 10px; }
@@ -274,8 +288,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const first = numeric ? "descending" : "ascending", other = numeric ? "ascending" : "descending";
       const order = head.getAttribute("aria-sort") === first ? other : first;
       const sign = order === "ascending" ? 1 : -1, value = (row) => row.cells[i].dataset.value;
-      const rows = [...table.tBodies[0].rows].sort((a, b) =>
-        sign * (numeric ? value(a) - value(b) : value(a).localeCompare(value(b), undefined, {numeric: true})));
+      const compare = numeric ? (a, b) => a - b : (a, b) => a.localeCompare(b, undefined, {numeric: true});
+      const rows = [...table.tBodies[0].rows].sort((a, b) => sign * compare(value(a), value(b)));
       heads.forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", order);
       table.tBodies[0].append(...rows);
@@ -284,8 +298,9 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 const plots = [...document.querySelectorAll(".js-plotly-plot")];
 // A drawing keeps the width of the screen, which is wider than paper.
-window.addEventListener("beforeprint", () => plots.forEach((plot) => Plotly.relayout(plot, {width: 660})));
-window.addEventListener("afterprint", () => plots.forEach((plot) => Plotly.relayout(plot, {width: null, autosize: true})));
+const fit = (layout) => () => plots.forEach((plot) => Plotly.relayout(plot, layout));
+window.addEventListener("beforeprint", fit({width: 680}));
+window.addEventListener("afterprint", fit({width: null, autosize: true}));
 """
 
 PAGE = """<!DOCTYPE html>

@@ -1,0 +1,69 @@
+"""Batches are the user's own objects; these are the few things that must be known of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..errors import InvalidInput
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """One batch made of micro-batches; made by `accumulate`."""
+
+    batches: tuple[Batch, ...]
+    weights: tuple[float, ...] | None = None
+
+    def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+        """Each micro-batch with the map from its loss to its share of the whole."""
+        for i, batch in enumerate(self.batches):
+            if self.weights is None:
+                # a division, as training loops write it: multiplying by 1/n gives other bits
+                yield batch, lambda loss: loss / len(self.batches)
+            else:
+                yield batch, lambda loss, weight=self.weights[i]: loss * weight  # type: ignore[misc]
+
+
+def accumulate(
+    batches: Iterable[Batch], *, draws: int | None = None, weights: Sequence[float] | None = None
+) -> Accumulated:
+    """One batch whose loss is the mean of the given batches' losses.
+
+    This is gradient accumulation, and the paper's reference mean: a path whose step holds
+    `accumulate(references)` has their mean gradient as its control. With `draws`, that many batches
+    are taken from a sampler or data loader: its conditional-mean reading, E[g_t].
+    """
+    taken = tuple(itertools.islice(batches, draws))
+    if not taken or (draws is not None and len(taken) < draws):
+        raise InvalidInput(f"accumulate needs {draws or 'at least one'} batches; the source gave {len(taken)}")
+    if weights is not None and len(weights) != len(taken):
+        raise InvalidInput(f"{len(weights)} weights for {len(taken)} batches")
+    return Accumulated(taken, None if weights is None else tuple(float(w) for w in weights))
+
+
+def micro_batches(batch: Batch) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+    if isinstance(batch, Accumulated):
+        return batch.micro()
+    return iter([(batch, lambda loss: loss)])
+
+
+def example_count(batch: Batch) -> int:
+    """How many examples a batch holds: the first dimension of its first tensor."""
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise InvalidInput("a batch of examples needs a tensor whose first dimension counts them")
+
+
+def take_examples(batch: Batch, index: slice) -> Batch:
+    """Some examples of a batch, as a batch."""
+    size = example_count(batch)
+    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)

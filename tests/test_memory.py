@@ -1,0 +1,118 @@
+"""Budgets: chunks, √H checkpoints, and the memory of a long adjoint."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from aftershock.core.memory import budget, free, readable
+from aftershock.core.operators import readout
+from aftershock.core.path import Trajectory
+from aftershock.core.sweeps import adjoint_sweep
+from aftershock.errors import InvalidInput
+
+from .cases import make
+
+
+def test_budgets() -> None:
+    cpu = torch.device("cpu")
+    assert budget("8GiB", cpu) == 8 * 2**30
+    assert budget("1.5 kb", cpu) == 1500
+    assert budget(123, cpu) == 123
+    assert 0 < budget(None, cpu) < free(cpu)
+    for bad in ("8 parsecs", "", "-1", 0):
+        with pytest.raises(InvalidInput):
+            budget(bad, cpu)
+    assert readable(1536) == "1.5 KiB"
+
+
+@pytest.mark.parametrize("name", ["tanh_mlp", "dropout", "two_groups"])
+def test_chunks_change_nothing(name: str) -> None:
+    case = make(name)
+    path = case.path(4)
+    change, probe = path.replace(case.batches(5)), case.batch()
+    whole = change.response(probe, scales=[0.5, 1.0])
+    one_at_a_time = change.response(probe, scales=[0.5, 1.0], memory=1)
+    assert change.estimate(probe, scales=[0.5, 1.0], memory=1).chunks == 5
+    np.testing.assert_array_equal(whole.exact.values, one_at_a_time.exact.values)
+    np.testing.assert_allclose(whole.tangent.values, one_at_a_time.tangent.values, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["tanh_mlp", "dropout", "batch_norm", "accumulated"])
+@pytest.mark.parametrize("keep", ["checkpoints", "graphs"])
+def test_what_is_kept_does_not_change_the_answers(name: str, keep: str) -> None:
+    case = make(name)
+    batches, probe, pool = case.batches(9), case.batch(), case.batches(2)
+    answers = []
+    for kept in ("states", keep):
+        path = case.point().follow(batches, clip=case.clip, keep=kept)
+        response = path.replace(pool, at=2).response(probe)
+        answers.append((response.data["response"].values, path.rank(pool, probe, at=2).data["response"].values))
+    for states, other in zip(*answers):
+        np.testing.assert_allclose(states, other, rtol=1e-9, atol=1e-14)
+
+
+def live_bytes(size: int) -> int:
+    """Bytes of all live tensors that own at least `size` elements' storage."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(n for n in storages.values() if n >= size)
+
+
+def test_a_thousand_step_adjoint_in_the_memory_of_64_states() -> None:
+    """√1000 checkpoints and one segment of √1000 states: never more than about 64 of the 1,000."""
+    case = make("quadratic")
+    steps = 1000
+    batch = case.batch()
+    layout = case.point().loss.layout
+    state_bytes = 3 * layout.padded_size * 8
+    before = live_bytes(layout.padded_size * 8)
+    path = case.point().follow([batch] * steps, keep="checkpoints")
+    peak = 0
+
+    def visit(*_: object) -> None:
+        nonlocal peak
+        if visit.calls % 97 == 0:  # type: ignore[attr-defined]
+            peak = max(peak, live_bytes(layout.padded_size * 8) - before)
+        visit.calls += 1  # type: ignore[attr-defined]
+
+    visit.calls = 0  # type: ignore[attr-defined]
+    gradient = path.trajectory.state(steps).theta.clone()
+    c = adjoint_sweep(path.trajectory, steps, 0, readout(gradient[None].clone()), visit=visit)
+    assert torch.isfinite(c.theta).all()
+    assert peak <= 70 * state_bytes, f"{peak / state_bytes:.0f} states"
+    assert peak >= 40 * state_bytes, "the count misses the states it should see"
+    kept = case.point().follow([batch] * steps, keep="states")
+    d = adjoint_sweep(kept.trajectory, steps, 0, readout(gradient[None].clone()))
+    torch.testing.assert_close(c.theta, d.theta, rtol=1e-9, atol=1e-300)
+
+
+def test_a_path_that_does_not_fit_keeps_checkpoints() -> None:
+    case = make("tanh_mlp")
+    batches = case.batches(30)
+    small = case.point().follow(batches, memory="40kB")
+    assert small.trajectory.keep == "checkpoints"
+    assert case.point().follow(batches).trajectory.keep == "states"
+    assert len(small.trajectory._states) < 10
+
+
+def test_a_kept_path_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    path = case.path(6)
+    path.check()
+    calls = []
+    advance = type(path.trajectory.dynamics).advance
+    monkeypatch.setattr(
+        type(path.trajectory.dynamics), "advance", lambda self, *a: calls.append(1) or advance(self, *a)
+    )
+    path.explain(case.batch())
+    path.rank(case.batches(2), case.batch())
+    assert not calls
+    assert isinstance(path.trajectory, Trajectory)
