@@ -18,9 +18,9 @@ from ..core.operators import WriteIn
 from ..core.probe import Probe
 from ..core.scores import batch_scores, example_scores, example_weight, horizon_adjoints
 from ..errors import InvalidInput
-from .change import Change
+from .change import GRAPH_COST, PRODUCT_COST, Change
 from .probing import Readouts, require_linear
-from .progress import progress
+from .progress import Estimate, progress
 from .response import Response, provenance, sparkline
 
 if TYPE_CHECKING:
@@ -158,6 +158,13 @@ def _rows_at_once(path: Path, memory: str | int | None) -> int:
     return max(1, available // (2 * 5 * layout.padded_size * layout.dtype.itemsize))
 
 
+def _estimate(path: Path, horizons: int, batches: int, rows: int, sweeps: int) -> Estimate:
+    layout = path.point.loss.layout
+    gradients = horizons * (1 + GRAPH_COST * sweeps + PRODUCT_COST * (horizons + 1) / 2) + batches
+    vector = layout.padded_size * layout.dtype.itemsize
+    return Estimate(gradients, gradients * path.trajectory.seconds_per_step, vector * (5 * rows + 2 * CHUNK), sweeps)
+
+
 def _score(
     path: Path,
     batches: Sequence[Batch],
@@ -171,7 +178,9 @@ def _score(
     horizons = readouts.horizons
     control = path.control(readouts.at)
     rows = _rows_at_once(path, memory)
-    with progress("adjoint sweep", len(horizons) * -(-len(horizons) // rows)) as tick:
+    sweeps = -(-len(horizons) // rows)
+    estimate = _estimate(path, len(horizons), len(batches), min(rows, len(horizons)), sweeps)
+    with progress("adjoint sweep", len(horizons) * sweeps, estimate) as tick:
         adjoints = horizon_adjoints(path.trajectory, readouts.at, horizons, readouts.gradient, rows, tick)
     gradients = WriteIn(control.linear).rmv(adjoints)
     with progress("ranking", len(batches)) as tick:

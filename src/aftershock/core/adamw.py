@@ -26,6 +26,9 @@ from .layout import Layout
 from .state import Cotangent, JointState, Tangent
 
 
+COMPILE_FROM = 2**26  # elements of a batch of tangents, from which compiling pays within a few steps
+
+
 @dataclass(frozen=True)
 class Hyper:
     """One parameter group's hyperparameters at one step."""
@@ -167,8 +170,18 @@ def _absorb_(
 
 @cache
 def compiled_absorb() -> Callable[..., None]:
-    """The same elementwise pass as one kernel that reads and writes each tensor once."""
-    return torch.compile(_absorb_, dynamic=True)
+    """The same pass as one kernel that reads and writes each tensor once; as it is where nothing compiles.
+
+    Compiling takes up to half a minute, so only large tangents ask for it. It agrees to rounding, not to
+    the bit.
+    """
+    compiled = torch.compile(_absorb_, dynamic=True)
+    rows, vectors = [torch.zeros(2, 8) for _ in range(4)], [torch.zeros(8) for _ in range(3)]
+    try:
+        compiled(*rows, *vectors, 0.9, 0.99, 1.0)
+    except Exception:  # no compiler on this machine
+        return _absorb_
+    return compiled
 
 
 @dataclass(frozen=True)
@@ -187,7 +200,6 @@ class LinearStep:
     clip: Clip
     zero_v: Bool[Tensor, " param"]  # active coordinates with v̂ = 0
     broken: Bool[Tensor, " param"]  # those of them with m̂ ≠ 0: no derivative exists
-    kernel: Callable[..., None] = _absorb_
 
     @classmethod
     def at(
@@ -233,10 +245,11 @@ class LinearStep:
 
     def absorb_(self, dx: Tangent, u: Float[Tensor, "change param"]) -> None:
         """One step of tangents, in place, given the gradient variation u they cause."""
+        kernel = compiled_absorb() if dx.theta.numel() >= COMPILE_FROM else _absorb_
         for run in self.runs:
             if run.active:
                 w = run.where
-                self.kernel(
+                kernel(
                     dx.theta[..., w], dx.m[..., w], dx.v[..., w], u[..., w],
                     self.g[w], self.dq_dm[w], self.dq_dv[w], run.beta1, run.beta2, run.shrink,
                 )  # fmt: skip
