@@ -25,7 +25,6 @@ from .clipping import Clip, clip_jacobian
 from .layout import Layout
 from .state import Cotangent, JointState, Tangent
 
-
 COMPILE_FROM = 2**26  # elements of a batch of tangents, from which compiling pays within a few steps
 
 
@@ -175,7 +174,7 @@ def compiled_absorb() -> Callable[..., None]:
     Compiling takes up to half a minute, so only large tangents ask for it. It agrees to rounding, not to
     the bit.
     """
-    compiled = torch.compile(_absorb_, dynamic=True)
+    compiled: Callable[..., None] = torch.compile(_absorb_, dynamic=True)
     rows, vectors = [torch.zeros(2, 8) for _ in range(4)], [torch.zeros(8) for _ in range(3)]
     try:
         compiled(*rows, *vectors, 0.9, 0.99, 1.0)
