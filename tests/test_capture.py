@@ -289,6 +289,12 @@ def test_models_that_are_not_modelled() -> None:
         ak.capture(lambda x: x, None, cross_entropy)
 
 
+def test_lazy_modules_are_refused() -> None:
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedModel, match="run one forward pass first"):
+        ak.capture(lazy, torch.optim.AdamW(nn.Linear(1, 1).parameters()), cross_entropy)
+
+
 def test_dtensor_and_fsdp_are_refused() -> None:
     class FullyShardedDataParallel(nn.Sequential):
         """Named as torch's own, which needs a process group."""

@@ -220,6 +220,16 @@ def test_lists_given_to_set_are_one_change_each() -> None:
     assert list(response.data["change"].values) == ["set lr=0, weight_decay=0", "set lr=0.1, weight_decay=0"]
 
 
+def test_a_list_with_the_structure_of_a_batch_is_one_batch() -> None:
+    """Data loaders make batches that are lists: replace([x, y]) must not become two batches."""
+    case = make("tanh_mlp")
+    path = case.point().follow([list(b) for b in case.batches(3)])
+    one, two = list(case.batch()), list(case.batch())
+    assert len(path.replace(one)) == 1
+    assert len(path.replace([one, two])) == 2
+    assert len(case.path(2).replace(tuple(one))) == 1
+
+
 def test_a_change_to_itself_has_no_response() -> None:
     case = make("dropout")
     path = case.path(4)

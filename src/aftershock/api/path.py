@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import tree_structure
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
@@ -76,8 +77,13 @@ class Path:
     # --- changes
 
     def replace(self, batches: Batch | Sequence[Batch], at: int = 0) -> Change:
-        """Another batch at step `at`; a list is one change each. The step's own batch is the reference."""
-        many = batches if isinstance(batches, list) else [batches]
+        """Another batch at step `at`; a list is one change each. The step's own batch is the reference.
+
+        A list with the structure of the step's own batch (as data loaders make them) is one batch.
+        """
+        own = tree_structure(self.steps[self.index(at)].batch)
+        one = not isinstance(batches, list) or tree_structure(batches) == own
+        many = [batches] if one else batches
         if not many:
             raise InvalidInput("replace() needs at least one batch")
         return self._change("replace", at, [Replace(batch) for batch in many])

@@ -58,7 +58,8 @@ class TrainingPoint:
         layout = self.loss.layout
         return (
             f"TrainingPoint(step {self.step}, {layout.size:,} parameters in {len(layout.names)} tensors, "
-            f"{len(self.captured.hypers)} group(s), {str(layout.dtype).removeprefix('torch.')} on {layout.device})"
+            f"{len(self.captured.hypers)} group(s), {str(layout.dtypes[0]).removeprefix('torch.')} on {layout.device}"
+            f"{'' if self.loss.model.training else ', in eval mode'})"
         )
 
     def follow(
@@ -107,7 +108,7 @@ class TrainingPoint:
     def check(self, batch: Batch) -> Check:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
-        Small models are checked in float64, whatever their own dtype; about 14 gradients.
+        Small models are checked in float64, whatever their own dtype; about 8 gradients.
         """
         if self.loss.layout.size > LIFT_LIMIT or self.loss.autocast.enabled:
             return self._check(batch)

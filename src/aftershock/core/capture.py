@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def _is_torchs_own(hook: object) -> bool:
 
 
 def _refuse_unsupported_modules(model: nn.Module) -> None:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise UnsupportedModel(f"{name!r} has no shape yet (a lazy module); run one forward pass first")
     for name, module in model.named_modules():
         if type(module).__name__ in {"FullyShardedDataParallel", "FSDPModule"} or any(
             base.__name__ == "FSDPModule" for base in type(module).__mro__

@@ -22,7 +22,8 @@ from .state import JointState
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
 # and 1e-2 in float32 at the best step. The known silent errors start at 6e-3 (spectral_norm).
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-2}
-RELATIVE_STEPS = {torch.float64: (1e-4, 1e-5, 1e-6, 1e-7), torch.float32: (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)}
+# The usual best step first; models that compute parts in float32 need larger ones even in float64.
+RELATIVE_STEPS = {torch.float64: (1e-5, 1e-6, 1e-4, 1e-3, 1e-2), torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3)}
 NOISE_LIMIT = 1e-3
 
 
@@ -48,7 +49,7 @@ class Check:
 
 
 def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> Check:
-    """Compare one Hessian product with a central difference and test its symmetry: about 14 g.
+    """Compare one Hessian product with a central difference and test its symmetry: about 8 g, up to 16.
 
     Raises `WrongHessian` or `Nondeterministic`.
     """
@@ -69,7 +70,11 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     asymmetry = float((w @ hu - u @ hw).abs() / scale) if scale > 0 else 0.0
     dtype = _working_dtype(loss)
     rounding = 2 * torch.finfo(dtype).eps * float(once.norm)  # of one gradient
-    error = min(_difference_error(loss, state, batch, random, u, hu, h, rounding / h) for h in RELATIVE_STEPS[dtype])
+    error = float("inf")
+    for h in RELATIVE_STEPS[dtype]:
+        error = min(error, _difference_error(loss, state, batch, random, u, hu, h, rounding / h))
+        if error <= 0.1 * TOLERANCE[dtype]:
+            break
     if not error <= TOLERANCE[dtype] or not asymmetry <= TOLERANCE[dtype]:
         raise WrongHessian(
             f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
