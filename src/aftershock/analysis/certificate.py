@@ -144,7 +144,7 @@ def _warnings(data: xr.Dataset) -> list[str]:
             f"{zero:,} coordinates had no gradient yet (v = 0)"
             + (
                 f"; a change touches {touched:,} of them, where the tangent's slope holds only for gradients far below "
-                "eps: read endpoint or exact there."
+                "eps: read the exact response, or the semilinear one."
                 if touched
                 else ", and no change touches them."
             )

@@ -22,6 +22,7 @@ from .response import Response, labelled
 if TYPE_CHECKING:
     from .path import Path
 
+DEFAULT_METHODS = ("exact", "endpoint", "tangent")
 PRODUCT_COST = 1.7  # a Hessian product in gradients: 1.1–1.3 (MLP) to 1.6–2.0 (CNN)
 GRAPH_COST = 1.3
 FORWARD_COST = 0.35
@@ -65,7 +66,8 @@ class Change:
         probe: a batch, `ak.own_loss`, a function of the model, or a `Probe`.
         scales: α between the control (0) and the change (1).
         methods: "exact" (the truth: a second run), "endpoint" (exact write-in and readout, linear
-            propagation) and "tangent" (all linear); default: all that exist for this model and probe.
+            propagation), "tangent" (all linear), and "semilinear" (AdamW exact, only the network's gradient
+            linear); default: the first three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
         """
         readouts = Readouts(self.path, Probe.of(probe), self.at, horizon)
@@ -89,7 +91,7 @@ class Change:
         probe: Any,
         *,
         scales: Sequence[float] = (1.0,),
-        methods: Sequence[str] = METHODS,
+        methods: Sequence[str] = DEFAULT_METHODS,
         horizon: int | None = None,
         memory: str | int | None = None,
     ) -> Estimate:
@@ -97,9 +99,10 @@ class Change:
         horizons = len(Readouts(self.path, Probe.of(probe), self.at, horizon).horizons)
         size = self._chunk(len(scales), methods, memory)
         chunks = math.ceil(len(self) / size)
-        rows = len(self) * (("tangent" in methods) + len(scales) * ("endpoint" in methods))
+        to_probe = ("endpoint" in methods) + ("semilinear" in methods)
+        rows = len(self) * (("tangent" in methods) + len(scales) * to_probe)
         pairs = len(self) * len(scales) * ("exact" in methods)
-        forwards = len(self) * len(scales) * (("endpoint" in methods) + ("exact" in methods))
+        forwards = len(self) * len(scales) * (to_probe + ("exact" in methods))
         gradients = len(self) + horizons * (
             pairs + rows * PRODUCT_COST + chunks * (GRAPH_COST * (rows > 0) + 1) + forwards * FORWARD_COST
         )
@@ -111,7 +114,7 @@ class Change:
     def _bytes_per_change(self, scales: int, methods: Sequence[str]) -> int:
         layout = self.path.point.loss.layout
         vector = layout.padded_size * layout.dtype.itemsize
-        rows = ("tangent" in methods) + scales * ("endpoint" in methods)
+        rows = ("tangent" in methods) + scales * (("endpoint" in methods) + 2 * ("semilinear" in methods))
         return vector * (2 + 3 * scales + 6 * rows)  # ξ and a work vector; states; δx, products, work
 
     def _chunk(self, scales: int, methods: Sequence[str], memory: str | int | None) -> int:
@@ -128,7 +131,7 @@ class Change:
 
     def _methods(self, methods: Sequence[str] | None, readouts: Readouts) -> tuple[list[str], str]:
         """The methods to run, and why others are not."""
-        wanted = list(METHODS if methods is None else methods)
+        wanted = list(DEFAULT_METHODS if methods is None else methods)
         unknown = [method for method in wanted if method not in METHODS]
         if unknown or not wanted:
             raise InvalidInput(f"methods are {', '.join(METHODS)}; got {wanted}")

@@ -13,7 +13,7 @@ import torch
 
 from ..analysis.certificate import Certificate, certify
 from ..analysis.summaries import crossing, spike_margin, summarize
-from ..core.respond import Responses
+from ..core.respond import METHODS, Responses
 from ..errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class Response:
     def endpoint(self) -> xr.DataArray:
         """Exact write-in and readout, linear propagation."""
         return self.data["response"].sel({"method": "endpoint"})
+
+    @property
+    def semilinear(self) -> xr.DataArray:
+        """AdamW exact at every step, only the network's gradient linear."""
+        return self.data["response"].sel({"method": "semilinear"})
 
     @property
     def tangent(self) -> xr.DataArray:
@@ -94,7 +99,7 @@ class Response:
     @property
     def best_method(self) -> str:
         """The most exact method that was run."""
-        return next(m for m in ("exact", "endpoint", "tangent") if m in self.data["method"].values)
+        return next(m for m in METHODS if m in self.data["method"].values)
 
     @property
     def verdict(self) -> str:
@@ -127,7 +132,7 @@ class Response:
         order = summary.sel({"method": self.best_method})["peak"].argsort().values[::-1][:SHOWN_CHANGES]
         width = max(6, *(len(str(name)) for name in self.data["change"].values))
         lines = [
-            f"{'change':<{width}}  {'method':<8}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
+            f"{'change':<{width}}  {'method':<10}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
         ]
         for i in order:
             for k, method in enumerate(self.data["method"].values):
@@ -135,7 +140,7 @@ class Response:
                 curve = self.data["response"].sel({"method": method, "scale": scale}).isel(change=i).values
                 name = str(row["change"].item()) if k == 0 else ""
                 lines.append(
-                    f"{name:<{width}}  {method:<8}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
+                    f"{name:<{width}}  {method:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
                     f"{int(row['peak_horizon']):>4}  {float(row['total_abs']):>10.3g}  {sparkline(curve)}"
                 )
         hidden = self.data.sizes["change"] - len(order)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .clipping import Clip, clip_jacobian
+from .clipping import TORCH_EPSILON, Clip, clip_jacobian
 from .layout import Layout
 from .state import Cotangent, JointState, Tangent
 
@@ -252,6 +252,39 @@ class LinearStep:
                     dx.theta[..., w], dx.m[..., w], dx.v[..., w], u[..., w],
                     self.g[w], self.dq_dm[w], self.dq_dv[w], run.beta1, run.beta2, run.shrink,
                 )  # fmt: skip
+
+    def absorb_exactly_(
+        self,
+        before: JointState,
+        dx: Tangent,
+        xi: Float[Tensor, "change param"],
+        max_norm: float | None,
+    ) -> None:
+        """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g.
+
+        Written in differences, so that a small δx loses no digits.
+        """
+        shocked = self.raw + xi
+        factors = torch.ones_like(shocked[..., 0])
+        if max_norm is not None:
+            norms = torch.linalg.vector_norm(shocked, dim=-1)
+            factors = torch.clamp(max_norm / (norms + TORCH_EPSILON), max=1.0)
+        # c' (g + ξ) − c g = c' ξ + (c' − c) g
+        du = factors[..., None] * xi + (factors - self.clip.factor)[..., None] * self.raw
+        for run in self.runs:
+            if not run.active:
+                continue
+            w = run.where
+            g, u = self.g[w], run.sign * du[..., w] + run.coupled * dx.theta[..., w]
+            m = run.beta1 * before.m[w] + (1 - run.beta1) * g
+            v = run.beta2 * before.v[w] + (1 - run.beta2) * g * g
+            dx.m[..., w] = run.beta1 * dx.m[..., w] + (1 - run.beta1) * u
+            dx.v[..., w] = run.beta2 * dx.v[..., w] + (1 - run.beta2) * (2 * g + u) * u
+            d = (v / run.bias2).sqrt() + run.eps
+            shocked_d = ((v + dx.v[..., w]).clamp_(min=0) / run.bias2).sqrt_() + run.eps
+            # m'/d' − m/d = (δm − m (d' − d)/d) / d'
+            ratio = (dx.m[..., w] - m * (shocked_d - d) / d) / shocked_d
+            dx.theta[..., w] = run.shrink * dx.theta[..., w] - (run.lr / run.bias1) * ratio.nan_to_num_(0.0)
 
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""

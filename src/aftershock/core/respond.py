@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +16,9 @@ from .operators import WriteIn, readout
 from .path import Trajectory
 from .probe import Probe
 from .state import JointState, Tangent, difference, pair, stack
-from .sweeps import transit_
+from .sweeps import transit_, transit_semilinear_
 
-METHODS = ("exact", "endpoint", "tangent")
+METHODS = ("exact", "semilinear", "endpoint", "tangent")
 
 
 @dataclass
@@ -44,8 +45,11 @@ def respond(
 ) -> Responses:
     """δF_{t+h} for every change, scale and horizon 1 … `horizons`.
 
-    Costs, per change and horizon: one gradient per scale (exact), one Hessian product (tangent) and one
-    more with a forward pass per scale (endpoint-exact); per horizon one gradient graph.
+    exact       a second run: the truth. One gradient per change, scale and horizon.
+    semilinear  AdamW exact at every step, the network's gradient linear: g(θ + δθ) ≈ g + H δθ, the real
+                probe at the end. One Hessian product and one forward pass per change, scale and horizon.
+    endpoint    exact write-in, linear propagation, the real probe at the end. The same cost.
+    tangent     all linear, α c Φ B ξ. One Hessian product per change and horizon, whatever the scales.
     """
     at = control.step.index
     shocks = [edit.shock(control) for edit in edits]
@@ -67,13 +71,17 @@ def respond(
         if time < last:
             step = trajectory.steps[time]
             pairs.advance(time)
-            if rows.dx is not None:
-                transit_(trajectory.linearize(step, state), rows.dx)
+            if rows.linear or rows.semilinear:
+                linearized = trajectory.linearize(step, state)
+                if rows.linear:
+                    transit_(linearized, rows.linear)
+                if rows.semilinear:
+                    transit_semilinear_(linearized, state, rows.semilinear)
         tick()
     return out
 
 
-def _states(trajectory: Trajectory, start: int, stop: int):  # type: ignore[no-untyped-def]
+def _states(trajectory: Trajectory, start: int, stop: int) -> Iterator[tuple[int, JointState]]:
     for step, state in trajectory.forward(start, stop):
         yield step.index, state
     yield stop, trajectory.state(stop)
@@ -94,8 +102,8 @@ def _read(
     if "tangent" in methods:
         found = probe.gradient(trajectory, time, state)
         base, slope = found.loss, trajectory.dynamics.layout.join(found.grads)
-        assert rows.dx is not None
-        linear = pair(readout(slope[None]), rows.dx)[0].double().cpu()
+        assert rows.linear is not None
+        linear = pair(readout(slope[None]), rows.linear)[0].double().cpu()
         for i, j, row, factor in rows.tangent:
             out.values["tangent"][i, j, h] = factor * linear[row]
     else:
@@ -103,11 +111,12 @@ def _read(
     reference = float(base)
     out.control[h] = reference
     out.noise[h] = torch.finfo(base.dtype).eps * abs(reference)
-    if "endpoint" in methods:
-        assert rows.dx is not None
-        for i, j, row in rows.endpoint:
-            value = probe.value(trajectory, time, state.theta + rows.dx.theta[row], state)
-            out.values["endpoint"][i, j, h] = float(value) - reference
+    for method, i, j, dtheta in rows.displacements():
+        try:
+            value = float(probe.value(trajectory, time, state.theta + dtheta, state))
+        except NotFinite:  # a prediction that has run away is a wrong prediction, not an error
+            value = math.inf
+        out.values[method][i, j, h] = value - reference
     if "exact" in methods:
         for i, j, shocked in pairs.states():
             out.values["exact"][i, j, h] = float(probe.value(trajectory, time, shocked.theta, shocked)) - reference
@@ -147,10 +156,10 @@ class _Pairs:
 
 
 class _LinearRows:
-    """The tangents that are propagated, each once, and which answer reads which row.
+    """The differences that are propagated, and which answer reads which row.
 
-    `endpoint` holds (change, scale, row); `tangent` (change, scale, row, factor). A change without ξ has
-    no write-in to linearize: its tangent starts from the exact difference, as its endpoint-exact does.
+    `endpoint` and `curved` hold (change, scale, row); `tangent` (change, scale, row, factor). A change
+    without ξ has no write-in to linearize: its tangent starts from the exact difference.
     """
 
     def __init__(
@@ -162,18 +171,33 @@ class _LinearRows:
         methods: Sequence[str],
     ) -> None:
         self.endpoint: list[tuple[int, int, int]] = []
+        self.curved: list[tuple[int, int, int]] = []
         self.tangent: list[tuple[int, int, int, float]] = []
-        starts: list[Tangent] = []
+        linear: list[Tangent] = []
+        semilinear: list[Tangent] = []
         write_in = WriteIn(control.linear)
         for i, shock in enumerate(shocks):
             if "tangent" in methods and shock.xi is not None:
-                self.tangent += [(i, j, len(starts), scale) for j, scale in enumerate(scales)]
-                starts.append(write_in.mv(shock.xi))
-            if "endpoint" in methods or ("tangent" in methods and shock.xi is None):
-                for j, end in enumerate(endpoints[i]):
-                    if "endpoint" in methods:
-                        self.endpoint.append((i, j, len(starts)))
-                    if "tangent" in methods and shock.xi is None:
-                        self.tangent.append((i, j, len(starts), 1.0))
-                    starts.append(difference(end, control.after))
-        self.dx = stack(starts) if starts else None
+                self.tangent += [(i, j, len(linear), scale) for j, scale in enumerate(scales)]
+                linear.append(write_in.mv(shock.xi))
+            for j, end in enumerate(endpoints[i]):
+                if "semilinear" in methods:
+                    self.curved.append((i, j, len(semilinear)))
+                    semilinear.append(difference(end, control.after))
+                if "endpoint" in methods:
+                    self.endpoint.append((i, j, len(linear)))
+                if "tangent" in methods and shock.xi is None:
+                    self.tangent.append((i, j, len(linear), 1.0))
+                if "endpoint" in methods or ("tangent" in methods and shock.xi is None):
+                    linear.append(difference(end, control.after))
+        self.linear = stack(linear) if linear else None
+        self.semilinear = stack(semilinear) if semilinear else None
+
+    def displacements(self) -> Iterator[tuple[str, int, int, Float[Tensor, " param"]]]:
+        """(method, change, scale, δθ) of every answer that reads the real probe."""
+        for i, j, row in self.endpoint:
+            assert self.linear is not None
+            yield "endpoint", i, j, self.linear.theta[row]
+        for i, j, row in self.curved:
+            assert self.semilinear is not None
+            yield "semilinear", i, j, self.semilinear.theta[row]

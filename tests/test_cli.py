@@ -1,0 +1,133 @@
+"""The command line: what it writes, what it says, and how it fails; the demo from end to end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import aftershock as ak
+from aftershock import demo
+from aftershock.cli import app
+
+from .test_report import Tags, made
+
+
+def call(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def failed(result: Any) -> str:
+    """The one message of a command that failed as it should."""
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("aftershock: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stdout) == (0, f"aftershock {ak.__version__}\n")
+
+
+def test_a_saved_response_becomes_the_same_page(tmp_path: Path) -> None:
+    response = made()
+    response.save(tmp_path / "r.zarr")
+    result = call("report", tmp_path / "r.zarr", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert str(tmp_path / "page.html") in result.stdout
+    direct = response.report(tmp_path / "direct.html")
+    assert Tags.of(tmp_path / "page.html").text == Tags.of(direct).text
+
+
+def test_a_folder_receives_report_html(tmp_path: Path) -> None:
+    made().save(tmp_path / "r.zarr")
+    assert call("report", tmp_path / "r.zarr", "--out", tmp_path).exit_code == 0
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_results_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    assert f"no saved response at {tmp_path / 'none'}" in failed(call("report", tmp_path / "none"))
+    other = tmp_path / "notes.txt"
+    other.write_text("not a response")
+    assert f"{other} is damaged or not a saved response" in failed(call("report", other))
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made().save(tmp_path / "r.zarr")
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder is needed")
+    page = blocked / "page.html"
+    assert f"cannot write {page}: " in failed(call("report", tmp_path / "r.zarr", "--out", page))
+
+    def trained_for_nothing(*_: Any) -> None:
+        raise AssertionError("the folder is checked before the training")
+
+    monkeypatch.setattr(demo, "train", trained_for_nothing)
+    assert f"cannot write to {blocked}: " in failed(call("demo", "--out", blocked))
+
+
+def test_an_error_of_aftershock_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(out: Path, seed: int) -> None:
+        raise ak.AftershockError(f"refused with seed {seed}; do this instead")
+
+    monkeypatch.setattr(demo, "run", refuse)
+    assert failed(call("demo", "--seed", 7)) == "aftershock: refused with seed 7; do this instead\n"
+
+
+def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Path, int]] = []
+    monkeypatch.setattr(demo, "run", lambda out, seed: calls.append((out, seed)))
+    assert call("demo").exit_code == 0
+    assert call("demo", "--out", "there", "--seed", 3).exit_code == 0
+    assert calls == [(Path(), 0), (Path("there"), 3)]
+
+
+# --- the demo itself
+
+
+def test_the_demo_tells_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator_before = torch.random.get_rng_state()
+    response = demo.run(tmp_path, quick=True)
+    assert torch.equal(torch.random.get_rng_state(), generator_before)
+
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert max(len(line) for line in printed.splitlines()) <= demo.WIDTH
+    joined = re.sub(r"\s+", " ", printed)
+    assert response.verdict in joined
+    assert response.table() in printed
+    assert demo.effect(response) in joined
+    assert str(tmp_path / "report.html") in re.sub(r"\s", "", printed)
+
+    assert ak.load_response(tmp_path / "response.zarr").data.identical(response.data)
+    page = Tags.of(tmp_path / "report.html").text
+    assert response.verdict in page
+    assert demo.effect(response) in page
+    assert set(response.data["change"].values) == {"ordinary 1", "ordinary 2", "ordinary 3", demo.BAD}
+    assert [str(m) for m in response.data["method"].values] == ["exact", "endpoint", "tangent"]
+
+
+def test_the_demo_is_drawn_from_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)  # what the caller drew before does not matter
+    first = demo.run(tmp_path / "a", seed=5, quick=True)
+    again = demo.run(tmp_path / "b", seed=5, quick=True)
+    other = demo.run(tmp_path / "c", seed=6, quick=True)
+    np.testing.assert_array_equal(first.data["response"], again.data["response"])
+    assert not np.array_equal(first.data["response"], other.data["response"])
+
+
+def test_the_effect_is_told_as_it_is() -> None:
+    curves = {"ordinary 1": [0.01, -0.02, 0.0], demo.BAD: [0.1, 0.2, 0.4]}
+    told = demo.effect(made(curves))
+    assert "by +0.1; 3 states after it, by +0.4, 4 times as much." in told
+    assert told.endswith("of an ordinary batch is 0.02.")
+    at_once = demo.effect(made({**curves, demo.BAD: [-0.5, 0.2, 0.1]}))
+    assert at_once.startswith(f"The effect of '{demo.BAD}' is largest at once, -0.5.")

@@ -1,0 +1,356 @@
+"""Figures show the numbers they are given; the page is whole, safe, offline, and works in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import aftershock as ak
+from aftershock.errors import InvalidInput
+from aftershock.report import figures
+from aftershock.report.html import trust_level, write_response_page
+
+HORIZONS = 6
+CURVES = {
+    "plain": [0.1, 0.2, 0.5, 0.4, 0.2, -0.1],
+    "lowers": [-0.01, -0.02, -0.03, -0.02, -0.01, -0.01],
+    "<script>alert(1)</script>": [0.05, 0.04, 0.03, 0.02, 0.01, 0.01],
+    "first & last": [0.2, 0.1, 0.05, 0.01, 0.01, 0.3],
+}
+
+
+def made(
+    curves: dict[str, list[float]] = CURVES,
+    scales: tuple[float, ...] = (1.0,),
+    **factors: float,
+) -> ak.Response:
+    """A response whose exact curves are given, times the scale, and whose other methods are multiples of them."""
+    methods = factors or {"exact": 1.0, "endpoint": 1.1, "tangent": 3.0}
+    exact = np.array(list(curves.values()))[:, None, :] * np.array(scales)[None, :, None]
+    # an approximation's relative error grows with the scale, as a linearization's does
+    grown = [exact * (1 + (factor - 1) * np.abs(np.array(scales))[None, :, None]) for factor in methods.values()]
+    count, horizons = len(curves), exact.shape[-1]
+    zeros = np.zeros(count, dtype=int)
+    data = xr.Dataset(
+        {
+            "response": (("method", "change", "scale", "horizon"), np.stack(grown)),
+            "control": ("horizon", np.linspace(2.0, 1.0, horizons)),
+            "noise_floor": ("horizon", np.full(horizons, 1e-9)),
+            "clip_switched": (("change", "scale"), np.zeros((count, len(scales)), dtype=bool)),
+            "zero_v": ("change", zeros),
+            "zero_v_touched": ("change", zeros),
+            "no_derivative": ("change", zeros),
+            "xi_norm": ("change", zeros.astype(float)),
+        },
+        coords={
+            "method": list(methods),
+            "change": list(curves),
+            "scale": list(scales),
+            "horizon": list(range(1, horizons + 1)),
+        },
+        attrs={"at": 3, "kind": "replace", "dtype": "float64", "refused": "", "note": "<b>bold</b>"},
+    )
+    return ak.Response(data)
+
+
+def traces(figure: Any, dash: str, mode: str = "lines") -> list[Any]:
+    return [t for t in figure.data if t.line.dash == dash and t.mode.startswith(mode) and t.x[0] is not None]
+
+
+# --- figures
+
+
+def test_every_method_is_drawn_in_its_dash_and_every_change_in_its_colour() -> None:
+    response = made()
+    figure = response.plot()
+    for method, dash in {"exact": "solid", "endpoint": "dash", "tangent": "dot"}.items():
+        drawn = traces(figure, dash)
+        assert len(drawn) == len(CURVES)
+        assert len({t.line.color for t in drawn}) == len(CURVES)
+        wanted = response.data["response"].sel({"method": method, "scale": 1.0, "change": figures.strongest(response)})
+        np.testing.assert_array_equal(np.array([t.y for t in drawn]), wanted.values)
+    assert figure.layout.xaxis.title.text == "states after the change (h)"
+    assert figure.layout.yaxis.title.text == "change of the probe's loss"
+    assert [shape.y0 for shape in figure.layout.shapes] == [0]
+
+
+def test_changes_are_ordered_by_exact_peak_and_their_peaks_are_ringed() -> None:
+    figure = figures.response_figure(made())
+    rings = [t for t in figure.data if t.mode.startswith("markers")]
+    assert [(t.x[0], t.y[0]) for t in rings] == [(3, 0.5), (6, 0.3), (1, 0.05), (3, -0.03)]
+    assert rings[0].text == "+0.5 at h = 3"
+
+
+def test_an_approximation_that_runs_away_does_not_flatten_the_truth() -> None:
+    figure = figures.response_figure(made(exact=1.0, endpoint=1000.0))
+    low, high = figure.layout.yaxis.range
+    assert 0.5 <= high < 1.2
+    assert low >= -1.2
+    assert "leaves the frame" in figure.layout.annotations[0].text
+    calm = figures.response_figure(made(exact=1.0, endpoint=1.1))
+    assert calm.layout.yaxis.range[1] > 0.55
+    assert not calm.layout.annotations[0].text
+
+
+def test_of_many_changes_the_eight_strongest_are_shown_and_the_rest_is_counted() -> None:
+    curves = {f"change {i}": [0.01 * (i + 1), 0.0] for i in range(11)}
+    figure = figures.response_figure(made(curves))
+    shown = [t.name for t in traces(figure, "solid")]
+    assert shown == [f"change {i}" for i in range(10, 2, -1)]
+    assert figure.layout.annotations[0].text.startswith("3 more changes")
+    asked = figures.response_figure(made(curves), changes=["change 0", "change 4"])
+    assert [t.name for t in traces(asked, "solid")] == ["change 0", "change 4"]
+
+
+def test_a_scale_can_be_chosen() -> None:
+    figure = figures.response_figure(made(scales=(0.5, 1.0)), scale=0.5, changes=["plain"])
+    np.testing.assert_allclose(traces(figure, "solid")[0].y, np.array(CURVES["plain"]) / 2)
+
+
+def test_one_horizon_and_one_change_is_a_picture_too() -> None:
+    figure = figures.response_figure(made({"only": [0.3]}, exact=1.0))
+    assert [tuple(t.y) for t in traces(figure, "solid")] == [(0.3,)]
+    assert tuple(figures.loss_figure(made({"only": [0.3]}, exact=1.0)).data[1].y) == (2.3,)
+
+
+def test_what_cannot_be_drawn_is_named() -> None:
+    with pytest.raises(InvalidInput, match="no change 'nobody'; choose from plain"):
+        figures.response_figure(made(), changes=["nobody"])
+    with pytest.raises(InvalidInput, match=r"scale 0\.3 was not run; choose from 1"):
+        figures.response_figure(made(), scale=0.3)
+    with pytest.raises(InvalidInput, match="more than one method"):
+        figures.error_figure(made(exact=1.0))
+    with pytest.raises(InvalidInput, match="one scale was run"):
+        figures.scale_figure(made())
+
+
+def test_the_loss_is_shown_without_and_with_the_strongest_change() -> None:
+    control, changed = figures.loss_figure(made()).data
+    np.testing.assert_allclose(control.y, np.linspace(2, 1, HORIZONS))
+    np.testing.assert_allclose(changed.y, np.linspace(2, 1, HORIZONS) + CURVES["plain"])
+    assert changed.name == "with plain"
+    assert "not verified" in figures.loss_figure(made(endpoint=1.0)).data[1].name
+
+
+def test_errors_are_drawn_against_the_bar_of_trust() -> None:
+    figure = figures.error_figure(made({"only": [0.1, -0.2]}))
+    by_name = {t.name: t.y for t in figure.data}
+    np.testing.assert_allclose(by_name["endpoint"], 0.1 / 2.1)
+    np.testing.assert_allclose(by_name["tangent"], 2.0 / 4.0)
+    assert [shape.y0 for shape in figure.layout.shapes] == [0.2]
+
+
+def test_the_error_of_several_changes_is_their_median() -> None:
+    figure = figures.error_figure(made())
+    assert len([t for t in figure.data if t.line.width == 1]) == 2 * len(CURVES)
+    bold = {t.legendgroup: t for t in figure.data if t.showlegend is not False}
+    assert set(bold) == {"endpoint", "tangent"}
+    np.testing.assert_allclose(bold["tangent"].y, 0.5)
+
+
+def test_the_error_grows_with_the_scale_on_logarithmic_axes() -> None:
+    figure = figures.scale_figure(made({"only": [0.1, -0.2]}, scales=(1.0, 0.1, 0.01)))
+    assert figure.layout.xaxis.type == figure.layout.yaxis.type == "log"
+    tangent = next(t for t in figure.data if t.name == "tangent")
+    np.testing.assert_allclose(tangent.x, [0.01, 0.1, 1.0])
+    np.testing.assert_allclose(tangent.y, [0.02, 0.2, 2.0])
+
+
+# --- the page as a file
+
+
+class Tags(HTMLParser):
+    """Tags, and the text outside scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.text += data
+
+    @classmethod
+    def of(cls, page: Path) -> Tags:
+        parser = cls()
+        parser.feed(page.read_text(encoding="utf-8"))
+        return parser
+
+
+def test_the_page_tells_everything_in_order_and_escapes_it(tmp_path: Path) -> None:
+    response = made()
+    told = ["A <i>short</i> story.", "two\n  lines"]
+    page = write_response_page(response, tmp_path / "new" / "r.html", title="A & <B>", story=told)
+    assert list(page.parent.iterdir()) == [page]
+    found = Tags.of(page)
+    certificate = str(response.certificate).splitlines()
+    wanted = ["A & <B>", response.verdict, *told, "Response by horizon", "largest increase", *CURVES, *certificate]
+    places = [found.text.index(text) for text in [*wanted[:6], certificate[0], "<b>bold</b>"]]
+    assert places == sorted(places)
+    assert all(text in found.text for text in wanted)
+    assert not [tag for tag, _ in found.tags if tag in ("i", "b", "link", "img", "iframe")]
+    assert not [attrs for _, attrs in found.tags if "src" in attrs or "href" in attrs]
+    assert sum(tag == "pre" for tag, _ in found.tags) == 1
+
+
+def test_the_page_can_be_read_without_eyes(tmp_path: Path) -> None:
+    found = Tags.of(write_response_page(made(scales=(0.5, 1.0)), tmp_path / "r.html")).tags
+    drawings = [attrs for tag, attrs in found if tag == "div" and attrs.get("role") == "img"]
+    assert len(drawings) == 4
+    assert all(len(attrs["aria-label"] or "") > 40 for attrs in drawings)
+    headings = [tag for tag, _ in found if tag in ("h1", "h2")]
+    assert headings[0] == "h1"
+    assert headings.count("h1") == 1
+    assert headings.count("h2") == 5
+    tables, captions = (sum(tag == name for tag, _ in found) for name in ("table", "caption"))
+    assert tables == captions == 2
+
+
+def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = write_response_page(made(), tmp_path / "r.html", title="first")
+    before = page.read_bytes()
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        with open(self, "w") as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_response_page(made(), page, title="second")
+    assert page.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [page]
+
+
+@pytest.mark.parametrize(
+    ("factors", "level"),
+    [
+        ({"exact": 1.0}, "good"),
+        ({"exact": 1.0, "endpoint": 1.05}, "good"),
+        ({"exact": 1.0, "endpoint": 1.35}, "care"),
+        ({"exact": 1.0, "tangent": -1.0}, "bad"),
+        ({"tangent": 1.0}, "bad"),
+    ],
+)
+def test_the_certificate_has_the_colour_of_its_words(factors: dict[str, float], level: str, tmp_path: Path) -> None:
+    response = made(**factors)
+    lines = str(response.certificate).splitlines()
+    assert trust_level(lines[0])[0] == level
+    items = [attrs["class"] for tag, attrs in Tags.of(response.report(tmp_path / "r.html")).tags if tag == "li"]
+    assert items == [trust_level(line)[0] for line in lines]
+
+
+def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
+    code = (
+        "import sys, aftershock, aftershock.cli; print([m for m in ('plotly', 'xarray', 'zarr') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- the page in a browser
+
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+    if program is None:
+        pytest.skip("no chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """The page as a reader opens it; whatever it complains about or asks the network for fails the test."""
+    response = made(scales=(0.5, 1.0))
+    file = write_response_page(response, tmp_path / "r.html", story=["<script>alert(2)</script>"])
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    trouble: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
+    page.goto(file.as_uri())
+    yield page
+    page.close()
+    assert trouble == []
+
+
+def column(page: Any, number: int) -> list[str]:
+    return page.locator(f"table.sortable tbody td:nth-child({number})").all_text_contents()
+
+
+def test_the_figures_are_drawn(opened: Any) -> None:
+    for name in ("response", "loss", "error", "scales"):
+        assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
+    lines = opened.locator("#plot-response .scatterlayer path.js-line")
+    assert lines.count() == 3 * len(CURVES)
+    assert all("L" in (lines.nth(i).get_attribute("d") or "") for i in range(3))
+    assert opened.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_label_with_markup_is_shown_as_text(opened: Any) -> None:
+    label = "<script>alert(1)</script>"
+    legend = opened.locator("#plot-response .legendtext").all_text_contents()
+    assert label in legend
+    assert "first & last" in legend
+    assert label in column(opened, 1)
+    assert opened.get_by_text("<script>alert(2)</script>", exact=True).is_visible()
+
+
+def test_clicking_a_head_sorts_by_number_and_by_name(opened: Any) -> None:
+    heads = opened.locator("table.sortable thead th")
+    names = [text.strip() for text in heads.all_text_contents()]
+    peak = names.index("peak") + 1
+    before = column(opened, peak)
+    heads.nth(peak - 1).click()
+    falling = [float(text) for text in column(opened, peak)]
+    assert falling == sorted(map(float, before), reverse=True)
+    assert heads.nth(peak - 1).get_attribute("aria-sort") == "descending"
+    heads.nth(peak - 1).click()
+    assert [float(text) for text in column(opened, peak)] == falling[::-1]
+    opened.get_by_role("button", name="change", exact=True).press("Enter")
+    assert column(opened, 1)[-1] == "plain"
+    assert heads.nth(peak - 1).get_attribute("aria-sort") is None
+
+
+def test_figures_fit_on_paper_and_come_back(opened: Any) -> None:
+    width = "document.querySelector('#plot-response svg.main-svg').getBoundingClientRect().width"
+    screen = opened.evaluate(width)
+    assert screen > 800
+    opened.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    opened.wait_for_function(f"{width} < 690")
+    opened.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    opened.wait_for_function(f"{width} === {screen}")
