@@ -283,4 +283,9 @@ def effect(response: Response) -> str:
 def found(ranking: Ranking) -> str:
     """Where the ranking puts the bad batch."""
     place, count = ranking.order.index(BAD) + 1, len(ranking.order)
-    return f"One adjoint sweep, without a rerun of any batch, puts '{BAD}' at rank {place} of {count}."
+    text = f"Before any rerun, one adjoint sweep puts '{BAD}' at rank {place} of {count}."
+    if ranking.verified is None:
+        return text
+    peaks = ranking.verified.summary["peak"].sel({"method": "exact", "scale": 1.0})
+    measured = ", ".join(f"{float(peak):.2g} ('{peak['change'].item()}')" for peak in peaks)
+    return f"{text} Rerun exactly, the first {len(peaks)} have peaks of {measured}."

@@ -1,0 +1,1 @@
+"""Speed and memory against the bars, as ratios inside one run: `python -m benchmarks`."""
