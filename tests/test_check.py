@@ -28,6 +28,31 @@ def test_honest_models_pass(name: str, dtype: torch.dtype) -> None:
     assert "central differences" in str(found)
 
 
+def test_a_wide_network_with_kinks_passes() -> None:
+    """Half a million ReLUs: a step of 1e-5 crosses kinks, whose jumps do not shrink with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 1000), nn.ReLU(), nn.Linear(1000, 300), nn.ReLU(), nn.Linear(300, 3))
+    point = ak.capture(model, torch.optim.AdamW(model.parameters()), cross_entropy)
+    assert point.check(classes((16,), size=400)()).error < 1e-4
+
+
+def test_autocast_does_not_blur_the_check() -> None:
+    """The gradients of an autocast model are too noisy to difference; in float64 autocast has no effect."""
+    torch.manual_seed(0)
+    model = mlp(8, 32, 3)
+
+    def inside(m: nn.Module, b: tuple) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(m, b)
+
+    batch = classes((8,))()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert ak.capture(model, optimizer, inside).check(batch).error < 1e-6
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = ak.capture(model, optimizer, cross_entropy)
+    assert around.check(batch).error < 1e-6
+
+
 class Detached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from .schedule import LearningRate, schedule
 if TYPE_CHECKING:
     from .path import Path
 
-LIFT_LIMIT = 20_000_000  # parameters up to which `check` runs in float64 whatever the model's dtype
+LIFTED_VECTORS = 16  # float64 copies of the parameters that `check` holds at once, with room to spare
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ class TrainingPoint:
     def check(self, batch: Batch) -> Check:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
-        Small models are checked in float64, whatever their own dtype; about 8 gradients.
+        It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients.
         """
-        if self.loss.layout.size > LIFT_LIMIT or self.loss.autocast.enabled:
+        needed = LIFTED_VECTORS * 8 * self.loss.layout.size
+        if needed > budget(None, self.loss.layout.device):
             return self._check(batch)
         try:
             return self.to(dtype=torch.float64)._check(batch)

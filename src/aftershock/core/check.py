@@ -22,8 +22,12 @@ from .state import JointState
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
 # and 1e-2 in float32 at the best step. The known silent errors start at 6e-3 (spectral_norm).
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-2}
-# The usual best step first; models that compute parts in float32 need larger ones even in float64.
-RELATIVE_STEPS = {torch.float64: (1e-5, 1e-6, 1e-4, 1e-3, 1e-2), torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3)}
+# The usual best step first. A network of millions of ReLUs crosses kinks unless the step is tiny, and their
+# jumps do not shrink with it; models that compute parts in float32 need large steps even in float64.
+RELATIVE_STEPS = {
+    torch.float64: (1e-6, 1e-8, 1e-9, 1e-4, 1e-3, 1e-2),
+    torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3),
+}
 NOISE_LIMIT = 1e-3
 
 
@@ -111,8 +115,7 @@ def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[st
 
 
 def _working_dtype(loss: LossFunction) -> torch.dtype:
-    exact = all(dtype == torch.float64 for dtype in loss.layout.dtypes) and not loss.autocast.enabled
-    return torch.float64 if exact else torch.float32
+    return torch.float64 if all(dtype == torch.float64 for dtype in loss.layout.dtypes) else torch.float32
 
 
 def _direction(loss: LossFunction, state: JointState, generator: torch.Generator) -> Tensor:
