@@ -65,28 +65,33 @@ def batch_scores(
     difference paired with the adjoint; and ‖ξ‖. `gradients` is Bᵀ of `adjoints`, one row per outcome.
     """
     loss, step, before = control.dynamics.loss, control.step, control.before
-    rows: list[Tensor] = []
+    rows = loss.layout.zeros(at_once)  # one buffer for all: fresh memory for each gradient costs as much as it
     ends: list[JointState] = []
 
-    def flush() -> tuple[Tensor, Tensor | None, Tensor]:
-        xi = torch.stack(rows).sub_(control.raw)
+    def flush(count: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        xi = rows[:count].sub_(control.raw)
         written = None
         if exact_write:
             written = pair(adjoints, stack([difference(end, control.after) for end in ends])).mT
-        rows.clear()
         ends.clear()
         return xi @ gradients.mT, written, torch.linalg.vector_norm(xi, dim=1)
 
+    count = 0
     for i, batch in enumerate(pool):
         found = loss.gradient(before.theta, before.buffers, batch, step.random, f"batch {i} of the pool")
-        rows.append(loss.layout.join(found.grads))
+        row, present = rows[count], tuple(g is not None for g in found.grads)
+        if not all(present):
+            row.zero_()
+        loss.layout.write(row, found.grads)
         if exact_write:
-            ends.append(control.apply(rows[-1], tuple(g is not None for g in found.grads))[0])
+            ends.append(control.apply(row, present)[0])
+        count += 1
         tick()
-        if len(rows) == at_once:
-            yield flush()
-    if rows:
-        yield flush()
+        if count == at_once:
+            yield flush(count)
+            count = 0
+    if count:
+        yield flush(count)
 
 
 def example_scores(
