@@ -16,6 +16,7 @@ from ..core import capture as reading
 from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.check import Check, check
+from ..core.checkpoint import overwrite
 from ..core.loss import LossFunction
 from ..core.memory import budget
 from ..core.path import Dynamics, Keep, Step, Trajectory
@@ -193,7 +194,7 @@ def from_checkpoint(
     stay as they are.
     """
     captured = reading.read(model, optimizer, loss_fn)
-    return TrainingPoint(reading.overwrite(captured, model, optimizer, model_state, optimizer_state))
+    return TrainingPoint(overwrite(captured, model, optimizer, model_state, optimizer_state))
 
 
 def load_point(path: str | FilePath, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> TrainingPoint:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidFile, InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
+from ..errors import InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
 from .adamw import Hyper
 from .batches import Batch
 from .layout import Layout
@@ -34,7 +34,7 @@ class Captured:
 
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
     """Copy a live model and optimizer. Neither is touched."""
-    optimizer = _unwrapped_optimizer(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     private = PrivateCopy(unwrapped(model))
     members = _optimized_parameters(private, optimizer)
     layout = _layout(private, members)
@@ -51,7 +51,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[
     trained = set(layout.names)
     constants = {n: p.detach().clone() for n, p in private.original.items() if n not in trained}
     loss = LossFunction(private.model, loss_fn, layout, constants, Autocast.now(device))
-    hypers = tuple(_hyper(i, group, optimizer) for i, group in enumerate(optimizer.param_groups))
+    hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
     return Captured(loss, state, hypers, RandomState.now(device))
 
 
@@ -130,7 +130,7 @@ def _refuse_unsupported_modules(model: nn.Module) -> None:
             raise UnsupportedModel(f"module {name!r} has sparse gradients; set sparse=False")
 
 
-def _unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate and Lightning wrap it
     ours = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
@@ -212,7 +212,7 @@ def dense_stride(p: Tensor) -> tuple[int, ...]:
     return tuple(dense.stride())
 
 
-def _hyper(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Hyper:
+def read_hyper(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Hyper:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr = group["lr"]
     return Hyper(
@@ -227,77 +227,3 @@ def _hyper(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimize
         fused=group.get("fused"),
         capturable=bool(group.get("capturable", False)),
     )
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-def overwrite(
-    captured: Captured,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    model_state: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Any],
-) -> Captured:
-    """The captured point with its numbers taken from a checkpoint's two state dicts."""
-    loss, layout = captured.loss, captured.loss.layout
-    weights = {_plain(name): value for name, value in model_state.items()}
-    aliases = _aliases(unwrapped(model))
-
-    def weight(name: str, shape: torch.Size) -> Tensor:
-        found = next((weights[alias] for alias in aliases.get(name, [name]) if alias in weights), None)
-        if found is None:
-            raise InvalidFile(f"the checkpoint has no tensor for {name!r}; it belongs to another model")
-        if found.shape != shape:
-            raise InvalidFile(f"the checkpoint's {name!r} is {tuple(found.shape)}; the model's is {tuple(shape)}")
-        return found.detach().to(layout.device)
-
-    groups = optimizer_state.get("param_groups", [])
-    own_groups = _unwrapped_optimizer(optimizer).param_groups
-    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in own_groups]:
-        raise InvalidFile(
-            "the checkpoint's optimizer has other parameter groups than this one; "
-            "build the optimizer as the training script did"
-        )
-    original = {id(p): name for name, p in PrivateCopy(unwrapped(model)).original.items()}
-    moments: dict[str, Mapping[str, Any]] = {}
-    for saved, own in zip(groups, own_groups):
-        for key, p in zip(saved["params"], own["params"]):
-            moments[original[id(p)]] = optimizer_state["state"].get(key, {})
-
-    def moment(name: str, shape: torch.Size, key: str) -> Tensor | None:
-        value = moments[name].get(key)
-        if value is not None and value.shape != shape:
-            raise InvalidFile(f"the checkpoint's {key} of {name!r} is {tuple(value.shape)}; expected {tuple(shape)}")
-        return value
-
-    pairs = list(zip(layout.names, layout.shapes))
-    buffers = {
-        name: weight(name, b.shape) if _plain(name) in weights else b for name, b in captured.state.buffers.items()
-    }
-    state = JointState(
-        theta=layout.join([weight(name, shape) for name, shape in pairs]),
-        m=layout.join([moment(name, shape, "exp_avg") for name, shape in pairs]),
-        v=layout.join([moment(name, shape, "exp_avg_sq") for name, shape in pairs]),
-        counts=tuple(int(moments[name].get("step", 0)) for name in layout.names),
-        buffers=buffers,
-    )
-    constants = {name: weight(name, p.shape) for name, p in loss.constants.items()}
-    fresh = LossFunction(loss.model, loss.loss_fn, layout, constants, loss.autocast)
-    if any(group.get("amsgrad") for group in groups):
-        raise UnsupportedOptimizer("the checkpoint's optimizer has amsgrad=True; aftershock models amsgrad=False")
-    hypers = tuple(_hyper(i, {**own, **saved}, optimizer) for i, (saved, own) in enumerate(zip(groups, own_groups)))
-    return Captured(fresh, state, hypers, captured.random)
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("module.").replace("_orig_mod.", "")
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Every name of each tied parameter, under the first: a checkpoint may use any of them."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(first.setdefault(id(p), _plain(name)), []).append(_plain(name))
-    return aliases
