@@ -212,15 +212,17 @@ def _elementwise(device: torch.device, rows: int, size: int) -> Row:
     generator = torch.Generator().manual_seed(3)
     batched = [torch.randn(rows, size, generator=generator).to(device) for _ in range(4)]  # δθ, δm, δv, u
     shared = [torch.randn(size, generator=generator).to(device) for _ in range(3)]  # g, M, V
+    scalars = (0.9, 0.999, 0.99999)  # β1, β2, 1 − ηλ
     kernel = compiled_absorb()
+    error = _disagreement(kernel, batched, shared, scalars)
     # It reads four batched and three shared tensors and writes three: a copy of half as much moves the same.
     moved = (7 * rows + 3) * size
     source, target = (torch.ones(moved // 2, device=device) for _ in range(2))
     calls = max(1, 8 // rows)
     works = {
         "copy": Work(lambda: target.copy_(source), calls),
-        "compiled": Work(lambda: kernel(*batched, *shared, 0.9, 0.999, 0.99999), calls),
-        "eager": Work(lambda: _absorb_(*batched, *shared, 0.9, 0.999, 0.99999), calls),
+        "compiled": Work(lambda: kernel(*batched, *shared, *scalars), calls),
+        "eager": Work(lambda: _absorb_(*batched, *shared, *scalars), calls),
     }
     times = interleave(works, 15, device)
     bandwidth = 4 * moved / times.seconds("copy") / 1e9
@@ -230,8 +232,19 @@ def _elementwise(device: torch.device, rows: int, size: int) -> Row:
         1.5,
         "× its traffic",
         "parameters × changes",
-        f"eager {times.ratio(lambda t: t['eager'] / t['copy']):.1f} ×; copy {bandwidth:.0f} GB/s",
+        f"eager {times.ratio(lambda t: t['eager'] / t['copy']):.1f} ×, differs by {error:.0e}; "
+        f"copy {bandwidth:.0f} GB/s",
     )
+
+
+def _disagreement(
+    kernel: Callable[..., None], batched: list[Tensor], shared: list[Tensor], scalars: tuple[float, ...]
+) -> float:
+    """Compiled against eager, relative: a kernel that is fast and wrong must not pass unseen."""
+    compiled, eager = ([x.clone() for x in batched] for _ in range(2))
+    kernel(*compiled, *shared, *scalars)
+    _absorb_(*eager, *shared, *scalars)
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(compiled, eager))
 
 
 # --- the adjoint ----------------------------------------------------------------------------------

@@ -166,6 +166,16 @@ def test_reset_second_moment_has_no_derivative_where_no_gradient_follows() -> No
     assert "no derivative exists" in str(response.certificate)
 
 
+def test_a_parameter_that_the_control_does_not_use_has_no_derivative() -> None:
+    """Its step count and decay start only with the change: the response jumps at α = 0."""
+    case = make("unused_parameters")
+    batches = case.batches(4)
+    unused = next(i for i, (_, use_both) in enumerate(batches) if not use_both)
+    path = case.point().follow(batches)
+    response = path.replace([batches[unused + 1]], at=unused).response(case.batch(), horizon=1)
+    assert int(response.data["no_derivative"].max()) == 12
+
+
 # --- probes
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CLIP = 1.0
 WIDTH = 100  # columns, where no terminal says otherwise
-BAD = "only digits"
+BAD = "all digits"
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
+    """What training leaves: the live run, and the loss of each step."""
+
     model: LetterModel
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -180,7 +182,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Response:
         trained = train(text, size, console)
         path, probe, bad = _follow(text, size, trained)
         batches = _side_by_side(text, path.steps[0].batch, bad)
-        story = _story(text, size, trained)
+        story = _story(size, trained)
         console.print("", story[-1], "", sep="\n")
         console.print(batches, soft_wrap=True)
         response = _respond(text, path, probe, bad, console)
@@ -249,7 +251,7 @@ def _side_by_side(text: Text, usual: Tensor, bad: Tensor) -> str:
     )
 
 
-def _story(text: Text, size: Size, trained: Trained) -> list[str]:
+def _story(size: Size, trained: Trained) -> list[str]:
     """How the run was made, and what is changed in it."""
     count = sum(parameter.numel() for parameter in trained.model.parameters())
     recent = trained.losses[-size.steps // 20 :]
@@ -273,9 +275,10 @@ def effect(response: Response) -> str:
     if h == 1:
         when = f"The effect of '{BAD}' is largest at once, {first:+.2g}."
     else:
+        ratio = f", {abs(float(peak) / first):.2g} times as much" if first else ""
         when = (
             f"In the first state after '{BAD}' the loss differs by {first:+.2g}; {h} states after it, by "
-            f"{float(peak):+.2g}, {abs(float(peak) / first):.2g} times as much."
+            f"{float(peak):+.2g}{ratio}."
         )
     return f"{when} The largest effect of an ordinary batch is {float(abs(ordinary).max()):.2g}."
 

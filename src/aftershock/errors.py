@@ -55,3 +55,7 @@ class HiddenState(AftershockError):
 
 class InvalidFile(AftershockError):
     """A saved point or response is missing, damaged, or belongs to another model."""
+
+
+class UnfrozenGate(AftershockError):
+    """A kink of the network cannot be recorded and replayed; the message names the operation and the module."""

@@ -151,7 +151,10 @@ def _warnings(data: xr.Dataset) -> list[str]:
         )
     broken = int(data["no_derivative"].max())
     if broken:
-        lines.append(f"At {broken:,} touched coordinates v = 0 but m ≠ 0: no derivative exists there, so no tangent.")
+        lines.append(
+            f"At {broken:,} touched coordinates no derivative exists (v = 0 with m ≠ 0, or no gradient in the control's "
+            "step), so the tangent leaves them out."
+        )
     switched = int(data["clip_switched"].sum())
     if switched:
         lines.append(

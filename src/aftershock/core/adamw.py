@@ -198,7 +198,7 @@ class LinearStep:
     dq_dv: Float[Tensor, " param"]
     clip: Clip
     zero_v: Bool[Tensor, " param"]  # active coordinates with v̂ = 0
-    broken: Bool[Tensor, " param"]  # those of them with m̂ ≠ 0: no derivative exists
+    broken: Bool[Tensor, " param"]  # no derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step
 
     @classmethod
     def at(
@@ -215,9 +215,10 @@ class LinearStep:
         g, dq_dm, dq_dv = layout.zeros(), layout.zeros(), layout.zeros()
         zero_v, broken = (torch.zeros_like(g, dtype=torch.bool) for _ in range(2))
         for run in runs:
-            if not run.active:
-                continue
             w = run.where
+            if not run.active:
+                broken[w] = True
+                continue
             torch.mul(raw[w], run.sign * clip.factor, out=g[w]).add_(state.theta[w], alpha=run.coupled)
             m = run.beta1 * state.m[w] + (1 - run.beta1) * g[w]
             v = run.beta2 * state.v[w] + (1 - run.beta2) * g[w] * g[w]

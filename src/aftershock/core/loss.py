@@ -8,6 +8,7 @@ are cloned per call, the global random state is put back, and the user's model i
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from .clipping import global_norm
 from .layout import Layout
 from .randomness import RandomState, restored_random
 
+Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
 
 
@@ -101,11 +103,18 @@ class LossFunction:
         self.constants = constants
         self.autocast = autocast
         self.place = place
+        self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self._wrapper = _Wrapper(model)
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
         """The same model under another function of its parameters."""
         return LossFunction(self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast)
+
+    def within(self, surroundings: Surroundings) -> LossFunction:
+        """The same loss, with every call of the user's loss_fn made inside `surroundings(model)`."""
+        other = copy.copy(self)
+        other.surroundings = surroundings
+        return other
 
     # -- evaluations
 
@@ -258,7 +267,8 @@ class LossFunction:
 
     def _loss(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
-            loss = self.loss_fn(model, self.place(batch))
+            with self.surroundings(model):
+                loss = self.loss_fn(model, self.place(batch))
         except AftershockError:
             raise
         except Exception as error:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
 MARKED = 40  # horizons up to which every state has its own dot
-FRAME = 2.0  # approximations may leave the frame at this many times the true peak, so that it stays readable
+FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
 COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
-METHOD_COLOURS = {"endpoint": "#2f6db3", "tangent": "#b07c10"}
-DASHES = {"exact": "solid", "endpoint": "dash", "tangent": "dot"}
+METHOD_COLOURS = {"semilinear": "#7b4fa3", "endpoint": "#2f6db3", "tangent": "#b07c10"}
+DASHES = {"exact": "solid", "semilinear": "dashdot", "endpoint": "dash", "tangent": "dot"}
 INK, FAINT, RULE = "#24292f", "#6b7280", "#e4e7eb"
+VEIL = "rgba(255, 255, 255, 0.85)"  # behind words that curves may cross
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HORIZON_TITLE = "states after the change (h)"
 
@@ -53,7 +54,8 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
         notes.append(f"{len(names) - len(shown)} more changes with smaller peaks are left out")
     if float(data.min()) < frame[0] or float(data.max()) > frame[1]:
         notes.append("an approximation leaves the frame (double-click to see all of it)")
-    _note(figure, "; ".join(notes))
+    if notes:
+        _note(figure, "; ".join(notes))
     return figure
 
 
@@ -189,18 +191,30 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
         )
     truth = data.sel({"method": best})
     peak = truth.isel(horizon=int(abs(truth).argmax("horizon")))
+    h, value = int(peak["horizon"]), float(peak)
     figure.add_scatter(
-        x=[int(peak["horizon"])],
-        y=[float(peak)],
+        x=[h],
+        y=[value],
         legendgroup=name,
         showlegend=False,
-        mode="markers+text" if named else "markers",
+        mode="markers",
         marker={"size": 12, "color": "rgba(0,0,0,0)", "line": {"color": colour, "width": 2}},
-        text=f"{float(peak):+.3g} at h = {int(peak['horizon'])}",
-        textposition="top center" if float(peak) >= 0 else "bottom center",
-        textfont={"color": colour, "size": 12},
         hoverinfo="skip",
     )
+    if named:
+        figure.add_annotation(
+            x=h,
+            y=value,
+            text=f"{value:+.3g} at h = {h}",
+            ax=0,
+            ay=-34 if value >= 0 else 34,
+            arrowcolor=colour,
+            arrowwidth=1,
+            arrowhead=0,
+            standoff=7,
+            font={"color": colour, "size": 13},
+            bgcolor=VEIL,
+        )
 
 
 def _add_method_key(figure: Figure, response: Response) -> None:
@@ -253,12 +267,12 @@ def _trust_line(figure: Figure, level: float, text: str) -> None:
     figure.add_hline(
         y=level,
         line={"color": "#2e8b6f", "width": 1.5, "dash": "dash"},
-        annotation={"text": text, "font": {"color": "#1f6b54", "size": 12}},
+        annotation={"text": text, "font": {"color": "#1f6b54", "size": 12}, "bgcolor": VEIL},
         annotation_position="top right",
     )
 
 
-def _style(figure: Figure, x_title: str, y_title: str, height: int = 500) -> None:
+def _style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> None:
     axis = {
         "gridcolor": RULE,
         "linecolor": FAINT,
@@ -300,7 +314,14 @@ def _key_above(figure: Figure) -> None:
 
 def _key_beside(figure: Figure) -> None:
     figure.update_layout(
-        legend={"x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top", "title": {"text": "change"}},
+        legend={
+            "x": 1.02,
+            "y": 1,
+            "xanchor": "left",
+            "yanchor": "top",
+            "title": {"text": "change"},
+            "tracegroupgap": 0,
+        },
         legend2={
             "x": 1.02,
             "y": 0,

@@ -252,16 +252,17 @@ th, td { padding: 6px 10px; border-bottom: 1px solid var(--rule); text-align: le
 th[aria-sort=ascending] button::after { content: " ▲"; font-size: 10px; }
 th[aria-sort=descending] button::after { content: " ▼"; font-size: 10px; }
 .number, th.number { text-align: right; }
-tr.endpoint td:not(:first-child), tr.tangent td:not(:first-child) { color: var(--faint); }
+tbody tr:not(.exact) td.number { color: var(--faint); }
 .certificate { list-style: none; margin: 0 0 28px; padding: 0; }
 .certificate li { display: flex; gap: 14px; padding: 9px 14px; margin-bottom: 6px; background: var(--wash);
   border-left: 4px solid #b6bcc6; border-radius: 3px; }
-.certificate strong { flex: 0 0 96px; font-size: 14px; line-height: 1.75; color: var(--faint); }
+.certificate strong { flex: 0 0 104px; font-size: 14px; line-height: 1.75; color: var(--faint); }
 .certificate .good { border-color: #2e8b6f; background: #eff8f4; } .good strong { color: #1f6b54; }
 .certificate .care { border-color: #d39a1e; background: #fdf7e8; } .care strong { color: #8a5f06; }
 .certificate .bad { border-color: #c8432b; background: #fdf1ee; } .bad strong { color: #a5301a; }
 .provenance { font-size: 13px; color: var(--faint); }
 .provenance th { font-weight: 500; white-space: nowrap; }
+.provenance th, .provenance td { padding: 3px 10px; }
 @media print {
   @page { margin: 14mm; }
   body { font-size: 11pt; }
