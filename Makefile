@@ -12,7 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## train a small model, feed it one bad batch, show what it does
-	OMP_NUM_THREADS=2 $(BIN)/aftershock demo
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/aftershock demo
 
 test: lint  ## lint, types, import layers, tests
 	$(BIN)/pytest -n 2

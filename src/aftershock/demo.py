@@ -221,13 +221,13 @@ def _respond(text: Text, path: FollowedPath, probe: Tensor, bad: Tensor, console
 
 def _rank(text: Text, size: Size, path: FollowedPath, probe: Tensor, bad: Tensor, console: Console) -> Ranking:
     """The bad batch hidden in a pool of ordinary ones."""
-    pool = {f"ordinary {i}": text.draw(text.train, size.batch, size.context) for i in range(1, size.pool + 1)}
+    pool = {f"pool {i}": text.draw(text.train, size.batch, size.context) for i in range(1, size.pool + 1)}
     names = list(pool)
     names.insert(size.pool // 3, BAD)
     ranking = path.rank(
         [pool.get(name, bad) for name in names], probe, horizon=size.rank_horizon, verify=3, labels=names
     )
-    console.print(f"\nThe same batch hidden among {size.pool} ordinary ones:\n")
+    console.print(f"\nThe same batch hidden in a pool of {size.pool} other ordinary ones:\n")
     console.print(str(ranking))
     console.print("", found(ranking), sep="\n")
     return ranking

@@ -93,7 +93,7 @@ def _verdict(method: str, errors: xr.Dataset, data: xr.Dataset) -> str:
     scale = float(data["scale"].values.max())
     at = errors.sel(scale=scale)
     bad = at["nrmse"] > CARE_NRMSE
-    bad |= at["sign_agreement"] < CARE_SIGNS
+    bad |= ~(at["sign_agreement"] >= CARE_SIGNS)  # also where no horizon rises above the noise
     good = (at["nrmse"] <= TRUST_NRMSE) & (at["sign_agreement"] >= TRUST_SIGNS)
     count, last = data.sizes["change"], int(data["horizon"].values[-1])
     if int(bad.sum()) == count:

@@ -180,7 +180,8 @@ class Path:
 
         by: the summary to sort by (peak, max_increase, max_decrease, total_abs, total_increase, …).
         verify: rerun the top k exactly.
-        exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that.
+        exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that. It
+            helps where v = 0 and may hurt elsewhere, since the readout stays linear.
         """
         return rank(
             self, pool, probe, at=at, horizon=horizon, by=by, verify=verify,

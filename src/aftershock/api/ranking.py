@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..analysis.certificate import nrmse, sign_agreement
+from ..analysis.certificate import TRUST_NRMSE, nrmse, sign_agreement
 from ..analysis.summaries import summarize
 from ..core.batches import Batch, example_count, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
@@ -69,17 +69,21 @@ class Ranking:
         return {str(name): float(values.sel(change=name)) for name in values["change"].values}
 
     def _proof(self) -> str:
-        """How the prediction compares with the exact reruns."""
+        """How the prediction compares with the exact reruns: its order first, then its sizes."""
         if self.verified is None:
             return "Not verified: pass verify=k to rerun the top k exactly. Do not trust it blindly."
         exact = self.verified.exact.sel(scale=1.0, drop=True)
         predicted = self.data["response"].isel(method=-1).sel(change=exact["change"], horizon=exact["horizon"])
         error = nrmse(exact, predicted)
         signs = sign_agreement(exact, predicted, self.verified.data["noise_floor"])
-        word = "trust the order" if float(error.median()) <= 0.5 else "do not trust the sizes"
+        measured = list(self._measured().values())
+        word = "trust the sizes" if float(error.max()) <= TRUST_NRMSE else "do not trust the sizes"
+        if measured != sorted(measured, reverse=True):
+            word = "their measured order is another one: do not trust the order"
         return (
-            f"Verified by rerunning the top {exact.sizes['change']}: {word}. The median error (NRMSE) is "
-            f"{float(error.median()):.2g} and signs agree at {float(signs.median()):.0%} of horizons."
+            f"Verified by rerunning the top {exact.sizes['change']}: {word}. The error (NRMSE) is "
+            f"{float(error.median()):.2g} (worst {float(error.max()):.2g}) and signs agree at {float(signs.median()):.0%} "
+            "of horizons; the measured column is the truth."
         )
 
 

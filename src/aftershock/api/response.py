@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import platform
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,7 +96,7 @@ class Response:
         return "\n\n".join([self.verdict, self.table(), str(self.certificate)])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self}</pre>"
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def best_method(self) -> str:
@@ -234,7 +236,9 @@ def save_dataset(data: xr.Dataset, path: FilePath) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = FilePath(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
-        data.to_zarr(part, mode="w")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
+            data.to_zarr(part, mode="w", consolidated=False)
         if path.exists():
             old = FilePath(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
             path.rename(old / "old")
@@ -255,7 +259,7 @@ def load_response(path: str | FilePath) -> Response:
     if not path.exists():
         raise InvalidFile(f"there is no saved response at {path}")
     try:
-        data = xr.open_zarr(path, chunks=None).load()
+        data = xr.open_zarr(path, chunks=None, consolidated=False).load()
         wanted = {"response", "control", "noise_floor"}
         if not wanted <= set(data.data_vars):
             raise InvalidFile(f"{path} is not a saved response: it has no {sorted(wanted - set(data.data_vars))[0]!r}")

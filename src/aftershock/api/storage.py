@@ -104,10 +104,17 @@ def write_whole(path: Path, write: Callable[[str], object]) -> None:
     os.close(handle)
     try:
         write(part)
+        os.chmod(part, 0o666 & ~_umask())  # mkstemp lets nobody else read; an ordinary file would
         os.replace(part, path)
     except BaseException:
         Path(part).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # reading it means setting it
+    os.umask(mask)
+    return mask
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
