@@ -26,7 +26,7 @@ VECTORS = 8
 
 def hessian(device: torch.device, full: bool) -> list[Row]:
     """One Hessian product of eight on one step, its share of the graph included."""
-    return [_hessian(mlp_system(device), 1.5, 15), _hessian(cnn_system(device), 2.2, 5)]
+    return [_hessian(mlp_system(device), 1.5, 15), _hessian(cnn_system(device), 2.2, 3)]
 
 
 def _hessian(system: System, bar: float, rounds: int) -> Row:
@@ -37,7 +37,7 @@ def _hessian(system: System, bar: float, rounds: int) -> Row:
     def ours(i: int) -> Tensor:
         return loss.graph(state.theta, state.buffers, system.data[i], random, "step").products(vectors)
 
-    pieces = _pieces(system, gradients=VECTORS, graphs=1, products=VECTORS)
+    pieces = _pieces(system, gradients=6, graphs=2, products=4)
     times = interleave({**pieces, "ours": Work(cycled(ours, len(system.data)))}, rounds, system.device)
     plain = times.ratio(lambda t: (t["graph"] / VECTORS + t["product"]) / t["g"])
     return Row(
@@ -114,11 +114,9 @@ def _growth(system: System, path: Path, changes: int, horizons: int, rounds: int
     works = {
         "g": Work(cycled(system.gradient, len(system.data)), 12),
         "ours": _tangents(system, path, changes, horizons),
-        "g after": Work(cycled(system.gradient, len(system.data)), 12),
     }
     times = interleave(works, rounds, system.device, warm=system.device.type == "cuda")
-    gradients = times.ratio(lambda t: 2 * t["ours"] / (t["g"] + t["g after"]))
-    return Growth(system.name, system.size, changes, horizons, gradients)
+    return Growth(system.name, system.size, changes, horizons, times.ratio(lambda t: t["ours"] / t["g"]))
 
 
 def _tangents(system: System, path: Path, changes: int, horizons: int) -> Work:
@@ -139,14 +137,14 @@ def _checked(system: System, horizons: int) -> Path:
 def rank(device: torch.device, full: bool) -> list[Row]:
     """A thousand batches ranked at every horizon against their gradients alone."""
     # On the MLP the real thousand takes seconds; on the CNN two shorter pools give the line through it.
-    return [_rank(mlp_system(device), 1000, 3), _rank(cnn_system(device), 1000 if full else 112, 2)]
+    return [_rank(mlp_system(device), 1000, 2), _rank(cnn_system(device), 1000 if full else 112, 1)]
 
 
 def _rank(system: System, many: int, rounds: int) -> Row:
     path, total, few = _checked(system, HORIZONS), 1000, 16
     works = {
-        "g": Work(cycled(system.gradient, len(system.data)), many // 4),
         "few": Work(lambda: path.rank(system.batches(few), system.probe)),
+        "g": Work(cycled(system.gradient, len(system.data)), many // 4),
         "many": Work(lambda: path.rank(system.batches(many), system.probe)),
     }
     times = interleave(works, rounds, system.device, warm=system.device.type == "cuda")
@@ -252,7 +250,7 @@ def _disagreement(
 
 def adjoint(device: torch.device, full: bool) -> list[Row]:
     """One outcome carried back with √H states kept, against every state kept."""
-    return [_adjoint(mlp_system(device), 64, 5), _adjoint(cnn_system(device), 64 if full else 16, 2)]
+    return [_adjoint(mlp_system(device), 64, 3), _adjoint(cnn_system(device), 64 if full else 16, 2)]
 
 
 def _adjoint(system: System, steps: int, rounds: int) -> Row:

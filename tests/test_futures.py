@@ -17,12 +17,12 @@ from aftershock.analysis.futures import (
     present_frozen,
     prospective_ratio,
     prospective_structure,
-    rank_correlation,
     reference_surrogate,
     repeated_futures,
     sampled_future,
 )
 from aftershock.analysis.samplers import FittedProcess, fit_process, sample_futures
+from aftershock.analysis.statistics import spearman
 from aftershock.errors import InvalidInput
 
 from .cases import Quadratic, make
@@ -121,17 +121,17 @@ def test_structure_keeps_other_dimensions() -> None:
 def test_constant_scores_have_no_rank_correlation() -> None:
     target = xr.DataArray([1.0, 2.0, 4.0, 3.0], dims="change")
     tied = xr.DataArray([1.0, 1.0 + 1e-13, 1.0 - 1e-13, 1.0], dims="change")  # matched to rounding
-    assert np.isnan(rank_correlation(tied, target))
-    assert np.isnan(rank_correlation(target, 0 * target))
-    assert np.isnan(rank_correlation(target.where(target > 1), target))
-    assert float(rank_correlation(target**3, target)) == 1.0
-    assert float(rank_correlation(-target, target)) == -1.0
+    assert np.isnan(spearman(tied, target)["rho"])
+    assert np.isnan(spearman(target, 0 * target)["rho"])
+    assert np.isnan(spearman(target.where(target > 1), target)["rho"])
+    assert float(spearman(target**3, target)["rho"]) == 1.0
+    assert float(spearman(-target, target)["rho"]) == -1.0
 
 
 def test_too_few_to_rank_is_named() -> None:
     two = xr.DataArray([1.0, 2.0], dims="change")
-    with pytest.raises(InvalidInput, match="needs 3 candidates; got 2"):
-        rank_correlation(two, two)
+    with pytest.raises(InvalidInput, match="needs 3 candidates at least; got 2"):
+        spearman(two, two)
     response = xr.DataArray(np.ones((2, 3, 2)), dims=("change", "future", "horizon"), coords={"horizon": [1, 2]})
     with pytest.raises(InvalidInput, match="needs 3 of change; got 2"):
         prospective_structure(response)
@@ -267,8 +267,8 @@ def test_sampled_future_beats_the_reference_surrogate_on_correlated_batches() ->
         process = fit_process(system.seen)
         ours = sampled_future(*arguments, process, system.probe, horizon=horizon, samples=6)
         papers = reference_surrogate(*arguments, system.probe, horizon=horizon)
-        sampled.append(float(rank_correlation(ours["score"], mean.isel({"method": 0}))))
-        surrogate.append(float(rank_correlation(papers["score"], mean.isel({"method": 0}))))
+        sampled.append(float(spearman(ours["score"], mean.isel({"method": 0}))["rho"]))
+        surrogate.append(float(spearman(papers["score"], mean.isel({"method": 0}))["rho"]))
     assert np.median(sampled) > 0.9, sampled
     assert np.median(sampled) > np.median(surrogate) + 0.05, (sampled, surrogate)
 

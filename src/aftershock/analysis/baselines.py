@@ -20,6 +20,7 @@ from ..core.state import Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_semilinear_
 from ..errors import InvalidInput, NotFinite
 from .channels import Watch, first_tangent
+from .statistics import rank_correlation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -233,8 +234,8 @@ def readout_null(
     orders = np.stack([order.cpu().numpy() for order in draw])
     alignment = table["alignment"].values
     shuffled = np.abs(alignment[:, np.arange(horizons), orders]).max(axis=2).T
-    null = np.array([_spearman(row, target) for row in shuffled])
-    true = _spearman(full, target)
+    null = np.array([rank_correlation(row, target)[0] for row in shuffled])
+    true = rank_correlation(full, target)[0]
     return xr.Dataset(
         {
             "spearman": ("future", null),
@@ -246,12 +247,3 @@ def readout_null(
         coords={"future": np.arange(permutations), "change": table["change"], "horizon": table["horizon"]},
         attrs=dict(table.attrs),
     )
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation with averaged ties; NaN where one side is constant."""
-    from scipy.stats import spearmanr  # type: ignore[import-untyped]
-
-    if (a == a[0]).all() or (b == b[0]).all():
-        return math.nan
-    return float(spearmanr(a, b).statistic)

@@ -21,8 +21,9 @@ def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArra
 
 
 def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """(Σ_h (d − d̂)² / Σ_h d²)^½."""
-    return (((exact - predicted) ** 2).sum("horizon") / (exact**2).sum("horizon").clip(min=TINY)) ** 0.5
+    """(Σ_h (d − d̂)² / Σ_h d²)^½; undefined (NaN) where the exact response is zero throughout."""
+    size = (exact**2).sum("horizon")
+    return (((exact - predicted) ** 2).sum("horizon") / size.where(size > 0)) ** 0.5
 
 
 def sign_agreement(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:
@@ -152,8 +153,8 @@ def _warnings(data: xr.Dataset) -> list[str]:
     broken = int(data["no_derivative"].max())
     if broken:
         lines.append(
-            f"At {broken:,} touched coordinates no derivative exists (v = 0 with m ≠ 0, or no gradient in the control's "
-            "step), so the tangent leaves them out."
+            f"At {broken:,} touched coordinates no derivative exists (v = 0 with m ≠ 0, or no gradient in the "
+            "control's step), so the tangent leaves them out."
         )
     switched = int(data["clip_switched"].sum())
     if switched:

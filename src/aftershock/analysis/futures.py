@@ -15,11 +15,11 @@ from ..core.state import pair, stack
 from ..core.sweeps import transit_
 from ..errors import InvalidInput
 from .samplers import Sampler, sample_futures
+from .statistics import FEWEST, spearman
 from .summaries import summarize
 from .write_paths import change_names, gradient_difference, probe_slope
 
 if TYPE_CHECKING:
-    import numpy as np
     import xarray as xr
 
     from ..api.change import Change
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..api.point import TrainingPoint
 
 Candidates = Sequence[Batch] | Callable[["Path"], "Change"]
-FEWEST_RANKED = 3  # a rank correlation of two is ±1 whatever they are
-ROUNDING = 1e-9  # scores that differ by less than this share of their size are tied: matched to rounding
 
 
 def repeated_futures(
@@ -87,7 +85,7 @@ def prospective_structure(response: xr.DataArray, by: str = "peak") -> xr.Datase
     import xarray as xr
 
     values = summary_of(response, by)
-    for dim, fewest in (("change", FEWEST_RANKED), ("future", 2)):
+    for dim, fewest in (("change", FEWEST), ("future", 2)):
         if values.sizes.get(dim, 1) < fewest:
             raise InvalidInput(f"prospective structure needs {fewest} of {dim}; got {values.sizes.get(dim, 1)}")
     mean = values.mean("future")
@@ -97,7 +95,7 @@ def prospective_structure(response: xr.DataArray, by: str = "peak") -> xr.Datase
             "between": mean.var("change"),
             "within": values.var("future").mean("change"),
             "prospective_ratio": prospective_ratio(values),
-            "branch_correlation": rank_correlation(values, mean).median("future", skipna=False),
+            "branch_correlation": spearman(values, mean)["rho"].median("future", skipna=False),
         },
         attrs={"summary": by},
     )
@@ -112,29 +110,6 @@ def prospective_ratio(values: xr.DataArray) -> xr.DataArray:
     between, within = values.mean("future").var("change"), values.var("future").mean("change")
     total = between + within
     return (between / total.where(total > 0)).rename("prospective_ratio")
-
-
-def rank_correlation(score: xr.DataArray, target: xr.DataArray) -> xr.DataArray:
-    """Spearman's ρ over `change`; NaN, undefined, where a side is constant to rounding or not a number."""
-    import xarray as xr
-
-    for side in (score, target):
-        if side.sizes.get("change", 1) < FEWEST_RANKED:
-            count = side.sizes.get("change", 1)
-            raise InvalidInput(f"a rank correlation needs {FEWEST_RANKED} candidates; got {count}")
-    return xr.apply_ufunc(
-        _spearman, score, target, input_core_dims=[["change"], ["change"]], vectorize=True, output_dtypes=[float]
-    ).rename("rank_correlation")
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    import numpy as np
-    from scipy.stats import spearmanr  # type: ignore[import-untyped]
-
-    for side in (a, b):
-        if np.isnan(side).any() or np.ptp(side) <= ROUNDING * np.abs(side).max():
-            return float("nan")
-    return float(spearmanr(a, b).statistic)
 
 
 def summary_of(response: xr.DataArray, by: str) -> xr.DataArray:

@@ -82,8 +82,8 @@ class Ranking:
             word = "their measured order is another one: do not trust the order"
         return (
             f"Verified by rerunning the top {exact.sizes['change']}: {word}. The error (NRMSE) is "
-            f"{float(error.median()):.2g} (worst {float(error.max()):.2g}) and signs agree at {float(signs.median()):.0%} "
-            "of horizons; the measured column is the truth."
+            f"{float(error.median()):.2g} (worst {float(error.max()):.2g}), and signs agree at "
+            f"{float(signs.median()):.0%} of horizons. The measured column is the truth."
         )
 
 

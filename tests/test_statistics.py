@@ -1,0 +1,352 @@
+"""Aggregation and tests over systems, against loops, hand computations and SciPy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from aftershock.analysis import certificate, statistics
+from aftershock.errors import InvalidInput
+
+drawn = settings(derandomize=True, deadline=None, max_examples=30)
+seeds = st.integers(0, 2**16)
+
+
+def draw(seed: int, **sizes: int) -> xr.DataArray:
+    rng = np.random.default_rng(seed)
+    coords = {"horizon": range(1, sizes["horizon"] + 1)} if "horizon" in sizes else {}
+    return xr.DataArray(rng.normal(size=tuple(sizes.values())), coords, tuple(sizes))
+
+
+def middle(values: list[float]) -> float:
+    """The median by sorting: the middle one, or the mean of the two in the middle."""
+    values = sorted(values)
+    n = len(values)
+    return values[n // 2] if n % 2 else (values[n // 2 - 1] + values[n // 2]) / 2
+
+
+# --- aggregation
+
+
+@drawn
+@given(seeds, st.integers(1, 6), st.integers(1, 5), st.integers(1, 7))
+def test_horizons_then_candidates_then_systems(seed: int, systems: int, changes: int, horizons: int) -> None:
+    values = draw(seed, horizon=horizons, system=systems, method=2, change=changes)
+    found = statistics.aggregate(values)
+    assert found["median"].dims == ("method",)
+    for j in range(2):
+        per_system = [middle([middle(list(values.values[:, s, j, c])) for c in range(changes)]) for s in range(systems)]
+        here = found.isel(method=j)
+        assert float(here["median"]) == pytest.approx(middle(per_system))
+        assert int(here["systems"]) == systems
+        low, high = np.percentile(per_system, [25, 75])
+        assert [float(here[key]) for key in ("q25", "q75", "iqr")] == pytest.approx([low, high, high - low])
+
+
+def test_the_order_matters_and_pooling_is_not_it() -> None:
+    # one system has its candidates low, one high, one mixed: the median of medians is not the pooled median
+    values = xr.DataArray([[0.0, 0.0, 9.0], [0.0, 9.0, 9.0], [0.0, 9.0, 9.0]], dims=("system", "change"))
+    assert float(statistics.aggregate(values)["median"]) == 9.0
+    values = xr.DataArray([[0.0, 0.0, 9.0], [0.0, 0.0, 9.0], [9.0, 9.0, 9.0]], dims=("system", "change"))
+    assert float(statistics.aggregate(values)["median"]) == 0.0
+    assert float(values.median()) == 9.0
+
+
+def test_even_counts_average_the_middle_two() -> None:
+    values = xr.DataArray([[1.0, 2.0, 4.0, 9.0]], dims=("system", "change"))
+    assert float(statistics.across_candidates(values)[0]) == 3.0  # torch.median would say 2
+
+
+def test_what_is_undefined_is_left_out_and_counted(recwarn: pytest.WarningsRecorder) -> None:
+    nan = math.nan
+    values = xr.DataArray([[1.0, nan, 3.0], [nan, nan, nan], [5.0, 6.0, 7.0]], dims=("system", "change"))
+    found = statistics.aggregate(values)
+    assert float(found["median"]) == 4.0  # of 2 and 6
+    assert (int(found["systems"]), int(found["undefined"])) == (2, 1)
+    assert math.isnan(statistics.aggregate(values * nan)["median"])
+    assert not list(recwarn)
+
+
+def test_variances_are_population_variances() -> None:
+    values = xr.DataArray([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0], dims="change")  # mean 5, Σ (x − 5)² = 32
+    assert float(statistics.variance(values, "change")) == pytest.approx(4.0)
+    assert float(statistics.coefficient_of_variation(values, "change")) == pytest.approx(0.4)
+    assert float(statistics.coefficient_of_variation(-values, "change")) == pytest.approx(0.4)
+    assert math.isnan(statistics.coefficient_of_variation(values - 5, "change"))
+
+
+def test_missing_and_empty_dimensions_are_named() -> None:
+    values = draw(0, change=3)
+    for call in (statistics.across_systems, statistics.aggregate):
+        with pytest.raises(InvalidInput, match="no dimension 'system'"):
+            call(values)
+    with pytest.raises(InvalidInput, match="no dimension 'change'"):
+        statistics.across_candidates(draw(0, system=3))
+    with pytest.raises(InvalidInput, match="nothing along 'system'"):
+        statistics.across_systems(draw(0, system=0))
+
+
+# --- errors
+
+
+def test_pooled_and_per_candidate_errors_differ_as_they_should() -> None:
+    exact = xr.DataArray([[3.0, 4.0], [0.3, 0.4]], dims=("change", "horizon"))
+    predicted = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
+    np.testing.assert_allclose(statistics.nrmse(exact, predicted), [0.0, 1.0])
+    pooled = statistics.pooled_nrmse(exact, predicted, ("change", "horizon"))
+    assert float(pooled) == pytest.approx(math.sqrt(0.25 / 25.25))
+    np.testing.assert_allclose(statistics.pooled_nrmse(exact, predicted, ["horizon"]), [0.0, 1.0])
+    assert math.isnan(statistics.pooled_nrmse(exact * 0, predicted, ("change", "horizon")))
+    with pytest.raises(InvalidInput, match="'scale'"):
+        statistics.pooled_nrmse(exact, predicted, ("scale", "horizon"))
+
+
+def test_errors_that_the_certificate_has_are_the_certificates() -> None:
+    assert statistics.symmetric_error is certificate.symmetric_error
+    assert statistics.nrmse is certificate.nrmse
+    assert statistics.validity_radius is certificate.validity_radius
+    # the paper's numbers are symmetric: 1 against 3 is a half, not two
+    assert float(statistics.symmetric_error(xr.DataArray(1.0), xr.DataArray(3.0))) == pytest.approx(0.5)
+
+
+def test_the_validity_radius_is_the_largest_scale_with_a_median_error_of_a_fifth_at_most() -> None:
+    error = xr.DataArray(
+        [[[0.1, 0.1, 0.9], [0.1, 0.21, 0.9], [0.2, 0.0, 0.2]], [[0.3, 0.3, 0.0]] * 3],
+        {"scale": [0.25, 0.5, 1.0]},
+        ("change", "scale", "horizon"),
+    )
+    np.testing.assert_allclose(statistics.validity_radius(error), [1.0, 0.0])
+
+
+@drawn
+@given(seeds)
+def test_exponents_are_scipys_regression(seed: int) -> None:
+    scales = np.array([1.0, 0.0625, 0.5, 0.125, 0.25])
+    exact = draw(seed, system=2, scale=5, horizon=3).assign_coords(scale=scales)
+    predicted = draw(seed + 1, system=2, scale=5, horizon=3).assign_coords(scale=scales)
+    found = statistics.error_exponents(exact, predicted, limit=0.25)
+    assert int(found["scales"]) == 3
+    local = scales <= 0.25
+    for s, h in itertools.product(range(2), range(3)):
+        error = abs(exact - predicted).values[s, local, h]
+        truth = stats.linregress(np.log(scales[local]), np.log(error))
+        here = found.isel(system=s, horizon=h)
+        assert float(here["exponent"]) == pytest.approx(truth.slope, rel=1e-9)
+        assert float(here["intercept"]) == pytest.approx(truth.intercept, rel=1e-9)
+        assert float(here["r_squared"]) == pytest.approx(truth.rvalue**2, abs=1e-9)
+    assert list(found["horizon"].values) == [1, 2, 3]
+
+
+def test_a_quadratic_remainder_has_exponent_two_where_the_scale_is_small() -> None:
+    scales = xr.DataArray([1 / 32, 1 / 16, 1 / 8, 1 / 4, 1.0], dims="scale")
+    scales = scales.assign_coords(scale=scales)
+    tangent = xr.DataArray([1.0, -2.0], {"horizon": [1, 2]}, "horizon") * scales
+    exact = tangent + xr.DataArray([3.0, 0.5], {"horizon": [1, 2]}, "horizon") * scales**2
+    exact = exact.where(exact["scale"] < 1, 100.0)  # outside the limit anything may happen
+    found = statistics.error_exponents(exact, tangent, 0.25)
+    np.testing.assert_allclose(found["exponent"], 2.0)
+    np.testing.assert_allclose(np.exp(found["intercept"]), [3.0, 0.5])
+    np.testing.assert_allclose(found["r_squared"], 1.0)
+    assert (found["reason"] == "").all()
+
+
+def test_exponents_of_errors_without_a_logarithm_are_undefined() -> None:
+    scales = [0.1, 0.2, 0.4]
+    error = xr.DataArray(
+        [[0.01, 0.04, 0.16], [0.01, 0.0, 0.16], [0.01, math.nan, 0.16], [0.5, 0.5, 0.5]],
+        {"scale": scales},
+        ("horizon", "scale"),
+    )
+    found = statistics.error_exponents(error, error * 0, 1.0)
+    np.testing.assert_allclose(found["exponent"], [2.0, math.nan, math.nan, 0.0], atol=1e-12)
+    np.testing.assert_allclose(found["r_squared"], [1.0, math.nan, math.nan, math.nan])
+    assert [bool(reason) for reason in found["reason"].values] == [False, True, True, False]
+    assert "exactly zero" in str(found["reason"].values[1])
+    with pytest.raises(InvalidInput, match="two scales"):
+        statistics.error_exponents(error, error * 0, 0.1)
+    with pytest.raises(InvalidInput, match="'scale'"):
+        statistics.error_exponents(error.isel(scale=0), error.isel(scale=0), 0.1)
+
+
+# --- rankings and signs
+
+
+@drawn
+@given(seeds, st.integers(3, 12))
+def test_rank_correlation_inside_each_system(seed: int, changes: int) -> None:
+    score, target = (draw(s, system=3, change=changes).round(1) for s in (seed, seed + 1))  # rounding makes ties
+    score[0] *= 1e6  # one system may not lend its scale to another
+    found = statistics.spearman(score, target)
+    for i in range(3):
+        ranks = [stats.rankdata(x.values[i]) for x in (score, target)]
+        if min(np.ptp(r) for r in ranks) == 0:
+            assert math.isnan(found["rho"][i])
+        else:
+            assert float(found["rho"][i]) == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-12)
+
+
+def test_rank_correlations_that_do_not_exist_say_why() -> None:
+    nan = math.nan
+    score = xr.DataArray([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0], [1.0, nan, 3.0]], dims=("system", "change"))
+    target = xr.DataArray([[9.0, 7.0, 8.0]] * 3, dims=("system", "change"))
+    found = statistics.spearman(score, target)
+    assert float(found["rho"][0]) == pytest.approx(-0.5)
+    assert np.isnan(found["rho"][1:]).all()
+    assert found["reason"].values.tolist() == [
+        "",
+        "one side is the same for every candidate",
+        "fewer than three candidates have both numbers",
+    ]
+    assert "same for every" in str(statistics.spearman(target, score)["reason"].values[1])
+    with pytest.raises(InvalidInput, match="needs 3 candidates at least; got 2"):
+        statistics.spearman(score.isel(change=[0, 1]), target.isel(change=[0, 1]))
+
+
+def test_signs_are_compared_each_at_its_own_peak() -> None:
+    exact = xr.DataArray(
+        [[[1.0, -3.0, 2.0], [1.0, -3.0, 2.0], [0.0, 0.0, 0.0], [2.0, -2.0, 1.0]]],
+        {"horizon": [1, 2, 3]},
+        ("system", "change", "horizon"),
+    )
+    predicted = exact.copy(
+        data=[[[-1.0, 0.1, 0.2], [1.0, -0.1, 0.2], [1.0, 0.0, 0.0], [0.1, 5.0, 0.1]]],
+    )
+    # candidate 0: both negative, at horizons 2 and 1, though no single horizon agrees in size; 1: opposite; 2 has no
+    # sign; 3: the tie goes to the earliest horizon, positive, as predicted
+    assert float(statistics.extremum_sign_accuracy(exact, predicted)[0]) == pytest.approx(2 / 3)
+    assert math.isnan(statistics.extremum_sign_accuracy(exact * 0, predicted)[0])
+    holed = predicted.where(predicted["horizon"] < 3, math.nan)
+    assert math.isnan(statistics.extremum_sign_accuracy(exact, holed)[0])
+    scaled = xr.concat([exact, -exact], xr.DataArray([0.5, 1.0], dims="scale", name="scale"))
+    np.testing.assert_allclose(statistics.extremum_sign_accuracy(scaled, predicted)[:, 0], [2 / 3, 1 / 3])
+
+
+# --- comparisons
+
+
+def test_holm_by_hand() -> None:
+    # sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04; the last may not fall below 0.06
+    np.testing.assert_allclose(statistics.holm(np.array([0.01, 0.04, 0.03, 0.005])), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(statistics.holm(np.array([0.6, 0.7])), [1.0, 1.0])
+    np.testing.assert_allclose(statistics.holm(np.array([0.02])), [0.02])
+    nan = math.nan
+    np.testing.assert_allclose(statistics.holm(np.array([nan, 0.02, nan, 0.5])), [nan, 0.04, nan, 0.5])
+    with pytest.raises(InvalidInput, match="between 0 and 1"):
+        statistics.holm(np.array([1.2]))
+
+
+def test_holm_on_the_published_example_of_statsmodels() -> None:
+    """p-values and their Holm adjustment by R's multtest, as in statsmodels' own tests."""
+    p = [
+        0.838541367553, 0.642193923795, 0.680845947633, 0.967833824309, 0.71626938238, 0.177096952723,
+        5.23656777208e-05, 0.0202732688798, 0.00028140506198, 0.0149877310796,
+    ]  # fmt: skip
+    adjusted = [1, 1, 1, 1, 1, 1, 5.2365677720800005e-04, 1.4191288215860001e-01, 2.5326455578199999e-03]
+    np.testing.assert_allclose(statistics.holm(np.array(p)), [*adjusted, 1.1990184863680001e-01], rtol=1e-12)
+
+
+@drawn
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_what_the_step_down_procedure_rejects(p: list[float]) -> None:
+    adjusted = statistics.holm(np.array(p))
+    assert (adjusted >= np.array(p)).all()
+    for level in (0.01, 0.05, 0.3):
+        rejected, order = set(), sorted(range(len(p)), key=lambda i: p[i])
+        for rank, i in enumerate(order):
+            if p[i] * (len(p) - rank) > level:
+                break
+            rejected.add(i)
+        assert {i for i in range(len(p)) if adjusted[i] <= level} == rejected
+
+
+def signed_rank_p(gap: np.ndarray) -> float:
+    """Two-sided exact p of the signed-rank sum, by all 2^n signs."""
+    ranks = stats.rankdata(abs(gap))
+    seen = ranks[gap > 0].sum()
+    sums = np.array([np.dot(signs, ranks) for signs in itertools.product((0, 1), repeat=len(gap))])
+    return min(1.0, 2 * min((sums <= seen).mean(), (sums >= seen).mean()))
+
+
+@drawn
+@given(seeds)
+def test_comparisons_are_paired_by_system_and_corrected_together(seed: int) -> None:
+    values = draw(seed, system=8, method=3).assign_coords(method=["norm", "iso", "frozen"])
+    values[:, 1] += 1.0
+    values += 5.0 * draw(seed + 1, system=8)  # what systems share cancels in pairs
+    found = statistics.compare_methods(values, "iso")
+    assert found["method"].values.tolist() == ["norm", "frozen"]
+    gaps = [values.values[:, 1] - values.values[:, j] for j in (0, 2)]
+    p = [signed_rank_p(gap) for gap in gaps]
+    np.testing.assert_allclose(found["p"], p)
+    np.testing.assert_allclose(found["difference"], [middle(list(gap)) for gap in gaps])
+    low, high = sorted(p)
+    expected = {low: min(1.0, 2 * low), high: min(1.0, max(2 * low, high))}
+    np.testing.assert_allclose(found["p_holm"], [expected[x] for x in p])
+    assert found["pairs"].values.tolist() == [8, 8]
+
+
+def test_comparisons_that_cannot_be_made_say_why() -> None:
+    values = draw(3, system=6, method=4).assign_coords(method=["iso", "same", "absent", "other"])
+    values[:, 1] = values[:, 0]
+    values[:, 2] = math.nan
+    values[0, 3] = math.nan
+    found = statistics.compare_methods(values, "iso", alternative="greater")
+    assert found["reason"].values.tolist() == ["no pair differs", "no system has both numbers", ""]
+    assert found["pairs"].values.tolist() == [6, 0, 5]
+    truth = stats.wilcoxon(values.values[1:, 0], values.values[1:, 3], alternative="greater").pvalue
+    np.testing.assert_allclose(found["p_holm"], [math.nan, math.nan, truth])  # one comparison: nothing to correct
+    for bad, methods in (("exact", slice(None)), ("iso", [0])):
+        with pytest.raises(InvalidInput, match="nothing to compare"):
+            statistics.compare_methods(values.isel(method=methods), bad)
+
+
+# --- intervals
+
+
+def test_the_interval_of_a_median_is_its_bootstrap_distribution() -> None:
+    values = draw(5, system=15, method=2)
+    generator = np.random.default_rng(0)
+    before = generator.bit_generator.state["state"]
+    found = statistics.median_interval(values, generator, level=0.9)
+    assert generator.bit_generator.state["state"] != before  # the randomness is the caller's
+    xr.testing.assert_identical(found, statistics.median_interval(values, np.random.default_rng(0), level=0.9))
+    rng = np.random.default_rng(1)
+    for j in range(2):
+        x = np.sort(values.values[:, j])
+        medians = np.median(rng.choice(x, size=(40_000, 15)), axis=1)
+        truth = np.quantile(medians, [0.05, 0.95])
+        gaps = np.diff(x).max()  # the distribution lives on the data: neighbours are as close as draws can tell
+        assert float(found["low"][j]) == pytest.approx(truth[0], abs=gaps)
+        assert float(found["high"][j]) == pytest.approx(truth[1], abs=gaps)
+        # and exactly: P(median ≤ x_(i)) = P(at least 8 of 15 draws fall on the lowest i)
+        chance = stats.binom.sf(7, 15, np.arange(1, 16) / 15)
+        assert float(found["low"][j]) == x[np.searchsorted(chance, 0.05)]
+        assert float(found["high"][j]) == x[np.searchsorted(chance, 0.95)]
+        assert float(found["median"][j]) == x[7]
+
+
+def test_the_interval_covers_the_median_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(2)
+    values = xr.DataArray(rng.exponential(size=(15, 60)), dims=("system", "method"))
+    found = statistics.median_interval(values, np.random.default_rng(3))
+    covered = ((found["low"] <= math.log(2)) & (found["high"] >= math.log(2))).mean()
+    assert 0.85 <= float(covered) <= 1.0  # 60 draws of about 0.95: three standard errors are 0.085
+
+
+def test_intervals_that_do_not_exist_say_why() -> None:
+    nan = math.nan
+    values = xr.DataArray([[1.0, nan, 2.0], [nan, nan, 2.0], [nan, nan, 2.0]], dims=("system", "method"))
+    found = statistics.median_interval(values, np.random.default_rng(0))
+    np.testing.assert_allclose(found["median"], [1.0, nan, 2.0])
+    np.testing.assert_allclose(found["low"], [nan, nan, 2.0])
+    assert found["reason"].values.tolist() == ["fewer than two systems are defined"] * 2 + [""]
+    assert found["systems"].values.tolist() == [1, 0, 3]
+    with pytest.raises(InvalidInput, match="level"):
+        statistics.median_interval(values, np.random.default_rng(0), level=95)
