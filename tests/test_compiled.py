@@ -15,6 +15,8 @@ def test_compiled_equals_plain_to_rounding(monkeypatch: pytest.MonkeyPatch) -> N
     case = make("two_groups")
     path = case.path(3)
     layout = path.point.loss.layout
+    hypers = path.steps[1].hypers
+    assert hypers[0].beta1 != hypers[1].beta1, "two sets of betas: a kernel with one baked in must fail"
     xi = layout.expand(torch.randn(3, layout.size, generator=torch.Generator().manual_seed(0)).double())
     plain = as_rows(layout, path.write_in(1).mv(xi))
     calls = []

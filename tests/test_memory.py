@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from aftershock.core.memory import budget, free, readable
 from aftershock.core.operators import readout
@@ -60,7 +61,8 @@ def live_bytes(size: int) -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+        fake = isinstance(item, FakeTensor)  # left by torch.compile, without storage
+        if isinstance(item, torch.Tensor) and not fake and item.device.type == "cpu" and item.layout == torch.strided:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(n for n in storages.values() if n >= size)
@@ -87,7 +89,8 @@ def test_a_thousand_step_adjoint_in_the_memory_of_64_states() -> None:
     gradient = path.trajectory.state(steps).theta.clone()
     c = adjoint_sweep(path.trajectory, steps, 0, readout(gradient[None].clone()), visit=visit)
     assert torch.isfinite(c.theta).all()
-    assert peak <= 70 * state_bytes, f"{peak / state_bytes:.0f} states"
+    # 64 states, and the vectors of the step that is being linearized
+    assert peak <= (64 + 8) * state_bytes, f"{peak / state_bytes:.0f} states"
     assert peak >= 40 * state_bytes, "the count misses the states it should see"
     kept = case.point().follow([batch] * steps, keep="states")
     d = adjoint_sweep(kept.trajectory, steps, 0, readout(gradient[None].clone()))

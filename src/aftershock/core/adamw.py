@@ -155,15 +155,15 @@ def _absorb_(
     dm: Tensor,
     dv: Tensor,
     u: Tensor,
-    g: Tensor,
+    dv_dg: Tensor,
     dq_dm: Tensor,
     dq_dv: Tensor,
-    beta1: float,
-    beta2: float,
-    shrink: float,
+    dm_dg: float | Tensor,
+    beta2: float | Tensor,
+    shrink: float | Tensor,
 ) -> None:
-    dm.mul_(beta1).add_(u, alpha=1 - beta1)
-    dv.mul_(beta2).addcmul_(g, u, value=2 * (1 - beta2))
+    dm.lerp_(u, dm_dg)  # β1 δm + (1−β1) u
+    dv.mul_(beta2).addcmul_(dv_dg, u)
     dtheta.mul_(shrink).addcmul_(dq_dm, dm).addcmul_(dq_dv, dv)
 
 
@@ -175,12 +175,20 @@ def compiled_absorb() -> Callable[..., None]:
     the bit.
     """
     compiled: Callable[..., None] = torch.compile(_absorb_, dynamic=True)
+
+    def absorb_(dtheta: Tensor, *rest: Tensor | float) -> None:
+        *tensors, dm_dg, beta2, shrink = rest
+        # numbers go in as tensors: as floats they were seen to be baked into a cached kernel, which then
+        # silently used the first call's betas for every other
+        scalars = [torch.tensor(x, dtype=torch.float64, device=dtheta.device) for x in (dm_dg, beta2, shrink)]
+        compiled(dtheta, *tensors, *scalars)
+
     rows, vectors = [torch.zeros(2, 8) for _ in range(4)], [torch.zeros(8) for _ in range(3)]
     try:
-        compiled(*rows, *vectors, 0.9, 0.99, 1.0)
+        absorb_(*rows, *vectors, 0.1, 0.99, 1.0)
     except Exception:  # no compiler on this machine
         return _absorb_
-    return compiled
+    return absorb_
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,7 @@ class LinearStep:
     runs: tuple[Run, ...]
     raw: Float[Tensor, " param"]
     g: Float[Tensor, " param"]
+    dv_dg: Float[Tensor, " param"]  # 2(1−β2) g
     dq_dm: Float[Tensor, " param"]
     dq_dv: Float[Tensor, " param"]
     clip: Clip
@@ -212,7 +221,7 @@ class LinearStep:
     ) -> LinearStep:
         """Linearize the step that takes `state` with gradient `raw`: a few elementwise passes."""
         runs = runs_of(layout, hypers, state.counts, present)
-        g, dq_dm, dq_dv = layout.zeros(), layout.zeros(), layout.zeros()
+        g, dv_dg, dq_dm, dq_dv = (layout.zeros() for _ in range(4))
         zero_v, broken = (torch.zeros_like(g, dtype=torch.bool) for _ in range(2))
         for run in runs:
             w = run.where
@@ -222,10 +231,11 @@ class LinearStep:
             torch.mul(raw[w], run.sign * clip.factor, out=g[w]).add_(state.theta[w], alpha=run.coupled)
             m = run.beta1 * state.m[w] + (1 - run.beta1) * g[w]
             v = run.beta2 * state.v[w] + (1 - run.beta2) * g[w] * g[w]
+            torch.mul(g[w], 2 * (1 - run.beta2), out=dv_dg[w])
             dq_dm[w], dq_dv[w] = sensitivities(run, m, v)
             zero_v[w] = v == 0
             broken[w] = zero_v[w] & (m != 0)
-        return cls(layout, tuple(runs), raw, g, dq_dm, dq_dv, clip, zero_v, broken)
+        return cls(layout, tuple(runs), raw, g, dv_dg, dq_dm, dq_dv, clip, zero_v, broken)
 
     def gradient_variation(self, xi: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         """σ J ξ: what a raw gradient difference becomes when it reaches the moments. Self-adjoint."""
@@ -251,7 +261,7 @@ class LinearStep:
                 w = run.where
                 kernel(
                     dx.theta[..., w], dx.m[..., w], dx.v[..., w], u[..., w],
-                    self.g[w], self.dq_dm[w], self.dq_dv[w], run.beta1, run.beta2, run.shrink,
+                    self.dv_dg[w], self.dq_dm[w], self.dq_dv[w], 1 - run.beta1, run.beta2, run.shrink,
                 )  # fmt: skip
 
     def absorb_exactly_(
@@ -271,21 +281,22 @@ class LinearStep:
             norms = torch.linalg.vector_norm(shocked, dim=-1)
             factors = torch.clamp(max_norm / (norms + TORCH_EPSILON), max=1.0)
         # c' (g + ξ) − c g = c' ξ + (c' − c) g
-        du = factors[..., None] * xi + (factors - self.clip.factor)[..., None] * self.raw
+        du = torch.addcmul(factors[..., None] * xi, (factors - self.clip.factor)[..., None], self.raw)
         for run in self.runs:
             if not run.active:
                 continue
             w = run.where
-            g, u = self.g[w], run.sign * du[..., w] + run.coupled * dx.theta[..., w]
+            dtheta, dm, dv, g = dx.theta[..., w], dx.m[..., w], dx.v[..., w], self.g[w]
+            u = du[..., w].mul_(run.sign).add_(dtheta, alpha=run.coupled)
             m = run.beta1 * before.m[w] + (1 - run.beta1) * g
             v = run.beta2 * before.v[w] + (1 - run.beta2) * g * g
-            dx.m[..., w] = run.beta1 * dx.m[..., w] + (1 - run.beta1) * u
-            dx.v[..., w] = run.beta2 * dx.v[..., w] + (1 - run.beta2) * (2 * g + u) * u
-            d = (v / run.bias2).sqrt() + run.eps
-            shocked_d = ((v + dx.v[..., w]).clamp_(min=0) / run.bias2).sqrt_() + run.eps
-            # m'/d' − m/d = (δm − m (d' − d)/d) / d'
-            ratio = (dx.m[..., w] - m * (shocked_d - d) / d) / shocked_d
-            dx.theta[..., w] = run.shrink * dx.theta[..., w] - (run.lr / run.bias1) * ratio.nan_to_num_(0.0)
+            dm.lerp_(u, 1 - run.beta1)
+            dv.mul_(run.beta2).addcmul_(u.add(g, alpha=2), u, value=1 - run.beta2)
+            d = (v / run.bias2).sqrt_().add_(run.eps)
+            shocked_d = torch.add(v, dv).clamp_(min=0).div_(run.bias2).sqrt_().add_(run.eps)
+            # m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0)
+            ratio = torch.addcmul(dm, shocked_d - d, m / d, value=-1).div_(shocked_d).nan_to_num_(0.0)
+            dtheta.mul_(run.shrink).sub_(ratio, alpha=run.lr / run.bias1)
 
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""
@@ -297,7 +308,7 @@ class LinearStep:
                 m.addcmul_(self.dq_dm[w], theta)
                 v.addcmul_(self.dq_dv[w], theta)
                 torch.mul(m, 1 - run.beta1, out=w_all[..., w])
-                w_all[..., w].addcmul_(self.g[w], v, value=2 * (1 - run.beta2))
+                w_all[..., w].addcmul_(self.dv_dg[w], v)
                 theta.mul_(run.shrink)
                 m.mul_(run.beta1)
                 v.mul_(run.beta2)
