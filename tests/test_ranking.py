@@ -22,8 +22,11 @@ def test_adjoint_equals_forward(name: str, at: int) -> None:
     pool, probe = case.batches(5), case.batch()
     ranking = path.rank(pool, probe, at=at, exact_write=True)
     by_name = ranking.data.sel(change=[f"batch {i}" for i in range(5)])["response"]
-    forward = path.replace(pool, at).response(probe, methods=("tangent",)).tangent.isel(scale=0).values
+    response = path.replace(pool, at).response(probe, methods=("tangent",))
+    forward = response.tangent.isel(scale=0).values
     assert np.abs(forward).max() > 0
+    sizes = ranking.data["xi_norm"].sel(change=by_name["change"]).values
+    np.testing.assert_allclose(sizes, response.data["xi_norm"].values, rtol=1e-6)
     adjoint = by_name.sel({"method": "tangent"}).values
     np.testing.assert_allclose(adjoint, forward, rtol=1e-8, atol=1e-10 * np.abs(forward).max())
     written = by_name.sel({"method": "write"}).values

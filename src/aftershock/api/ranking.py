@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .path import Path
 
 SHOWN = 10
-CHUNK = 16  # gradients held at once: their product with the adjoints then reads those once per chunk
+CHUNK = 32  # gradients held at once: their product with the adjoints then reads those once per chunk
 SUMMARIES = ("peak", "max_increase", "max_decrease", "total_abs", "total_increase", "total_decrease")
 
 

@@ -103,6 +103,7 @@ class LossFunction:
         self.constants = constants
         self.autocast = autocast
         self.place = place
+        self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self._wrapper = _Wrapper(model)
 

@@ -68,25 +68,24 @@ class Dynamics:
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
         return self._advance_with(found, step, state)
 
-    def advance_with_graph(
-        self, step: Step, state: JointState, graph_is_plain: bool | None
-    ) -> tuple[JointState, Step, RandomState, Linearized, bool]:
+    def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState, Linearized]:
         """The same, keeping the gradient's graph for later products.
 
         `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's
-        must be the plain one: the first step (`graph_is_plain` None) finds out whether they agree, and
-        where they do not, every step computes both.
+        must be the plain one: the model's first step finds out whether they agree, and where they do
+        not, every step computes both.
         """
         graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
         found = graph.gradient
-        if not graph_is_plain:
+        if not self.loss.graph_is_plain:
             plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-            graph_is_plain = graph_is_plain is None and same_bits(plain.grads, found.grads)
+            if self.loss.graph_is_plain is None:
+                self.loss.graph_is_plain = same_bits(plain.grads, found.grads)
             found = plain
         found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
         after, seen, random = self._advance_with(found, step, state)
         linear = self.linear_step(seen, state, graph.raw, graph.present)
-        return after, seen, random, Linearized(seen, linear, graph), graph_is_plain
+        return after, seen, random, Linearized(seen, linear, graph)
 
     def _advance_with(self, found: Gradient, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
         clip = clip_(found.grads, found.norm, step.max_norm)
@@ -133,7 +132,6 @@ class Trajectory:
         self.random_after: RandomState
         self._states: dict[int, JointState] = {}
         self._linearized: dict[int, Linearized] = {}
-        self._graph_is_plain: bool | None = None
 
     @classmethod
     def follow(
@@ -163,9 +161,7 @@ class Trajectory:
     def _take(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
         if self.keep != "graphs":
             return self.dynamics.advance(step, state)
-        after, seen, random, linearized, self._graph_is_plain = self.dynamics.advance_with_graph(
-            step, state, self._graph_is_plain
-        )
+        after, seen, random, linearized = self.dynamics.advance_with_graph(step, state)
         self._linearized[seen.index] = linearized
         return after, seen, random
 

@@ -67,14 +67,21 @@ def batch_scores(
     loss, step, before = control.dynamics.loss, control.step, control.before
     rows = loss.layout.zeros(at_once)  # one buffer for all: fresh memory for each gradient costs as much as it
     ends: list[JointState] = []
+    norms: list[Tensor] = []
+
+    # G ξ = G g_i − G ĝ, and ‖ξ‖² from ⟨g_i, ĝ⟩: the gradients themselves are read once and not written again
+    against = torch.cat([gradients, control.raw[None]])
+    base, own = gradients @ control.raw, control.raw @ control.raw
 
     def flush(count: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        xi = rows[:count].sub_(control.raw)
+        products = rows[:count] @ against.mT
+        sizes = torch.stack(norms).to(own).square() - 2 * products[:, -1] + own
         written = None
         if exact_write:
             written = pair(adjoints, stack([difference(end, control.after) for end in ends])).mT
         ends.clear()
-        return xi @ gradients.mT, written, torch.linalg.vector_norm(xi, dim=1)
+        norms.clear()
+        return products[:, :-1] - base, written, sizes.clamp_(min=0).sqrt_()
 
     count = 0
     for i, batch in enumerate(pool):
@@ -83,6 +90,7 @@ def batch_scores(
         if not all(present):
             row.zero_()
         loss.layout.write(row, found.grads)
+        norms.append(found.norm)
         if exact_write:
             ends.append(control.apply(row, present)[0])
         count += 1
