@@ -42,7 +42,7 @@ def assert_same_bits(case: Case, path: ak.Path, state: JointState) -> None:
     assert list(state.counts) == counts
 
 
-def follow_and_train(case: Case, **options: object) -> ak.Path:
+def check_follow_equals_training(case: Case, **options: object) -> ak.Path:
     """Follow from a captured point, then train the live run on with the same random state, and compare."""
     batches = case.batches(STEPS)
     torch.manual_seed(123)
@@ -59,7 +59,7 @@ def follow_and_train(case: Case, **options: object) -> ak.Path:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_follow_equals_training_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    follow_and_train(make(name, dtype))
+    check_follow_equals_training(make(name, dtype))
 
 
 FLAGS = [{"foreach": True}, {"foreach": False}, {"fused": True}]
@@ -79,7 +79,7 @@ def test_every_implementation_of_the_step(flags: dict, cls: type, warm: int, dty
 
     case = Case("flags", model, optimizer, cross_entropy, batch, clip=0.3)
     case.train(case.batches(warm))
-    follow_and_train(case)
+    check_follow_equals_training(case)
 
 
 def test_mixed_dtypes() -> None:
@@ -92,7 +92,7 @@ def test_mixed_dtypes() -> None:
 
     case = Case("mixed", model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, classes((4,)))
     case.train(case.batches(3))
-    path = follow_and_train(case)
+    path = check_follow_equals_training(case)
     assert path.point.loss.layout.dtype == torch.float32
 
 
@@ -101,14 +101,14 @@ def test_channels_last_weights() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3))
     model = model.to(memory_format=torch.channels_last)
     case = Case("channels_last", model, torch.optim.AdamW(model.parameters()), cross_entropy, classes((3, 6, 6)))
-    follow_and_train(case)
+    check_follow_equals_training(case)
 
 
 def test_a_million_steps_in() -> None:
     case = make("tanh_mlp")
     for state in case.optimizer.state.values():
         state["step"] += 1_000_000
-    path = follow_and_train(case)
+    path = check_follow_equals_training(case)
     assert path.point.step == 1_000_005
 
 
@@ -118,7 +118,7 @@ def test_tensor_learning_rate() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
     case = Case("tensor_lr", model, optimizer, cross_entropy, classes((4,)))
     case.train(case.batches(2))
-    follow_and_train(case)
+    check_follow_equals_training(case)
 
 
 def test_autocast() -> None:
@@ -131,7 +131,7 @@ def test_autocast() -> None:
             return F.cross_entropy(m(b[0]), b[1])
 
     case = Case("autocast", model, optimizer, inside, classes((8,)))
-    follow_and_train(case)
+    check_follow_equals_training(case)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # the autocast in force at capture is kept
         point = ak.capture(model, optimizer, cross_entropy)
     batches = case.batches(STEPS)
@@ -225,4 +225,4 @@ def test_graphs_that_change_the_gradient_are_not_used_for_the_control() -> None:
     model = mlp(8, 32, 32, 3, activation=nn.SiLU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     case = Case("silu", model, optimizer, cross_entropy, classes((8,), size=64))
-    follow_and_train(case, keep="graphs")
+    check_follow_equals_training(case, keep="graphs")
