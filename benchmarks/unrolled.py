@@ -38,7 +38,7 @@ def unrolled(device: torch.device, full: bool) -> list[Row | Skipped]:
     if importlib.util.find_spec("torchopt") is None:
         return [Skipped("adjoint by autograd through an unrolled AdamW", "torchopt is not installed here")]
     system = cnn_system(device)
-    return [_time(_lifted(device), 5 if full else 2), _memory(system), _zero_v(system)]
+    return [_time(_lifted(device), 5 if full else 3), _memory(system), _zero_v(system)]
 
 
 def _lifted(device: torch.device) -> System:
