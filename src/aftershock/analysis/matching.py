@@ -95,37 +95,41 @@ def match_first_step(
     control = path.control(watch.at)
     natural = control.dynamics.layout.vectors(xis)
     losses, slopes = watch.readouts()
-    candidates, signs, mu = _candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
+    candidates, signs, mu = first_step_candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
     shocks = [Perturb(xi).shock(control) for xi in candidates]
 
-    def excess(i: int, gamma: float) -> float:
-        """s_i d_i(γ) − μ1: negative at γ = 0, zero at the match."""
+    def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
+        """s_i d_i(γ_i) − μ1: negative at γ = 0, zero at the match; NaN where γ is."""
+        return torch.tensor([signed(i, float(g)) - mu for i, g in enumerate(gamma)], dtype=torch.float64)
+
+    def signed(i: int, gamma: float) -> float:
+        if math.isnan(gamma):
+            return math.nan
         end = shocks[i].endpoint(gamma)[0]
         try:
             loss = float(watch.probe.value(path.trajectory, watch.at + 1, end.theta, end))
         except NotFinite:
             loss = math.inf
-        return float(signs[i]) * (loss - float(losses[0])) - mu
+        return float(signs[i]) * (loss - float(losses[0]))
 
-    upper = _bracket(excess, len(shocks))
-    gamma = _bisect(excess, upper)
-    left = [excess(i, g) if math.isfinite(g) else math.nan for i, g in enumerate(gamma)]
-    reasons = [_reason(residual, mu, tolerance) for residual in left]
+    gamma = calibrate(excess, len(shocks))
+    left = excess(gamma)
+    reasons = [_reason(residual, mu, tolerance) for residual in left.tolist()]
     data = xr.Dataset(
         {
-            "gamma": ("change", gamma),
-            "first_step": ("change", [s * (mu + residual) for s, residual in zip(signs.tolist(), left)]),
+            "gamma": ("change", gamma.numpy()),
+            "first_step": ("change", (signs.cpu().double() * (mu + left)).numpy()),
             "accepted": ("change", [not reason for reason in reasons]),
             "reason": ("change", reasons),
         },
         coords={"change": list(range(len(gamma)))},
         attrs={**watch.attributes("matched first step"), "target": mu, "tolerance": tolerance},
     )
-    scaled = candidates * torch.tensor(gamma, dtype=candidates.dtype, device=candidates.device)[:, None]
+    scaled = candidates * gamma.to(candidates)[:, None]
     return Matched(control.dynamics.layout.compact(scaled), data)
 
 
-def _candidates(
+def first_step_candidates(
     a: Float[Tensor, " param"], natural: Float[Tensor, "change param"], target: float
 ) -> tuple[Float[Tensor, "change param"], Float[Tensor, " change"], float]:
     """ξ̃_i, s_i and μ1."""
@@ -152,28 +156,30 @@ def _candidates(
     return signs[:, None] * common + free, signs, mu
 
 
-def _bracket(excess: Callable[[int, float], float], count: int) -> list[float]:
-    """The first upper end of 1, 2, 4 … 64 at which each candidate has reached its target; NaN where none has."""
-    upper = [math.nan] * count
+def calibrate(
+    excess: Callable[[Float[Tensor, " change"]], Float[Tensor, " change"]], count: int
+) -> Float[Tensor, " change"]:
+    """γ_i ≥ 0 with excess_i(γ_i) = 0, to the last bit that 64 halvings give; NaN where none of 1, 2, 4 … 64 reaches it.
+
+    A candidate's evaluation may be NaN where its γ is: those not bracketed, or done, are asked for no more.
+    """
+    low, high = torch.zeros(count, dtype=torch.float64), torch.full((count,), math.nan, dtype=torch.float64)
     gamma = 1.0
     while gamma <= LARGEST_GAMMA:
-        for i in range(count):
-            if math.isnan(upper[i]) and excess(i, gamma) >= 0:
-                upper[i] = gamma
+        open_ = high.isnan()
+        reached = excess(torch.where(open_, gamma, math.nan)) >= 0
+        high[open_ & reached] = gamma
         gamma *= 2
-    return upper
-
-
-def _bisect(excess: Callable[[int, float], float], upper: Sequence[float]) -> list[float]:
-    """γ of every bracketed candidate, to the last bit that 64 halvings can give."""
-    low, high = [0.0] * len(upper), list(upper)
     for _ in range(BISECTIONS):
-        for i in range(len(high)):
-            middle = (low[i] + high[i]) / 2
-            if math.isnan(middle) or middle in (low[i], high[i]):  # not bracketed, or no number left between
-                continue
-            (high if excess(i, middle) >= 0 else low)[i] = middle
-    return [(a + b) / 2 for a, b in zip(low, high)]
+        middle = (low + high) / 2
+        middle[(middle == low) | (middle == high)] = math.nan  # no number is left between
+        if middle.isnan().all():
+            break
+        above = excess(middle) >= 0
+        found = ~middle.isnan()
+        high = torch.where(found & above, middle, high)
+        low = torch.where(found & ~above, middle, low)
+    return (low + high) / 2
 
 
 def _reason(residual: float, mu: float, tolerance: float) -> str:
