@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..core.adamw import runs_of
+from ..core.adamw import Run, runs_of
 from ..core.changes import ControlStep, Perturb
 from ..core.operators import WriteIn, readout
 from ..core.path import Step
@@ -268,24 +268,35 @@ def _with_decay(
 def _match_moment(following: ControlStep, step: Step, end: JointState, channel: str) -> tuple[JointState, Tensor]:
     """The control with one moment moved so that `step` displaces θ as the path's own step would."""
     before, layout = following.before, following.dynamics.layout
-    moment, shocked = getattr(before, channel).clone(), getattr(end, channel)
+    moment = getattr(before, channel).clone()
     missed = torch.zeros_like(moment, dtype=torch.bool)
     pairs = [runs_of(layout, s.hypers, before.counts, following.present) for s in (following.step, step)]
     for own, new in zip(*pairs):
-        w = own.where
-        if channel == "m":
-            factor = (own.beta1 / own.bias1) / (new.beta1 / new.bias1)
-            moment[w] += factor * (shocked[w] - before.m[w])
-            continue
-        fresh = following.linear.g[w] ** 2
-        d_own, d_shocked, d_new = (
-            ((run.beta2 * v[w] + (1 - run.beta2) * fresh) / run.bias2).sqrt() + run.eps
-            for run, v in ((own, before.v), (own, shocked), (new, before.v))
-        )
-        inverse = 1 / d_new + (1 / d_shocked - 1 / d_own)
-        root = 1 / inverse - new.eps
-        solved = (new.bias2 * root**2 - (1 - new.beta2) * fresh) / new.beta2
-        changed, real = shocked[w] != before.v[w], (inverse > 0) & torch.isfinite(inverse)
-        missed[w] = changed & ~(real & (root >= 0) & (solved >= 0))
-        moment[w] = torch.where(changed, torch.where(real, solved.clamp(min=0), shocked[w]), before.v[w])
+        moment[own.where], missed[own.where] = matched_moment(own, new, before, end, following.linear.g, channel)
     return replace(before, **{channel: moment}), missed.sum().cpu()
+
+
+def matched_moment(
+    own: Run, new: Run, control: JointState, shocked: JointState, fresh: Float[Tensor, "*rows param"], channel: str
+) -> tuple[Float[Tensor, "*rows run"], Bool[Tensor, "*rows run"]]:
+    """The moment that gives, at decay β of `new`, the first displacement that the shocked one gives at `own`.
+
+    m: Δm (β1/ρ1)_own / (β1/ρ1)_new. v: each coordinate's 1/d moves by as much as it does at `own`; also says where
+    no v ≥ 0 does that. fresh: the gradient of the step, which with equal θ is the control's.
+    """
+    w = own.where
+    moment, moved = getattr(control, channel)[..., w], getattr(shocked, channel)[..., w]
+    if channel == "m":
+        factor = (own.beta1 / own.bias1) / (new.beta1 / new.bias1)
+        return moment + factor * (moved - moment), torch.zeros_like(moved, dtype=torch.bool)
+    squared = fresh[..., w] ** 2
+    d_own, d_shocked, d_new = (
+        ((run.beta2 * v + (1 - run.beta2) * squared) / run.bias2).sqrt() + run.eps
+        for run, v in ((own, moment), (own, moved), (new, moment))
+    )
+    inverse = 1 / d_new + (1 / d_shocked - 1 / d_own)
+    root = 1 / inverse - new.eps
+    solved = (new.bias2 * root**2 - (1 - new.beta2) * squared) / new.beta2
+    changed, real = moved != moment, (inverse > 0) & torch.isfinite(inverse)
+    missed = changed & ~(real & (root >= 0) & (solved >= 0))
+    return torch.where(changed, torch.where(real, solved.clamp(min=0), moved), moment), missed
