@@ -9,8 +9,17 @@ from torch import nn
 import aftershock as ak
 from aftershock import analysis
 from aftershock.studies import quadratic
-from aftershock.studies.quadratic import CANDIDATES, HORIZON, Scene, mechanism, memory, prospects, quadratic_study
-from aftershock.studies.quadratic_family import DIMENSION, HYPER, LINEAR_SPREAD, Process, Quadratic, mean_loss
+from aftershock.studies.quadratic import mechanism, memory, prospects, quadratic_study
+from aftershock.studies.quadratic_family import (
+    DIMENSION,
+    HYPER,
+    LINEAR_SPREAD,
+    Process,
+    Quadratic,
+    mean_loss,
+    start_state,
+)
+from aftershock.studies.quadratic_scene import BURN_IN, CANDIDATES, HORIZON, Scene, generator
 from aftershock.studies.study import System, systems_of
 
 SYSTEM = System("quadratic", 11, 1)  # κ = 4
@@ -38,13 +47,13 @@ def loss_fn(model: Vector, batch: Quadratic) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def path(scene: Scene) -> ak.Path:
     """The same system trained by torch.optim.AdamW, captured and followed by the engine."""
-    start = quadratic.start_state(quadratic.generator(SYSTEM, "start"))
+    start = start_state(generator(SYSTEM, "start"))
     model = Vector(start.theta[0])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=HYPER.lr, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps,
         weight_decay=HYPER.weight_decay,
     )  # fmt: skip
-    for batch in scene.seen[: quadratic.BURN_IN]:
+    for batch in scene.seen[:BURN_IN]:
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,35 +13,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..analysis.baselines import readout_null
-from ..analysis.matching import calibrate, first_step_candidates, matched_moment
+from ..analysis.matching import matched_moment
 from ..analysis.samplers import fit_process, sample_futures
-from ..core.adamw import Hyper, LinearStep, runs_of
-from ..core.state import Cotangent, JointState, Tangent, difference
+from ..core.adamw import runs_of
+from ..core.state import JointState, Tangent, difference
 from .quadratic_family import (
-    CONDITIONS,
     DIMENSION,
     HYPER,
     LAYOUT,
     Probe,
-    Process,
     Quadratic,
-    anisotropic_probe,
     by_channel,
     linear_step,
     mean_loss,
-    rotating_probe,
     rows_of,
     stacked,
-    standard_probe,
-    start_state,
     step_,
 )
+from .quadratic_scene import CANDIDATES, HORIZON, Scene, generator, propagated, responses, rollout, with_control
 from .study import Study, System, systems_of
 
 if TYPE_CHECKING:
     import xarray as xr
 
-BURN_IN, REFERENCES, CANDIDATES, HORIZON, LONG_HORIZON = 40, 4, 16, 32, 128
+LONG_HORIZON = 128
 SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 16
 PERMUTATIONS = 100
@@ -69,166 +64,6 @@ def run_piece(system: System, piece: str, *, futures: int) -> dict[str, xr.Datas
     if piece == "memory":
         return memory(scene)
     return prospects(scene, futures)
-
-
-# --- a system at the time of the shock
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One system up to the shock: the state x_t, the control gradient ḡ, the residuals ξ_i, the future, the probes."""
-
-    system: System
-    process: Process
-    seen: list[Quadratic]  # burn-in, references and candidates, in their order
-    future: list[Quadratic]  # H − 1 batches of the realized future
-    state: JointState  # before the shock
-    mean_gradient: Float[Tensor, "1 d"]
-    xi: Float[Tensor, "change d"]
-    standard: Probe
-    anisotropic: Probe
-
-    @classmethod
-    def of(cls, system: System) -> Scene:
-        process = Process(CONDITIONS[system.index % len(CONDITIONS)])
-        batches = process.sequence(generator(system, "sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
-        state = start_state(generator(system, "start"))
-        for batch in batches[:BURN_IN]:
-            state = step_(state, batch.gradient(state.theta))
-        seen = batches[: BURN_IN + REFERENCES + CANDIDATES]
-        references, candidates = seen[BURN_IN : BURN_IN + REFERENCES], seen[BURN_IN + REFERENCES :]
-        mean = mean_loss(references).gradient(state.theta)
-        xi = torch.cat([batch.gradient(state.theta) for batch in candidates]) - mean
-        standard = standard_probe(process, generator(system, "probe"))
-        weighted = anisotropic_probe(standard, generator(system, "anisotropy"))
-        return cls(system, process, seen, batches[len(seen) :], state, mean, xi, standard, weighted)
-
-    @property
-    def references(self) -> list[Quadratic]:
-        return self.seen[BURN_IN : BURN_IN + REFERENCES]
-
-    def after(self, xi: Float[Tensor, "row d"]) -> JointState:
-        """The state after the shock step with gradient ḡ + ξ, row by row: exact."""
-        return step_(rows_of(self.state, len(xi)), self.mean_gradient + xi)
-
-    @cached_property
-    def control(self) -> JointState:
-        """The state after the shock step with ḡ."""
-        return self.after(torch.zeros_like(self.mean_gradient))
-
-    @cached_property
-    def write_in(self) -> LinearStep:
-        return linear_step(self.state, self.mean_gradient)
-
-    def written(self, xi: Float[Tensor, "row d"]) -> Tangent:
-        """B ξ."""
-        dx = Tangent(*(torch.zeros_like(xi) for _ in range(3)))
-        self.write_in.absorb_(dx, xi)
-        return dx
-
-    @cached_property
-    def path(self) -> list[JointState]:
-        """The control at h = 1 … H along the realized future."""
-        states = [self.control]
-        for batch in self.future:
-            states.append(step_(rows_of(states[-1], 1), batch.gradient(states[-1].theta)))
-        return states
-
-    @cached_property
-    def rotating(self) -> Probe:
-        before, after = (self.path[h - 1].theta[0] for h in (HORIZON // 2, HORIZON // 2 + 1))
-        return rotating_probe(before, after, generator(self.system, "rotation"))
-
-    def matched(self, probe: Probe) -> tuple[Float[Tensor, "change d"], Float[Tensor, " change"], float]:
-        """γ_i ξ̃_i of equal exact first responses, what is left of each target, and μ1. `eq:app_exact_matching`"""
-        readout = probe.gradient(self.control.theta)
-        nothing = torch.zeros_like(readout)
-        functional = self.write_in.absorb_transposed_(Cotangent(readout, nothing.clone(), nothing.clone()))[0]
-        candidates, signs, target = first_step_candidates(functional, self.xi, 0.25)
-        base = probe.value(self.control.theta)
-
-        def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
-            return signs * (probe.value(self.after(gamma[:, None] * candidates).theta) - base) - target
-
-        gamma = calibrate(excess, len(candidates))
-        return gamma[:, None] * candidates, excess(gamma), target
-
-
-def generator(system: System, stream: str) -> torch.Generator:
-    return torch.Generator().manual_seed(system.entropy(stream))
-
-
-# --- exact runs and propagation, all rows of all futures at once
-
-
-def rollout(start: JointState, batches: Iterable[Quadratic], hyper: Hyper = HYPER) -> Iterable[JointState]:
-    """Exact states from `start` on, which is written to: each is the last one overwritten."""
-    yield start
-    for batch in batches:
-        start = step_(start, batch.gradient(start.theta), hyper)
-        yield start
-
-
-def responses(
-    start: JointState, batches: Iterable[Quadratic], probe: Probe, hyper: Hyper = HYPER
-) -> Float[Tensor, "row horizon"]:
-    """F of every row less that of the first row, the control, at every horizon."""
-    values = torch.stack([probe.value(state.theta) for state in rollout(start, batches, hyper)], dim=-1)
-    return values[..., 1:, :] - values[..., :1, :]
-
-
-def with_control(control: JointState, rows: JointState) -> JointState:
-    return by_channel(lambda first, rest: torch.cat([first, rest]), control, rows)
-
-
-def propagated(
-    dx: Tangent,
-    path: Sequence[JointState],
-    batches: Sequence[Quadratic],
-    *,
-    frozen: bool = False,
-    clamped: bool = False,
-) -> Float[Tensor, "horizon row d"]:
-    """δθ at every horizon: by A_s, by the first A again and again (frozen), or by [A_s]_θθ alone (clamped)."""
-    dx, seen = dx.clone(), [dx.theta.clone()]
-    for state, batch in zip(path, batches):
-        if frozen:
-            state, batch = path[0], batches[0]
-        linear_step(state, batch.gradient(state.theta)).absorb_(dx, batch.products(dx.theta))
-        if clamped:
-            dx.m.zero_()
-            dx.v.zero_()
-        seen.append(dx.theta.clone())
-    return torch.stack(seen)
-
-
-def identity_residual(scene: Scene) -> float:
-    """max |e_h − (Φ r_B + Σ Φ r_s)| over the natural candidates at full scale. `thm:finite_horizon_error`
-
-    e is measured as the exact difference less the tangent; the sum of remainders is propagated by itself.
-    """
-    exact = difference(scene.after(scene.xi), rows_of(scene.control, len(scene.xi)))
-    tangent = scene.written(scene.xi)
-    summed = _minus(exact, tangent)
-    worst = 0.0
-    for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
-        linear = linear_step(before, batch.gradient(before.theta))
-        shocked = by_channel(torch.add, before, exact)
-        stepped = difference(step_(shocked, batch.gradient(shocked.theta)), after)
-        predicted = exact.clone()
-        for dx in (predicted, tangent, summed):
-            linear.absorb_(dx, batch.products(dx.theta))
-        remainder = _minus(stepped, predicted)
-        for name in ("theta", "m", "v"):
-            getattr(summed, name).add_(getattr(remainder, name))
-            error = getattr(stepped, name) - getattr(tangent, name) - getattr(summed, name)
-            worst = max(worst, float(error.abs().max()))
-        exact = stepped
-    return worst
-
-
-def _minus(a: Tangent, b: Tangent) -> Tangent:
-    return Tangent(a.theta - b.theta, a.m - b.m, a.v - b.v)
 
 
 # --- Experiment 1: mechanism
@@ -278,6 +113,35 @@ def _read_exactly(probe: Probe, path: Sequence[JointState], moved: Float[Tensor,
     """F(θ^c + δθ) − F(θ^c)."""
     theta = torch.stack([state.theta for state in path])
     return (probe.value(theta + moved) - probe.value(theta)).mT
+
+
+def identity_residual(scene: Scene) -> float:
+    """max |e_h − (Φ r_B + Σ Φ r_s)| over the natural candidates at full scale. `thm:finite_horizon_error`
+
+    e is measured as the exact difference less the tangent; the sum of remainders is propagated by itself.
+    """
+    exact = difference(scene.after(scene.xi), rows_of(scene.control, len(scene.xi)))
+    tangent = scene.written(scene.xi)
+    summed = _minus(exact, tangent)
+    worst = 0.0
+    for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
+        linear = linear_step(before, batch.gradient(before.theta))
+        shocked = by_channel(torch.add, before, exact)
+        stepped = difference(step_(shocked, batch.gradient(shocked.theta)), after)
+        predicted = exact.clone()
+        for dx in (predicted, tangent, summed):
+            linear.absorb_(dx, batch.products(dx.theta))
+        remainder = _minus(stepped, predicted)
+        for name in ("theta", "m", "v"):
+            getattr(summed, name).add_(getattr(remainder, name))
+            error = getattr(stepped, name) - getattr(tangent, name) - getattr(summed, name)
+            worst = max(worst, float(error.abs().max()))
+        exact = stepped
+    return worst
+
+
+def _minus(a: Tangent, b: Tangent) -> Tangent:
+    return Tangent(a.theta - b.theta, a.m - b.m, a.v - b.v)
 
 
 @dataclass(frozen=True)
