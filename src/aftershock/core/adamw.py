@@ -105,6 +105,24 @@ class Run:
     coupled: float  # λ of Adam, which enters through the gradient
     sign: float  # −1 under maximize
 
+    @classmethod
+    def at(cls, hyper: Hyper, s: int, where: slice = slice(None), active: bool = True) -> Run:
+        """The scalars of step s, counted from 1."""
+        lr, decay = float(hyper.lr), float(hyper.weight_decay)
+        return cls(
+            where=where,
+            active=active,
+            lr=lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            bias1=1 - hyper.beta1**s,
+            bias2=1 - hyper.beta2**s,
+            shrink=1 - lr * decay if hyper.decoupled else 1.0,
+            coupled=0.0 if hyper.decoupled else decay,
+            sign=-1.0 if hyper.maximize else 1.0,
+        )
+
 
 def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool]) -> list[Run]:
     """The stretches of the flat vector at a step that starts from `counts`."""
@@ -116,23 +134,8 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
         if key == previous:
             runs[-1] = replace(runs[-1], where=slice(runs[-1].where.start, stop))
             continue
-        previous, hyper, s = key, hypers[group], counts[i] + 1
-        lr, decay = float(hyper.lr), float(hyper.weight_decay)
-        runs.append(
-            Run(
-                where=slice(layout.starts[i], stop),
-                active=present[i],
-                lr=lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                bias1=1 - hyper.beta1**s,
-                bias2=1 - hyper.beta2**s,
-                shrink=1 - lr * decay if hyper.decoupled else 1.0,
-                coupled=0.0 if hyper.decoupled else decay,
-                sign=-1.0 if hyper.maximize else 1.0,
-            )
-        )
+        previous = key
+        runs.append(Run.at(hypers[group], counts[i] + 1, slice(layout.starts[i], stop), present[i]))
     return runs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +13,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..analysis.baselines import readout_null
-from ..analysis.matching import matched_moment
 from ..analysis.samplers import fit_process, sample_futures
-from ..core.adamw import runs_of
 from ..core.state import JointState, Tangent, difference
 from .quadratic_family import (
-    DIMENSION,
     HYPER,
-    LAYOUT,
     Probe,
     Quadratic,
-    by_channel,
     linear_step,
     mean_loss,
-    rows_of,
     stacked,
-    step_,
 )
-from .quadratic_scene import CANDIDATES, HORIZON, Scene, generator, propagated, responses, rollout, with_control
+from .quadratic_scene import CANDIDATES, HORIZON, Scene, generator, propagated
+from .rows import (
+    HYBRIDS,
+    by_channel,
+    hybrid_responses,
+    persistent_responses,
+    responses,
+    rollout,
+    rows_of,
+    step_,
+    with_control,
+)
 from .study import Study, System, systems_of
 
 if TYPE_CHECKING:
@@ -40,7 +44,6 @@ LONG_HORIZON = 128
 SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 16
 PERMUTATIONS = 100
-CHANNELS = ("000", "100", "010", "001", "110", "101", "011", "111")
 BETA1 = (0.5, 0.8, 0.9, 0.95, 0.99)
 BETA2 = (0.9, 0.99, 0.999, 0.9999)
 PERSISTENCE_SCALE = 0.25
@@ -88,7 +91,7 @@ def _fidelity(scene: Scene, probe: Probe) -> xr.Dataset:
 
     scaled = torch.cat([scale * scene.xi for scale in SCALES])
     rows = scene.after(scaled)
-    exact = responses(with_control(scene.control, rows), scene.future, probe)
+    exact = responses(with_control(scene.control, rows), scene.future, probe, HYPER)
     written = difference(scene.after(scaled), rows_of(scene.control, len(scaled)))
     ends = propagated(written, scene.path, scene.future)
     linear = _read(probe, scene.path, propagated(scene.written(scene.xi), scene.path, scene.future))
@@ -127,7 +130,7 @@ def identity_residual(scene: Scene) -> float:
     for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
         linear = linear_step(before, batch.gradient(before.theta))
         shocked = by_channel(torch.add, before, exact)
-        stepped = difference(step_(shocked, batch.gradient(shocked.theta)), after)
+        stepped = difference(step_(shocked, batch.gradient(shocked.theta), HYPER), after)
         predicted = exact.clone()
         for dx in (predicted, tangent, summed):
             linear.absorb_(dx, batch.products(dx.theta))
@@ -198,7 +201,7 @@ def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
 
     slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
     alignment = torch.einsum("sd,hrd->rhs", slopes, family.full)
-    exact = responses(with_control(scene.control, scene.after(family.xi)), scene.future, probe)
+    exact = responses(with_control(scene.control, scene.after(family.xi)), scene.future, probe, HYPER)
     curvature = mean_loss(scene.references).products(family.xi)
     trajectories = {
         "full_iso": alignment.diagonal(dim1=1, dim2=2),
@@ -241,7 +244,7 @@ def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
     assert family.accepted is not None
     rows = with_control(scene.control, scene.after(family.xi))
     norms, values = [], []
-    for state in rollout(rows, scene.future):
+    for state in rollout(rows, scene.future, HYPER):
         norms.append((state.theta[1:] - state.theta[:1]).norm(dim=1))
         values.append(probe.value(state.theta))
     exact = torch.stack(values, dim=1)
@@ -266,22 +269,15 @@ def memory(scene: Scene) -> dict[str, xr.Dataset]:
 
 
 def _channels(scene: Scene, probe: Probe, future: Sequence[Quadratic]) -> xr.Dataset:
-    """x^c + (a Δθ, b Δm, c Δv) run on exactly, for all eight (a, b, c)."""
     import xarray as xr
 
-    count = len(scene.xi)
-    dx = difference(scene.after(scene.xi), rows_of(scene.control, count))
-    kept = torch.tensor([[float(bit) for bit in channel] for channel in CHANNELS], dtype=torch.float64)
-    parts = [kept[:, i, None, None] * part for i, part in enumerate((dx.theta, dx.m, dx.v))]
-    rows = by_channel(torch.add, scene.control, Tangent(*(part.reshape(-1, DIMENSION) for part in parts)))
-    rows.v.clamp_(min=0)  # v + Δv is the shocked v but for rounding, which may fall below zero
-    found = responses(with_control(scene.control, rows), future, probe).reshape(len(CHANNELS), count, -1).numpy()
+    found = hybrid_responses(scene.control, scene.after(scene.xi), future, probe, HYPER).numpy()
     dims = ("channel", "channel_change")
     return xr.Dataset(
         {"channel_exact": ((*dims, "horizon"), found[..., :HORIZON]), "channel_long": ((*dims, "long_horizon"), found)},
         {
-            "channel": list(CHANNELS),
-            "channel_change": range(count),
+            "channel": list(HYBRIDS),
+            "channel_change": range(len(scene.xi)),
             "horizon": range(1, HORIZON + 1),
             "long_horizon": range(1, len(future) + 2),
         },
@@ -289,28 +285,15 @@ def _channels(scene: Scene, probe: Probe, future: Sequence[Quadratic]) -> xr.Dat
 
 
 def _persistence(scene: Scene, probe: Probe) -> xr.Dataset:
-    """Δm (or Δv) alone under other β, rescaled to the same first displacement, the control rerun with that β."""
     import xarray as xr
 
     shocked = scene.after(PERSISTENCE_SCALE * scene.xi)
-    fresh = scene.future[0].gradient(scene.control.theta)
-    found: dict[str, Any] = {}
-    coords: dict[str, Any] = {"persistence_change": range(len(scene.xi)), "horizon": range(1, HORIZON + 1)}
-    for channel, betas in (("m", BETA1), ("v", BETA2)):
-        curves = []
-        for beta in betas:
-            hyper = replace(HYPER, beta1=beta) if channel == "m" else replace(HYPER, beta2=beta)
-            own, new = (runs_of(LAYOUT, (h,), scene.control.counts, (True,))[0] for h in (HYPER, hyper))
-            moment, _ = matched_moment(own, new, scene.control, shocked, fresh, channel)
-            own_rows = rows_of(scene.control, len(scene.xi))
-            rows = replace(own_rows, m=moment) if channel == "m" else replace(own_rows, v=moment)
-            curves.append(responses(with_control(scene.control, rows), scene.future, probe, hyper))
-        found[f"persistence_{channel}"] = (
-            (f"decay_{channel}", "persistence_change", "horizon"),
-            torch.stack(curves).numpy(),
-        )
-        coords[f"decay_{channel}"] = list(betas)
-    return xr.Dataset(found, coords)
+    data = xr.Dataset(coords={"persistence_change": range(len(scene.xi)), "horizon": range(1, HORIZON + 1)})
+    for channel, decays in (("m", BETA1), ("v", BETA2)):
+        found = persistent_responses(scene.control, shocked, scene.future, probe, HYPER, channel, decays)
+        dims = (f"decay_{channel}", "persistence_change", "horizon")
+        data = data.assign({f"persistence_{channel}": (dims, found.numpy())}).assign_coords({dims[0]: list(decays)})
+    return data
 
 
 # --- Experiment 2: unknown futures
@@ -359,7 +342,7 @@ def _under_futures(
     rows = with_control(scene.control, scene.after(xi))
     start = rows_of(rows, futures, 1 + len(xi))
     values: dict[str, list[Tensor]] = {name: [] for name in probes}
-    for state in rollout(start, itertools.islice(batches, HORIZON - 1)):
+    for state in rollout(start, itertools.islice(batches, HORIZON - 1), HYPER):
         for name, probe in probes.items():
             values[name].append(probe.value(state.theta))
     stacked_values = {name: torch.stack(each, dim=-1) for name, each in values.items()}
@@ -405,7 +388,7 @@ def _present_scores(scene: Scene, probe: Probe, xi: Float[Tensor, "change d"]) -
     references = [mean_loss(scene.references)] * (HORIZON - 1)
     surrogate = [scene.control]
     for batch in references:
-        surrogate.append(step_(rows_of(surrogate[-1], 1), batch.gradient(surrogate[-1].theta)))
+        surrogate.append(step_(rows_of(surrogate[-1], 1), batch.gradient(surrogate[-1].theta), HYPER))
     dx, after = scene.written(xi), scene.after(xi)
     frozen = propagated(dx, surrogate, references, frozen=True)
     first = probe.gradient(scene.control.theta)[0]

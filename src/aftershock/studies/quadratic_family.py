@@ -6,18 +6,17 @@ and θ is `[*batch, row, d]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim.adam import adam
 
 from ..core.adamw import Hyper, LinearStep
 from ..core.clipping import Clip
 from ..core.layout import Layout
-from ..core.state import CHANNELS, JointState, Tangent
+from ..core.state import JointState
 
 DIMENSION = 512
 RANK = 16
@@ -147,34 +146,12 @@ def _weights(generator: torch.Generator) -> Float[Tensor, " d"]:
     return (ANISOTROPY**powers)[torch.randperm(DIMENSION, generator=generator)]
 
 
-# --- AdamW on rows
+# --- AdamW
 
 
 def start_state(generator: torch.Generator) -> JointState:
     theta = START_SPREAD * torch.randn(1, DIMENSION, dtype=torch.float64, generator=generator)
     return JointState(theta, torch.zeros_like(theta), torch.zeros_like(theta), (0,), {})
-
-
-def step_(state: JointState, grads: Float[Tensor, "*batch row d"], hyper: Hyper = HYPER) -> JointState:
-    """Torch's own step on every row. The tensors are written to; the state with its new count is returned."""
-    adam(
-        [state.theta], [grads], [state.m], [state.v], [], [torch.tensor(float(state.counts[0]))],
-        fused=True, decoupled_weight_decay=True, amsgrad=False, beta1=hyper.beta1, beta2=hyper.beta2,
-        lr=hyper.lr, weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=False,
-    )  # fmt: skip
-    return JointState(state.theta, state.m, state.v, (state.counts[0] + 1,), {})
-
-
-def by_channel(f: Callable[..., Tensor], first: JointState, *others: JointState | Tangent) -> JointState:
-    """f of θ, of m and of v, with the counts of the first."""
-    parts = ([getattr(x, channel) for x in (first, *others)] for channel in CHANNELS)
-    theta, m, v = (f(*part) for part in parts)
-    return JointState(theta, m, v, first.counts, {})
-
-
-def rows_of(state: JointState, *shape: int) -> JointState:
-    """Fresh copies of a state's rows, broadcast to `[*shape, d]`."""
-    return by_channel(lambda x: x.expand(*shape, DIMENSION).clone(), state)
 
 
 def linear_step(state: JointState, grads: Float[Tensor, "*batch row d"]) -> LinearStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..analysis.matching import calibrate, first_step_candidates
-from ..core.adamw import Hyper, LinearStep
+from ..core.adamw import LinearStep
 from ..core.state import Cotangent, JointState, Tangent
 from .quadratic_family import (
     CONDITIONS,
@@ -20,15 +20,13 @@ from .quadratic_family import (
     Process,
     Quadratic,
     anisotropic_probe,
-    by_channel,
     linear_step,
     mean_loss,
     rotating_probe,
-    rows_of,
     standard_probe,
     start_state,
-    step_,
 )
+from .rows import rows_of, step_
 from .study import System
 
 BURN_IN, REFERENCES, CANDIDATES, HORIZON = 40, 4, 16, 32
@@ -54,7 +52,7 @@ class Scene:
         batches = process.sequence(generator(system, "sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
         state = start_state(generator(system, "start"))
         for batch in batches[:BURN_IN]:
-            state = step_(state, batch.gradient(state.theta))
+            state = step_(state, batch.gradient(state.theta), HYPER)
         seen = batches[: BURN_IN + REFERENCES + CANDIDATES]
         references, candidates = seen[BURN_IN : BURN_IN + REFERENCES], seen[BURN_IN + REFERENCES :]
         mean = mean_loss(references).gradient(state.theta)
@@ -69,7 +67,7 @@ class Scene:
 
     def after(self, xi: Float[Tensor, "row d"]) -> JointState:
         """The state after the shock step with gradient ḡ + ξ, row by row: exact."""
-        return step_(rows_of(self.state, len(xi)), self.mean_gradient + xi)
+        return step_(rows_of(self.state, len(xi)), self.mean_gradient + xi, HYPER)
 
     @cached_property
     def control(self) -> JointState:
@@ -91,7 +89,7 @@ class Scene:
         """The control at h = 1 … H along the realized future."""
         states = [self.control]
         for batch in self.future:
-            states.append(step_(rows_of(states[-1], 1), batch.gradient(states[-1].theta)))
+            states.append(step_(rows_of(states[-1], 1), batch.gradient(states[-1].theta), HYPER))
         return states
 
     @cached_property
@@ -118,27 +116,7 @@ def generator(system: System, stream: str) -> torch.Generator:
     return torch.Generator().manual_seed(system.entropy(stream))
 
 
-# --- exact runs and propagation, all rows of all futures at once
-
-
-def rollout(start: JointState, batches: Iterable[Quadratic], hyper: Hyper = HYPER) -> Iterable[JointState]:
-    """Exact states from `start` on, which is written to: each is the last one overwritten."""
-    yield start
-    for batch in batches:
-        start = step_(start, batch.gradient(start.theta), hyper)
-        yield start
-
-
-def responses(
-    start: JointState, batches: Iterable[Quadratic], probe: Probe, hyper: Hyper = HYPER
-) -> Float[Tensor, "row horizon"]:
-    """F of every row less that of the first row, the control, at every horizon."""
-    values = torch.stack([probe.value(state.theta) for state in rollout(start, batches, hyper)], dim=-1)
-    return values[..., 1:, :] - values[..., :1, :]
-
-
-def with_control(control: JointState, rows: JointState) -> JointState:
-    return by_channel(lambda first, rest: torch.cat([first, rest]), control, rows)
+# --- propagation
 
 
 def propagated(
