@@ -59,3 +59,7 @@ class InvalidFile(AftershockError):
 
 class UnfrozenGate(AftershockError):
     """A kink of the network cannot be recorded and replayed; the message names the operation and the module."""
+
+
+class StudyStopped(AftershockError):
+    """A study could not go on (workers, their scheduler, the disk); the systems that were finished are kept."""
