@@ -19,15 +19,15 @@ from .quadratic_family import (
     HYPER,
     Probe,
     Quadratic,
-    linear_step,
     mean_loss,
     stacked,
 )
-from .quadratic_scene import CANDIDATES, HORIZON, Scene, generator, propagated
+from .quadratic_scene import CANDIDATES, HORIZON, Scene, propagated
 from .rows import (
     HYBRIDS,
     by_channel,
     hybrid_responses,
+    linear_step,
     persistent_responses,
     responses,
     rollout,
@@ -128,7 +128,7 @@ def identity_residual(scene: Scene) -> float:
     summed = _minus(exact, tangent)
     worst = 0.0
     for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
-        linear = linear_step(before, batch.gradient(before.theta))
+        linear = linear_step(before, batch.gradient(before.theta), HYPER)
         shocked = by_channel(torch.add, before, exact)
         stepped = difference(step_(shocked, batch.gradient(shocked.theta), HYPER), after)
         predicted = exact.clone()
@@ -178,8 +178,8 @@ class Family:
 
     @classmethod
     def matched(cls, scene: Scene, probe: Probe) -> Family:
-        xi, left, target = scene.matched(probe)
-        return cls.of(scene, xi, left.abs() <= 5e-8 * target)
+        found = scene.matched(scene.xi, probe)
+        return cls.of(scene, found.xi, found.accepted)
 
 
 def _table(scene: Scene, probe: Probe, natural: Family | None) -> xr.Dataset:
@@ -227,7 +227,7 @@ def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
         },
         {**_coordinates(), "method": ["full_iso"]},
     )
-    null = readout_null(table, magnitude, generator=generator(scene.system, "permutations"), permutations=PERMUTATIONS)
+    null = readout_null(table, magnitude, generator=scene.system.generator("permutations"), permutations=PERMUTATIONS)
     return xr.Dataset(
         {
             "score": (("score_method", "change"), torch.stack(list(scores.values())).numpy()),
@@ -260,7 +260,7 @@ def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
 
 def memory(scene: Scene) -> dict[str, xr.Dataset]:
     """Hybrid states by channel, to horizon 128, and the persistence of m and v under other decays."""
-    continued = scene.process.after(scene.future[-1], generator(scene.system, "extension"))
+    continued = scene.process.after(scene.future[-1], scene.system.generator("extension"))
     long = [*scene.future, *itertools.islice(continued, LONG_HORIZON - HORIZON)]
     return {
         name: _channels(scene, probe, long).merge(_persistence(scene, probe))
@@ -304,9 +304,9 @@ def prospects(scene: Scene, futures: int) -> dict[str, xr.Dataset]:
     import xarray as xr
 
     probes = {"standard": scene.standard, "anisotropic": scene.anisotropic}
-    matched = {name: scene.matched(probe)[0] for name, probe in probes.items()}
+    matched = {name: scene.matched(scene.xi, probe).xi for name, probe in probes.items()}
     xi = torch.cat([scene.xi, *matched.values()])
-    drawn = scene.process.after(scene.seen[-1], generator(scene.system, "futures"), futures)
+    drawn = scene.process.after(scene.seen[-1], scene.system.generator("futures"), futures)
     resampled = _under_futures(scene, xi, drawn, futures, probes)
     sampled = _sampled_scores(scene, xi, probes)
     found = {}
@@ -358,12 +358,12 @@ def _sampled_scores(
     draws than those of the target. forecast: along the fitted process's expected future alone.
     """
     fitted = fit_process([(batch.diagonal, batch.factor, batch.linear) for batch in scene.seen])
-    draws = sample_futures(fitted, SAMPLED, HORIZON - 1, generator(scene.system, "fitted futures"))
+    draws = sample_futures(fitted, SAMPLED, HORIZON - 1, scene.system.generator("fitted futures"))
     futures = {
         "sampled_future": (_by_step(draws), SAMPLED),
         "forecast": (_by_step([fitted.forecast(HORIZON - 1)]), 1),
         "sampled_true": (
-            scene.process.after(scene.seen[-1], generator(scene.system, "sampled futures"), SAMPLED),
+            scene.process.after(scene.seen[-1], scene.system.generator("sampled futures"), SAMPLED),
             SAMPLED,
         ),
     }

@@ -13,9 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.adamw import Hyper, LinearStep
-from ..core.clipping import Clip
-from ..core.layout import Layout
+from ..core.adamw import Hyper
 from ..core.state import JointState
 
 DIMENSION = 512
@@ -27,8 +25,6 @@ START_SPREAD = 0.1
 CONDITIONS = (1.0, 4.0, 16.0)  # κ, in turn with the system's index
 ANISOTROPY = 32.0
 HYPER = Hyper(lr=2e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, fused=True)
-_SHAPE = torch.Size([DIMENSION])
-LAYOUT = Layout(("theta",), (_SHAPE,), ((1,),), (torch.float64,), (0,), (0,), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -146,14 +142,9 @@ def _weights(generator: torch.Generator) -> Float[Tensor, " d"]:
     return (ANISOTROPY**powers)[torch.randperm(DIMENSION, generator=generator)]
 
 
-# --- AdamW
+# --- the start
 
 
 def start_state(generator: torch.Generator) -> JointState:
     theta = START_SPREAD * torch.randn(1, DIMENSION, dtype=torch.float64, generator=generator)
     return JointState(theta, torch.zeros_like(theta), torch.zeros_like(theta), (0,), {})
-
-
-def linear_step(state: JointState, grads: Float[Tensor, "*batch row d"]) -> LinearStep:
-    """The derivative of AdamW at the step that takes `state` with `grads`."""
-    return LinearStep.at(LAYOUT, state, grads, (True,), Clip(0.0, 1.0), (HYPER,))

@@ -1,4 +1,4 @@
-"""A controlled system at the time of the shock, and its exact and linear runs: all rows of all futures at once."""
+"""A controlled system at the time of the shock, and the propagation of its tangents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..analysis.matching import calibrate, first_step_candidates
-from ..core.adamw import LinearStep
-from ..core.state import Cotangent, JointState, Tangent
+from ..core.state import JointState, Tangent
 from .quadratic_family import (
     CONDITIONS,
     HYPER,
@@ -20,28 +18,25 @@ from .quadratic_family import (
     Process,
     Quadratic,
     anisotropic_probe,
-    linear_step,
     mean_loss,
     rotating_probe,
     standard_probe,
     start_state,
 )
-from .rows import rows_of, step_
+from .rows import ShockStep, linear_step, rows_of, step_
 from .study import System
 
 BURN_IN, REFERENCES, CANDIDATES, HORIZON = 40, 4, 16, 32
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One system up to the shock: the state x_t, the control gradient ḡ, the residuals ξ_i, the future, the probes."""
+class Scene(ShockStep):
+    """One system up to the shock: its step, the residuals ξ_i, the realized future and the probes."""
 
     system: System
     process: Process
     seen: list[Quadratic]  # burn-in, references and candidates, in their order
     future: list[Quadratic]  # H − 1 batches of the realized future
-    state: JointState  # before the shock
-    mean_gradient: Float[Tensor, "1 d"]
     xi: Float[Tensor, "change d"]
     standard: Probe
     anisotropic: Probe
@@ -49,40 +44,21 @@ class Scene:
     @classmethod
     def of(cls, system: System) -> Scene:
         process = Process(CONDITIONS[system.index % len(CONDITIONS)])
-        batches = process.sequence(generator(system, "sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
-        state = start_state(generator(system, "start"))
+        batches = process.sequence(system.generator("sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
+        state = start_state(system.generator("start"))
         for batch in batches[:BURN_IN]:
             state = step_(state, batch.gradient(state.theta), HYPER)
         seen = batches[: BURN_IN + REFERENCES + CANDIDATES]
         references, candidates = seen[BURN_IN : BURN_IN + REFERENCES], seen[BURN_IN + REFERENCES :]
         mean = mean_loss(references).gradient(state.theta)
         xi = torch.cat([batch.gradient(state.theta) for batch in candidates]) - mean
-        standard = standard_probe(process, generator(system, "probe"))
-        weighted = anisotropic_probe(standard, generator(system, "anisotropy"))
-        return cls(system, process, seen, batches[len(seen) :], state, mean, xi, standard, weighted)
+        standard = standard_probe(process, system.generator("probe"))
+        weighted = anisotropic_probe(standard, system.generator("anisotropy"))
+        return cls(state, mean, HYPER, system, process, seen, batches[len(seen) :], xi, standard, weighted)
 
     @property
     def references(self) -> list[Quadratic]:
         return self.seen[BURN_IN : BURN_IN + REFERENCES]
-
-    def after(self, xi: Float[Tensor, "row d"]) -> JointState:
-        """The state after the shock step with gradient ḡ + ξ, row by row: exact."""
-        return step_(rows_of(self.state, len(xi)), self.mean_gradient + xi, HYPER)
-
-    @cached_property
-    def control(self) -> JointState:
-        """The state after the shock step with ḡ."""
-        return self.after(torch.zeros_like(self.mean_gradient))
-
-    @cached_property
-    def write_in(self) -> LinearStep:
-        return linear_step(self.state, self.mean_gradient)
-
-    def written(self, xi: Float[Tensor, "row d"]) -> Tangent:
-        """B ξ."""
-        dx = Tangent(*(torch.zeros_like(xi) for _ in range(3)))
-        self.write_in.absorb_(dx, xi)
-        return dx
 
     @cached_property
     def path(self) -> list[JointState]:
@@ -95,25 +71,7 @@ class Scene:
     @cached_property
     def rotating(self) -> Probe:
         before, after = (self.path[h - 1].theta[0] for h in (HORIZON // 2, HORIZON // 2 + 1))
-        return rotating_probe(before, after, generator(self.system, "rotation"))
-
-    def matched(self, probe: Probe) -> tuple[Float[Tensor, "change d"], Float[Tensor, " change"], float]:
-        """γ_i ξ̃_i of equal exact first responses, what is left of each target, and μ1. `eq:app_exact_matching`"""
-        readout = probe.gradient(self.control.theta)
-        nothing = torch.zeros_like(readout)
-        functional = self.write_in.absorb_transposed_(Cotangent(readout, nothing.clone(), nothing.clone()))[0]
-        candidates, signs, target = first_step_candidates(functional, self.xi, 0.25)
-        base = probe.value(self.control.theta)
-
-        def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
-            return signs * (probe.value(self.after(gamma[:, None] * candidates).theta) - base) - target
-
-        gamma = calibrate(excess, len(candidates))
-        return gamma[:, None] * candidates, excess(gamma), target
-
-
-def generator(system: System, stream: str) -> torch.Generator:
-    return torch.Generator().manual_seed(system.entropy(stream))
+        return rotating_probe(before, after, self.system.generator("rotation"))
 
 
 # --- propagation
@@ -132,7 +90,7 @@ def propagated(
     for state, batch in zip(path, batches):
         if frozen:
             state, batch = path[0], batches[0]
-        linear_step(state, batch.gradient(state.theta)).absorb_(dx, batch.products(dx.theta))
+        linear_step(state, batch.gradient(state.theta), HYPER).absorb_(dx, batch.products(dx.theta))
         if clamped:
             dx.m.zero_()
             dx.v.zero_()

@@ -7,17 +7,20 @@ cost one gradient call a step, whatever their number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ..analysis.matching import matched_moment
-from ..core.adamw import Hyper, Run
-from ..core.state import CHANNELS, JointState, Tangent, difference
+from ..analysis.matching import ACCEPTED, TARGET, calibrate, first_step_candidates, matched_moment
+from ..core.adamw import Hyper, LinearStep, Run
+from ..core.clipping import Clip
+from ..core.layout import Layout
+from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference
 
 # which of (Δθ, Δm, Δv) a hybrid state keeps
 HYBRIDS = ("000", "100", "010", "001", "110", "101", "011", "111")
@@ -66,6 +69,70 @@ def step_(state: JointState, grads: Float[Tensor, "*batch row d"], hyper: Hyper)
         weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
     )  # fmt: skip
     return JointState(state.theta, state.m, state.v, (state.counts[0] + 1,), {})
+
+
+# --- the step at which rows part
+
+
+@dataclass(frozen=True)
+class ShockStep:
+    """x_t, the control's gradient ḡ and the hyperparameters: every row takes this step with its own ḡ + ξ."""
+
+    state: JointState  # one row
+    mean_gradient: Float[Tensor, "1 d"]
+    hyper: Hyper
+
+    def after(self, xi: Float[Tensor, "row d"]) -> JointState:
+        """The state after the step, exact, row by row."""
+        return step_(rows_of(self.state, len(xi)), self.mean_gradient + xi, self.hyper)
+
+    @cached_property
+    def control(self) -> JointState:
+        """The state after the step with ḡ."""
+        return self.after(torch.zeros_like(self.mean_gradient))
+
+    @cached_property
+    def write_in(self) -> LinearStep:
+        return linear_step(self.state, self.mean_gradient, self.hyper)
+
+    def written(self, xi: Float[Tensor, "row d"]) -> Tangent:
+        """B ξ."""
+        dx = Tangent(*(torch.zeros_like(xi) for _ in range(3)))
+        self.write_in.absorb_(dx, xi)
+        return dx
+
+    def matched(self, xi: Float[Tensor, "row d"], probe: Loss) -> MatchedRows:
+        """Candidates γ_i ξ̃_i of equal exact first responses. `eq:app_exact_matching`"""
+        readout = probe.gradient(self.control.theta)
+        nothing = torch.zeros_like(readout)
+        functional = self.write_in.absorb_transposed_(Cotangent(readout, nothing, nothing.clone()))[0]
+        candidates, signs, target = first_step_candidates(functional, xi, TARGET)
+        base = probe.value(self.control.theta)
+
+        def excess(gamma: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+            moved = self.after(gamma.to(xi)[:, None] * candidates).theta
+            return (signs * (probe.value(moved) - base) - target).cpu()
+
+        gamma = calibrate(excess, len(candidates))
+        left = excess(gamma)
+        first_step = signs.cpu() * (target + left)
+        return MatchedRows(gamma.to(xi)[:, None] * candidates, first_step, left.abs() <= ACCEPTED * target)
+
+
+@dataclass(frozen=True)
+class MatchedRows:
+    """Perturbations of equal exact |d_1|, the d_1 that each reached, and whether that is the target."""
+
+    xi: Float[Tensor, "row d"]
+    first_step: Float[Tensor, " row"]
+    accepted: Bool[Tensor, " row"]
+
+
+def linear_step(state: JointState, grads: Float[Tensor, "*batch row d"], hyper: Hyper) -> LinearStep:
+    """The derivative of AdamW at the step that takes `state` with `grads`."""
+    d, dtype = state.theta.shape[-1], state.theta.dtype
+    layout = Layout(("theta",), (torch.Size([d]),), ((1,),), (dtype,), (0,), (0,), state.theta.device)
+    return LinearStep.at(layout, state, grads, (True,), Clip(0.0, 1.0), (hyper,))
 
 
 # --- runs
