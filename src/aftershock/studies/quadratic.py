@@ -21,6 +21,7 @@ from .quadratic_family import (
     Quadratic,
     mean_loss,
     stacked,
+    values_of,
 )
 from .quadratic_scene import CANDIDATES, HORIZON, Scene, propagated
 from .rows import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 LONG_HORIZON = 128
 SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 16
+FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 8
 PERMUTATIONS = 100
 BETA1 = (0.5, 0.8, 0.9, 0.95, 0.99)
 BETA2 = (0.9, 0.99, 0.999, 0.9999)
@@ -166,15 +167,11 @@ class Family:
         none = torch.zeros_like(dx.theta)
         alone = Tangent(dx.theta, none, none.clone())
         exact = difference(scene.after(xi), rows_of(scene.control, len(xi)))
-        return cls(
-            xi,
-            propagated(dx, *along),
-            propagated(alone, *along),
-            propagated(alone, *along, clamped=True),
-            propagated(dx, *along, frozen=True),
-            propagated(exact, *along),
-            accepted,
-        )
+        together = Tangent(*(torch.cat(parts) for parts in zip(*((x.theta, x.m, x.v) for x in (dx, alone, exact)))))
+        full, initial, endpoint = propagated(together, *along).chunk(3, dim=1)
+        clamped = propagated(alone, *along, clamped=True)
+        frozen = propagated(dx, *along, frozen=True)
+        return cls(xi, full, initial, clamped, frozen, endpoint, accepted)
 
     @classmethod
     def matched(cls, scene: Scene, probe: Probe) -> Family:
@@ -343,8 +340,9 @@ def _under_futures(
     start = rows_of(rows, futures, 1 + len(xi))
     values: dict[str, list[Tensor]] = {name: [] for name in probes}
     for state in rollout(start, itertools.islice(batches, HORIZON - 1), HYPER):
-        for name, probe in probes.items():
-            values[name].append(probe.value(state.theta))
+        # neither of the two probes has a center
+        for name, value in zip(probes, values_of([probe.loss for probe in probes.values()], state.theta)):
+            values[name].append(value)
     stacked_values = {name: torch.stack(each, dim=-1) for name, each in values.items()}
     return {name: each[:, 1:] - each[:, :1] for name, each in stacked_values.items()}
 

@@ -6,7 +6,7 @@ and θ is `[*batch, row, d]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -44,12 +44,7 @@ class Quadratic:
         return self.products(theta).add_(self.linear[..., None, :])
 
     def value(self, theta: Float[Tensor, "*batch row d"]) -> Float[Tensor, "*batch row"]:
-        curved = torch.linalg.vecdot(theta * theta, self.diagonal[..., None, :])
-        low_rank = (theta @ self.factor).square().sum(-1) / self.factor.shape[-1]
-        return (curved + low_rank) / 2 + torch.linalg.vecdot(theta, self.linear[..., None, :])
-
-    def __getitem__(self, index: int | slice) -> Quadratic:
-        return Quadratic(*(getattr(self, field.name)[index] for field in fields(self)))
+        return values_of([self], theta)[0]
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,16 @@ class Probe:
 
     def gradient(self, theta: Float[Tensor, "row d"]) -> Float[Tensor, "row d"]:
         return self.loss.gradient(theta - self.center)
+
+
+def values_of(losses: Sequence[Quadratic], theta: Float[Tensor, "*batch row d"]) -> list[Float[Tensor, "*batch row"]]:
+    """Several losses at the same θ, which is read twice, not twice for each."""
+    curved = theta.square() @ torch.stack([loss.diagonal for loss in losses], dim=-1)
+    columns = [torch.cat([loss.factor, loss.linear[..., None]], dim=-1) for loss in losses]
+    products = (theta @ torch.cat(columns, dim=-1)).split([column.shape[-1] for column in columns], dim=-1)
+    return [
+        (curved[..., i] + inner[..., :-1].square().mean(-1)) / 2 + inner[..., -1] for i, inner in enumerate(products)
+    ]
 
 
 # --- the process
