@@ -1,6 +1,6 @@
 """The theory of the paper on the user's own model: paths and changes in, labelled results out.
 
-where does the error come from?       decompose, error_bounds, write_in_bound, activation_margin
+where does the error come from?       decompose, error_bounds, write_in_bound, activation_margin, switch_fraction
 how does a shock enter?               write_paths, second_order
 which memory carries it?              channel_responses, persistence, FrozenMemory
 which batch matters most?             scores, readout_null, match_first_step
@@ -37,7 +37,7 @@ from .statistics import (
     spearman,
 )
 from .summaries import crossing, spike_margin, summarize
-from .switching import activation_margin, margin_mass, telescoped_defects
+from .switching import activation_margin, margin_mass, switch_fraction, telescoped_defects
 from .write_paths import split_write, write_paths
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "spike_margin",
     "split_write",
     "summarize",
+    "switch_fraction",
     "symmetric_error",
     "telescoped_defects",
     "trusted_horizon",

@@ -137,12 +137,12 @@ def present_frozen(
 
     `eq:app_present_frozen_iso`. Ā is the transition of the control batch (the reference mean, where that is
     `accumulate(references)`) at the first state after it. Gives `response[change, horizon]` and its summary
-    `score[change]`. Costs a path of H steps and a Hessian product per change and horizon.
+    `score[change]`. Costs a path of two steps and a Hessian product per change and horizon.
     """
     import xarray as xr
 
     _require_horizon(horizon)
-    change = _branch(point, control_batch, [control_batch] * (horizon - 1), candidates, follow)
+    change = _branch(point, control_batch, [control_batch] * min(horizon - 1, 1), candidates, follow)
     trajectory, control = change.path.trajectory, change.path.control(change.at)
     slope = readout(probe_slope(change, Probe.of(probe), control)[None])
     dx = stack([WriteIn(control.linear).mv(gradient_difference(e.shock(control).xi, e)) for e in change.edits])

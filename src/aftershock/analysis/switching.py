@@ -7,7 +7,7 @@ Condition". Clipping is a gate too: its smooth extension stays on the control's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from ..core.gates import Pattern, recording, replaying
 from ..core.path import Dynamics, Linearized, Step
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
+from .write_paths import change_names
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -171,6 +172,42 @@ def pair_at(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> P
     for pair in paired_steps(change, shocked, at - change.at + 1):
         found = pair
     return found
+
+
+def switch_fraction(
+    change: Change, *, scales: Sequence[float] = (1.0,), kinds: Sequence[str] | None = None
+) -> xr.DataArray:
+    """Share of the gates that chose differently from the control, `[change, scale, horizon]`, along exact pairs.
+
+    The gates at horizon h are those of the pass that step t + h makes over its batch; the last state of a path has
+    no step after it: NaN. kinds: the operations that are counted, such as ("relu",); default: all.
+    Costs a gradient per change, scale and horizon.
+    """
+    import xarray as xr
+
+    control, trajectory = change.path.control(change.at), change.path.trajectory
+    shocks = [edit.shock(control) for edit in change.edits]
+    states = [[shock.endpoint(scale)[0] for scale in scales] for shock in shocks]
+    horizons = len(change.path) - change.at
+    found = torch.full((len(shocks), len(scales), horizons), torch.nan, dtype=torch.float64)
+    for step, before in trajectory.forward(change.at + 1, len(change.path)):
+        _, _, pattern = recorded_step(trajectory.dynamics, step, before)
+        for i, row in enumerate(states):
+            for j, state in enumerate(row):
+                row[j], _, other = recorded_step(trajectory.dynamics, step, state)
+                found[i, j, step.index - change.at - 1] = _switched_share(pattern, other, kinds)
+    return xr.DataArray(
+        found.numpy(),
+        dims=("change", "scale", "horizon"),
+        coords={"change": change_names(change), "scale": list(scales), "horizon": range(1, horizons + 1)},
+    )
+
+
+def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | None) -> float:
+    pairs = zip(control.gates, control.switches(other))
+    counted = [switched for gate, switched in pairs if kinds is None or gate.kind in kinds]
+    total = sum(switched.numel() for switched in counted)
+    return sum(int(switched.sum()) for switched in counted) / total if total else math.nan
 
 
 def joint_norm(dx: Tangent) -> float:

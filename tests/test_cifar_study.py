@@ -1,0 +1,344 @@
+"""The CIFAR-10 study on tiny made-up images: against torch.optim by hand, and what bad data gets."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+import tarfile
+import types
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from aftershock.errors import InvalidFile, InvalidInput
+from aftershock.studies import cifar
+from aftershock.studies.cifar import FULL, QUICK, Protocol, Scene, build, cifar_study, prepare, run_piece
+from aftershock.studies.cifar_data import load_cifar
+from aftershock.studies.results import merge_pieces
+from aftershock.studies.study import System
+
+MLP, CNN = System("mlp", 2026, 0), System("cnn", 2026, 1)
+TINY = Protocol(
+    burn_in=3, references=2, candidates=3, horizon=3, batch=8, probe=8, scales=(0.5, 1.0), hybrids=1, beta1=(0.5, 0.9),
+    beta2=(0.9, 0.999), permutations=4, futures=2, futures_per_piece=1, sampled=1,
+)  # fmt: skip
+PIECES = ("fidelity", "ranking", "memory", "present", "futures-0", "futures-1")
+
+
+def arrays(train: int = 120, test: int = 20) -> dict[str, np.ndarray]:
+    """Noise whose brightness says its class."""
+    draws = np.random.default_rng(0)
+    out = {}
+    for kind, count in (("train", train), ("test", test)):
+        labels = draws.integers(0, 10, count).astype(np.uint8)
+        noise = draws.integers(0, 100, (count, 32, 32, 3))
+        out[f"x_{kind}"], out[f"y_{kind}"] = (noise + 15 * labels[:, None, None, None]).astype(np.uint8), labels
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cifar") / "cifar10.npz"
+    np.savez(path, **arrays())
+    return path
+
+
+def scene(data: Path, system: System = MLP) -> Scene:
+    return prepare(system, data, load_cifar(data).digest, TINY, "cpu")
+
+
+@cache
+def piece(data: Path, name: str, system: System = MLP) -> xr.Dataset:
+    found = run_piece(system, name, data=data, digest=load_cifar(data).digest, protocol=TINY, device="cpu")
+    assert list(found) == [system.kind]
+    return found[system.kind]
+
+
+# --- the numbers, by hand
+
+
+class ByHand:
+    """The run of a scene with torch alone: its own model, torch's plain AdamW, ordinary loops."""
+
+    def __init__(self, own: Scene) -> None:
+        self.scene = own
+        self.model = build(own.system.kind, own.system.entropy("weights"))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=2e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+        )
+        for k in range(TINY.burn_in):
+            self.step([self.images(k)])
+
+    def images(self, k: int) -> tuple[Tensor, Tensor]:
+        """Batch k of the order, from the arrays as they were written."""
+        return self.pick(self.scene.order[k * TINY.batch : (k + 1) * TINY.batch])
+
+    def pick(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        stored = arrays()
+        mean, deviation = np.array([0.4914, 0.4822, 0.4465]), np.array([0.2470, 0.2435, 0.2616])
+        x = (stored["x_train"][index.numpy()] / 255.0 - mean) / deviation
+        return torch.from_numpy(x.transpose(0, 3, 1, 2)), torch.from_numpy(stored["y_train"][index.numpy()]).long()
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """One update by the mean gradient of some batches."""
+        self.optimizer.zero_grad()
+        for images, labels in batches:
+            (cross_entropy(self.model(images), labels) / len(batches)).backward()
+        self.optimizer.step()
+
+    def run(self, first: list[tuple[Tensor, Tensor]], future: list[tuple[Tensor, Tensor]]) -> list[float]:
+        """The probe's loss at h = 1 … after a first step and a future."""
+        losses = []
+        for batches in (first, *([batch] for batch in future)):
+            self.step(batches)
+            with torch.no_grad():
+                losses.append(float(cross_entropy(self.model(self.scene.probe[0]), self.scene.probe[1])))
+        return losses
+
+
+def response_by_hand(own: Scene, candidate: int, future: list[tuple[Tensor, Tensor]]) -> np.ndarray:
+    first = TINY.burn_in + TINY.references
+    references = [ByHand(own).images(k) for k in range(TINY.burn_in, first)]
+    shocked = ByHand(own).run([ByHand(own).images(first + candidate)], future)
+    return np.array(shocked) - np.array(ByHand(own).run(references, future))
+
+
+@pytest.mark.parametrize("system", [MLP, CNN], ids=["mlp", "cnn"])
+def test_exact_responses_are_two_runs_of_torch(data: Path, system: System) -> None:
+    own = scene(data, system)
+    first = TINY.burn_in + TINY.references + TINY.candidates
+    realized = [ByHand(own).images(first + h) for h in range(TINY.horizon - 1)]
+    exact = piece(data, "fidelity", system)["exact"].sel(scale=1.0)
+    np.testing.assert_allclose(exact.sel(change=1), response_by_hand(own, 1, realized), rtol=1e-6)
+    futures = piece(data, "futures-1", system)["future_response"].sel(family="natural", future=1)
+    np.testing.assert_allclose(futures.sel(change=2), response_by_hand(own, 2, own.branch(1)), rtol=1e-6)
+    assert abs(exact).min() > 1e-6  # far above rounding
+
+
+def test_switched_gates_are_those_of_the_next_step(data: Path) -> None:
+    own = scene(data, CNN)
+    share = piece(data, "fidelity", CNN)["switch_fraction"]
+    assert share.isel(horizon=-1).isnull().all()
+    first = TINY.burn_in + TINY.references
+    start = {}
+    for name, batches in (("control", range(TINY.burn_in, first)), ("shocked", [first])):
+        hand = ByHand(own)
+        hand.step([hand.images(k) for k in batches])
+        images, gates = hand.images(first + TINY.candidates)[0], []
+        for layer in hand.model:
+            images = layer(images)
+            if isinstance(layer, nn.ReLU):
+                gates.append((images > 0).flatten())
+        start[name] = torch.cat(gates)
+    expected = float((start["control"] != start["shocked"]).double().mean())
+    assert expected > 0
+    assert float(share.sel(change=0, scale=1.0, horizon=1)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
+    merged = merge_pieces([{"mlp": piece(data, name)} for name in PIECES])["mlp"]
+    expected = {
+        "exact": ("change", "scale", "horizon"),
+        "predicted": ("method", "change", "scale", "horizon"),
+        "identity_residual": (),
+        "score": ("family", "score_method", "change"),
+        "magnitude": ("family", "change"),
+        "first_step": ("family", "change"),
+        "null_correlation": ("family", "permutation"),
+        "readout_cosine": ("horizon",),
+        "accepted": ("change",),
+        "matched_exact": ("change", "horizon"),
+        "channel_exact": ("channel", "channel_change", "horizon"),
+        "persistence_m": ("decay_m", "persistence_change", "horizon"),
+        "persistence_v": ("decay_v", "persistence_change", "horizon"),
+        "future_response": ("family", "change", "future", "horizon"),
+        "present_score": ("family", "present_method", "change"),
+        "matched_first_step": ("change",),
+    }
+    assert {str(name): variable.dims for name, variable in merged.data_vars.items()} == expected
+    assert all(bool(variable.notnull().all()) for variable in merged.data_vars.values())
+    assert merged["future"].values.tolist() == [0, 1]
+    assert merged["accepted"].all()
+    # what two pieces know in two ways
+    full = merged.sel(scale=1.0)
+    np.testing.assert_allclose(merged["magnitude"].sel(family="natural"), abs(full["exact"]).max("horizon"), rtol=1e-9)
+    np.testing.assert_allclose(merged["channel_exact"].sel(channel="111"), full["exact"][:1], rtol=1e-9)
+    np.testing.assert_allclose(
+        merged["score"].sel(family="natural", score_method="full_iso"),
+        abs(full["predicted"].sel({"method": "tangent"})).max("horizon"), rtol=1e-9,
+    )  # fmt: skip
+    one_step = merged["present_score"].sel(family="natural", present_method="exact_one_step")
+    np.testing.assert_allclose(one_step, abs(full["exact"].sel(horizon=1)), rtol=1e-9)
+    # equal first responses of alternating sign, whatever the future
+    first = merged["future_response"].sel(family="matched", horizon=1)
+    np.testing.assert_allclose(first, merged["matched_first_step"].broadcast_like(first), rtol=1e-6)
+    np.testing.assert_allclose(merged["matched_first_step"] / abs(merged["matched_first_step"][0]), [1, -1, 1])
+
+
+def test_the_same_piece_has_the_same_bits(data: Path) -> None:
+    once = piece(data, "futures-0")
+    prepare.cache_clear()
+    assert piece.__wrapped__(data, "futures-0").identical(once)
+    other = run_piece(
+        System("mlp", 2026, 1), "futures-0", data=data, digest=load_cifar(data).digest, protocol=TINY, device="cpu"
+    )["mlp"]
+    assert not other.equals(once)
+
+
+def test_a_candidate_that_cannot_be_matched_has_no_row() -> None:
+    matched = types.SimpleNamespace(xi=torch.full((3, 2), torch.nan), accepted=xr.DataArray([True, False, True]))
+    families = cifar.Families.of(torch.zeros(3, 2), matched)
+    assert families.xi.shape == (5, 2)
+    dims, values = families.grid(np.arange(5.0))
+    assert dims == ("family", "change")
+    np.testing.assert_array_equal(values, [[0, 1, 2], [3, np.nan, 4]])
+
+
+# --- images and their parts
+
+
+def test_futures_share_no_image_with_what_was_seen(data: Path) -> None:
+    own = scene(data)
+
+    def names(batches: list[tuple[Tensor, Tensor]]) -> list[bytes]:
+        return [image.numpy().tobytes() for images, _ in batches for image in images]
+
+    seen = set(names(own.batches(0, TINY.burn_in + TINY.references + TINY.candidates)))
+    assert len(seen) == TINY.seen  # made-up images are all different
+    branches = [names(own.branch(k)) for k in range(TINY.futures)]
+    for branch in [*branches, names(own.future)]:
+        assert len(branch) == len(set(branch)) == (TINY.horizon - 1) * TINY.batch
+        assert not seen & set(branch)
+    assert branches[0] != branches[1]
+    draws = torch.Generator().manual_seed(0)
+    assert set(names(own.resampled(own.order[: TINY.seen], draws))) < seen
+
+
+def test_the_papers_networks_and_needs() -> None:
+    for kind, count in (("mlp", 855_050), ("cnn", 94_538)):
+        model = build(kind, 0)
+        assert sum(p.numel() for p in model.parameters()) == count
+        assert model(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).shape == (2, 10)
+    assert any(isinstance(layer, nn.GELU) for layer in build("mlp", 0))
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours = build("cnn", 0)[0]
+    expected = nn.functional.conv2d(x, ours.weight, ours.bias, padding=1)
+    torch.testing.assert_close(ours(x), expected)
+    assert FULL.images == 127 * 128
+    assert FULL.images <= 17_408
+    before = torch.get_rng_state()
+    twice = [torch.cat([p.flatten() for p in build("mlp", 7).parameters()]) for _ in range(2)]
+    assert torch.equal(*twice)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_study_names_its_systems_and_what_made_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "cifar10.npz", **arrays(train=QUICK.images, test=QUICK.probe))
+    quick = cifar_study(tmp_path, seed=11, quick=True)
+    assert [system.name for system in quick.systems] == ["mlp-11-0", "cnn-11-0"]
+    assert json.loads(json.dumps(quick.attrs)) == quick.attrs
+    assert quick.attrs["horizon"] == QUICK.horizon
+    assert pickle.loads(pickle.dumps(quick)).pieces == quick.pieces
+    with pytest.raises(InvalidFile, match=f"{QUICK.images} training images and one system needs 16,256"):
+        cifar_study(tmp_path)
+    with pytest.raises(InvalidInput, match="device 'warp'"):
+        cifar_study(tmp_path, quick=True, device="warp")
+    with pytest.raises(InvalidFile, match="not what the study was started with"):
+        prepare(MLP, tmp_path, "another digest", TINY, "cpu")
+
+
+# --- loading
+
+
+def records(x: np.ndarray, y: np.ndarray) -> bytes:
+    return b"".join(bytes([label]) + image.transpose(2, 0, 1).tobytes() for image, label in zip(x, y))
+
+
+def test_every_source_gives_the_same_images(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = arrays()
+    files = {
+        "data_batch_1.bin": records(stored["x_train"][:70], stored["y_train"][:70]),
+        "data_batch_2.bin": records(stored["x_train"][70:], stored["y_train"][70:]),
+        "test_batch.bin": records(stored["x_test"], stored["y_test"]),
+    }
+    extracted = tmp_path / "all" / "cifar-10-batches-bin"
+    extracted.mkdir(parents=True)
+    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for name, content in files.items():
+            (extracted / name).write_bytes(content)
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    splits = {
+        kind: {"img": list(stored[f"x_{kind}"]), "label": list(stored[f"y_{kind}"])} for kind in ("train", "test")
+    }
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda name: splits))
+    load_cifar.cache_clear()
+    sources = [data, data.parent, extracted, extracted.parent, tmp_path, tmp_path / "cifar-10-binary.tar.gz", None]
+    found = [load_cifar(source) for source in sources]
+    load_cifar.cache_clear()  # the made-up hub must not outlive this test
+    assert len({each.digest for each in found}) == 1
+    images, labels = found[0].train.batch(torch.tensor([5]), torch.device("cpu"))
+    assert labels.tolist() == [int(stored["y_train"][5])]
+    pixel = stored["x_train"][5, 3, 4] / 255
+    np.testing.assert_allclose(images[0, :, 3, 4], (pixel - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616])
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in arrays().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (without("y_test"), "no array 'y_test'"),
+        (arrays() | {"x_train": arrays()["x_train"][:, :28, :28]}, "x_train is uint8 of shape"),
+        (arrays() | {"x_test": arrays()["x_test"] / 255.0}, "x_test is float64"),
+        (arrays() | {"y_train": arrays()["y_train"][:-1]}, "120 train images have 119 labels"),
+        (arrays() | {"y_train": arrays()["y_train"] + np.uint8(3)}, "they go from 0 to 9"),
+        (arrays() | {"x_test": np.array([object()])}, "pickle"),
+    ],
+)
+def test_a_file_that_is_not_cifar_says_why(changed: dict[str, np.ndarray], reason: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "cifar10.npz", **changed)
+    with pytest.raises(InvalidFile, match=reason):
+        load_cifar(tmp_path / "cifar10.npz")
+
+
+def test_files_that_cannot_be_read_name_the_three_ways(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = data.read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    (tmp_path / "text.npz").write_text("not an archive")
+    (tmp_path / "cut.tar.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
+    (tmp_path / "images.zip").write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    for name in ("cut.npz", "text.npz", "cut.tar.gz", "images.zip", "empty", "nowhere"):
+        with pytest.raises(InvalidFile, match=r"cifar10\.npz.*cifar-10-binary\.tar\.gz.*Hugging Face"):
+            load_cifar(tmp_path / name)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidInput, match=r"datasets is not installed.*cifar-10-binary"):
+        load_cifar(None)
+
+
+def test_pickles_are_never_opened_and_cut_records_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({}))
+    with pytest.raises(InvalidFile, match="pickles are never opened"):
+        load_cifar(tmp_path)
+    stored = arrays()
+    whole = records(stored["x_test"], stored["y_test"])
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    (binary / "data_batch_1.bin").write_bytes(whole[:-5])
+    (binary / "test_batch.bin").write_bytes(whole)
+    with pytest.raises(InvalidFile, match=r"data_batch_1\.bin .* is cut off"):
+        load_cifar(binary)
