@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from aftershock.errors import InvalidFile, InvalidInput
-from aftershock.studies import cifar
-from aftershock.studies.cifar import FULL, QUICK, Protocol, Scene, build, cifar_study, prepare, run_piece
+from aftershock.studies import networks
+from aftershock.studies.cifar import cifar_study, run_piece
 from aftershock.studies.cifar_data import load_cifar
+from aftershock.studies.cifar_scene import FULL, QUICK, Protocol, Scene, build, prepare
+from aftershock.studies.networks import Network
 from aftershock.studies.results import merge_pieces
 from aftershock.studies.study import System
 
@@ -65,12 +67,26 @@ def piece(data: Path, name: str, system: System = MLP) -> xr.Dataset:
 # --- the numbers, by hand
 
 
+def plain(system: System) -> nn.Sequential:
+    """The paper's networks from torch's own layers, with the weights of ours."""
+    if system.kind == "mlp":
+        layers = [nn.Flatten(), nn.Linear(3072, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)]
+    else:
+        layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(64, 128, 3, padding=1), nn.ReLU()]
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
+    model = nn.Sequential(*layers).double()
+    model.load_state_dict(dict(zip(model.state_dict(), build(system).state_dict().values())))
+    return model
+
+
 class ByHand:
     """The run of a scene with torch alone: its own model, torch's plain AdamW, ordinary loops."""
 
     def __init__(self, own: Scene) -> None:
         self.scene = own
-        self.model = build(own.system.kind, own.system.entropy("weights"))
+        self.model = plain(own.system)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=2e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
         )
@@ -100,7 +116,8 @@ class ByHand:
         for batches in (first, *([batch] for batch in future)):
             self.step(batches)
             with torch.no_grad():
-                losses.append(float(cross_entropy(self.model(self.scene.probe[0]), self.scene.probe[1])))
+                images, labels = self.scene.probe_batch
+                losses.append(float(cross_entropy(self.model(images), labels)))
         return losses
 
 
@@ -183,6 +200,25 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     np.testing.assert_allclose(merged["matched_first_step"] / abs(merged["matched_first_step"][0]), [1, -1, 1])
 
 
+def test_rows_are_one_network_each(data: Path) -> None:
+    """Every row's loss and gradient against torch's layers at that row's weights, more rows than fit at once."""
+    for system in (MLP, CNN):
+        own, count = scene(data, system), networks.ROWS_AT_ONCE + 2
+        noise = torch.randn(
+            count, own.state.theta.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+        theta = own.state.theta + 1e-3 * noise
+        values, gradients = own.probe.value(theta), own.probe.gradient(theta)
+        for row in (0, count - 1):
+            model = plain(system)
+            torch.nn.utils.vector_to_parameters(theta[row], model.parameters())
+            images, labels = own.probe_batch
+            loss = cross_entropy(model(images), labels)
+            truth = torch.autograd.grad(loss, list(model.parameters()))
+            assert float(values[row]) == pytest.approx(float(loss.detach()), rel=1e-12)
+            torch.testing.assert_close(gradients[row], torch.cat([g.flatten() for g in truth]), rtol=1e-9, atol=1e-14)
+
+
 def test_the_same_piece_has_the_same_bits(data: Path) -> None:
     once = piece(data, "futures-0")
     prepare.cache_clear()
@@ -191,15 +227,6 @@ def test_the_same_piece_has_the_same_bits(data: Path) -> None:
         System("mlp", 2026, 1), "futures-0", data=data, digest=load_cifar(data).digest, protocol=TINY, device="cpu"
     )["mlp"]
     assert not other.equals(once)
-
-
-def test_a_candidate_that_cannot_be_matched_has_no_row() -> None:
-    matched = types.SimpleNamespace(xi=torch.full((3, 2), torch.nan), accepted=xr.DataArray([True, False, True]))
-    families = cifar.Families.of(torch.zeros(3, 2), matched)
-    assert families.xi.shape == (5, 2)
-    dims, values = families.grid(np.arange(5.0))
-    assert dims == ("family", "change")
-    np.testing.assert_array_equal(values, [[0, 1, 2], [3, np.nan, 4]])
 
 
 # --- images and their parts
@@ -223,19 +250,24 @@ def test_futures_share_no_image_with_what_was_seen(data: Path) -> None:
 
 
 def test_the_papers_networks_and_needs() -> None:
-    for kind, count in (("mlp", 855_050), ("cnn", 94_538)):
-        model = build(kind, 0)
-        assert sum(p.numel() for p in model.parameters()) == count
-        assert model(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).shape == (2, 10)
-    assert any(isinstance(layer, nn.GELU) for layer in build("mlp", 0))
-    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ours = build("cnn", 0)[0]
-    expected = nn.functional.conv2d(x, ours.weight, ours.bias, padding=1)
-    torch.testing.assert_close(ours(x), expected)
+    for system, count in ((MLP, 855_050), (CNN, 94_538)):
+        ours, theirs = build(system), plain(system)
+        assert sum(p.numel() for p in ours.parameters()) == count
+        images = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-13, atol=1e-13)
+    torch.manual_seed(5)
+    layers = [nn.Linear(3072, 256), nn.Linear(256, 256), nn.Linear(256, 10)]  # torch's own initialization
+    torch.manual_seed(5)
+    drawn = Network("mlp")
+    assert all(
+        torch.equal(p, q)
+        for layer, own in zip(layers, drawn.layers)
+        for p, q in zip(layer.parameters(), own.parameters())
+    )
     assert FULL.images == 127 * 128
     assert FULL.images <= 17_408
     before = torch.get_rng_state()
-    twice = [torch.cat([p.flatten() for p in build("mlp", 7).parameters()]) for _ in range(2)]
+    twice = [torch.cat([p.flatten() for p in build(MLP).parameters()]) for _ in range(2)]
     assert torch.equal(*twice)
     assert torch.equal(before, torch.get_rng_state())
 

@@ -82,6 +82,25 @@ def test_every_implementation_of_the_step(flags: dict, cls: type, warm: int, dty
     check_follow_equals_training(case)
 
 
+@pytest.mark.parametrize("flags", FLAGS)
+def test_gradients_whose_memory_is_transposed(flags: dict) -> None:
+    """autograd may return a gradient with other strides than its parameter's; fused kernels read memory as it lies."""
+    torch.manual_seed(0)
+    model = mlp(4, 6, 3)
+
+    def loss_fn(m: nn.Module, b: tuple) -> torch.Tensor:
+        x = b[0][None]
+        for layer in (m[0], m[2]):
+            x = torch.baddbmm(layer.bias[None, None], x, layer.weight[None].mT).tanh()
+        return F.cross_entropy(x[0], b[1])
+
+    case = Case("transposed", model, torch.optim.AdamW(model.parameters(), lr=1e-2, **flags), loss_fn, classes((4,)))
+    found = torch.autograd.grad(loss_fn(model, case.batches(1)[0]), list(model.parameters()))
+    assert found[0].stride() != model[0].weight.stride()
+    case.train(case.batches(3))
+    check_follow_equals_training(case)
+
+
 def test_mixed_dtypes() -> None:
     torch.manual_seed(0)
     model = mlp(4, 6, 3)

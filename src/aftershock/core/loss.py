@@ -158,7 +158,8 @@ class LossFunction:
             grads: list[Tensor | None] = [None] * len(leaves)
             for b, share in micro_batches(batch):
                 loss = share(self._loss(model, b, where))
-                for i, grad in enumerate(self._grad(loss, leaves, where)):
+                found = map(_accumulated, self._grad(loss, leaves, where), leaves)
+                for i, grad in enumerate(found):
                     before = grads[i]
                     grads[i] = grad if before is None else before if grad is None else before + grad
                 total = loss.detach() if total is None else total + loss.detach()
@@ -341,7 +342,7 @@ class GradientGraph:
             self.gradient = loss.gradient(theta, buffers, batch, random, where)
             return
         (value, self._graph), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
-        grads = [None if grad is None else grad.detach() for grad in self._graph]
+        grads = list(map(_accumulated, self._graph, self._leaves))
         self.gradient = Gradient(value, after, random, grads, loss._finite_norm(grads, where))
 
     @property
@@ -412,6 +413,13 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """A gradient as `backward` leaves it in .grad: with its parameter's strides, in which fused kernels read it."""
+    if grad is None or grad.stride() == parameter.stride():
+        return None if grad is None else grad.detach()
+    return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad.detach())
 
 
 def _first_line(error: BaseException) -> str:

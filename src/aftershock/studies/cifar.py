@@ -1,82 +1,44 @@
-"""Experiments 1 and 2 on the CIFAR-10 networks: a recipe over the public calls, one system at a time."""
+"""Experiments 1 and 2 on the CIFAR-10 networks, one system at a time.
+
+Linear answers are the public calls of the library on the system's training point; exact answers, thousands of runs
+that differ in their first state only, run as rows (`rows.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from .. import analysis
-from ..analysis.matching import Matched
-from ..api.change import Change
-from ..api.path import Path as Run
-from ..api.point import TrainingPoint, capture
-from ..core.batches import Accumulated, Batch, accumulate
-from ..errors import InvalidFile, InvalidInput
-from .cifar_data import CLASSES, Cifar, load_cifar
+from ..core.batches import Batch
+from ..errors import InvalidInput
+from .cifar_data import load_cifar
+from .cifar_scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
+from .rows import HYBRIDS, hybrid_responses, persistent_responses, responses, with_control
 from .study import Study, System, systems_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import xarray as xr
 
 SYSTEMS_PER_SEED = 4
-RATE, DECAY = 2e-4, 0.01
-FAMILIES = ("natural", "matched")
+FAMILIES = ["natural", "matched"]
 PREDICTIONS = ("tangent", "endpoint", "semilinear")
 PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
-# a fixed budget: how changes are grouped, and so the last bits, must not depend on what happens to be free
-MEMORY = "2GiB"
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """The paper's numbers (app:exp1_neural_details, app:exp2_predictability); `QUICK` has smaller ones."""
-
-    burn_in: int = 100
-    references: int = 4
-    candidates: int = 12
-    horizon: int = 12
-    batch: int = 128
-    probe: int = 256
-    scales: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 1.0)
-    hybrids: int = 3  # candidates whose channels and persistence are followed: 3 of 32 systems are the paper's 96
-    beta1: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
-    beta2: tuple[float, ...] = (0.9, 0.99, 0.999, 0.9999)
-    permutations: int = 100
-    futures: int = 32
-    futures_per_piece: int = 8
-    sampled: int = 4  # futures behind the sampled-future score: eight rank a little better and cost twice
-
-    @property
-    def seen(self) -> int:
-        """Images that training has seen, or holds, at the time of the shock."""
-        return (self.burn_in + self.references + self.candidates) * self.batch
-
-    @property
-    def images(self) -> int:
-        return self.seen + (self.horizon - 1) * self.batch
-
-
-FULL = Protocol()
-QUICK = Protocol(
-    references=2, candidates=4, horizon=5, batch=16, probe=32, scales=(0.0625, 0.125, 0.25, 1.0), hybrids=2,
-    beta1=(0.5, 0.99), beta2=(0.9, 0.9999), futures=4, futures_per_piece=4, sampled=2,
-)  # fmt: skip
+PERSISTENCE_SCALE = 0.25
 
 
 def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu") -> Study:
     """16 systems of the MLP, then 16 of the CNN; quick: one of each, with the smaller numbers of `QUICK`.
 
-    A system costs about 11,000 gradients, as many passes of the probe and 4,500 Hessian products; three quarters of
-    the gradients are the exact responses of Experiment 2. On a GPU this is bound by launches: several workers that
-    share it (under NVIDIA's MPS) are many times faster than one.
+    One system costs about 12,000 gradients as rows, 9,000 of them the exact responses of Experiment 2, and 4,000
+    Hessian products.
     """
     protocol = QUICK if quick else FULL
     _require_device(device)
@@ -103,168 +65,14 @@ def run_piece(
     system: System, piece: str, *, data: Path | None, digest: str, protocol: Protocol, device: str
 ) -> dict[str, xr.Dataset]:
     """One piece of one system; its setting is its architecture."""
-    # the usual choice of the fastest convolution depends on timing, and with it the bits
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
-        scene = prepare(system, data, digest, protocol, device)
-        name, _, part = piece.partition("-")
-        if name == "futures":
-            return {system.kind: futures(scene, int(part))}
-        recipes: dict[str, Callable[[Scene], xr.Dataset]] = {
-            "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
-        }  # fmt: skip
-        return {system.kind: recipes[name](scene)}
-
-
-# --- a system at the time of the shock
-
-
-def build(kind: str, generator_seed: int) -> nn.Module:
-    """MLP–GELU with 855,050 parameters or CNN–ReLU with 94,538, by PyTorch's default initialization, in float64."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator_seed)
-        if kind == "mlp":
-            layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3 * 32 * 32, 256), nn.GELU(), nn.Linear(256, 256)]
-            layers += [nn.GELU(), nn.Linear(256, CLASSES)]
-        else:
-            layers = [Convolution(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-            layers += [Convolution(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-            layers += [Convolution(64, 128, 3, padding=1), nn.ReLU()]
-            layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES)]
-        return nn.Sequential(*layers).double()
-
-
-class Convolution(nn.Conv2d):
-    """A 3×3 convolution with padding 1 as one matrix product: float64 convolutions have no fast kernel on a GPU."""
-
-    def forward(self, x: Float[Tensor, "n input row column"]) -> Float[Tensor, "n output row column"]:
-        n, channels, rows, columns = x.shape
-        windows = nn.functional.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
-        patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(-1, 9 * channels)
-        out = nn.functional.linear(patches, self.weight.flatten(1), self.bias)
-        return out.view(n, rows, columns, -1).permute(0, 3, 1, 2)
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images), labels)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One system up to the shock: the state after the burn-in, and every image's part.
-
-    `order` is one permutation of the training images: burn-in, references, candidates and the realized future
-    take theirs from its front, in this order.
-    """
-
-    system: System
-    data: Cifar
-    protocol: Protocol
-    device: torch.device
-    order: Int64[Tensor, " image"]
-    point: TrainingPoint
-    probe: Batch
-
-    def batches(self, first: int, count: int) -> list[Batch]:
-        """Batches first … first + count − 1 of the order."""
-        size = self.protocol.batch
-        return self.cut(self.order[first * size : (first + count) * size])
-
-    def cut(self, index: Int64[Tensor, " image"]) -> list[Batch]:
-        return [self.data.train.batch(part, self.device) for part in index.split(self.protocol.batch)]
-
-    @cached_property
-    def references(self) -> list[Batch]:
-        return self.batches(self.protocol.burn_in, self.protocol.references)
-
-    @cached_property
-    def control(self) -> Accumulated:
-        """Its gradient is ḡ, the mean of the references'."""
-        return accumulate(self.references)
-
-    @cached_property
-    def candidates(self) -> list[Batch]:
-        return self.batches(self.protocol.burn_in + self.protocol.references, self.protocol.candidates)
-
-    @property
-    def future(self) -> list[Batch]:
-        """The realized future of Experiment 1."""
-        size = self.protocol.batch
-        return self.batches(self.protocol.seen // size, self.protocol.horizon - 1)
-
-    @property
-    def path(self) -> Run:
-        return self.point.follow([self.control, *self.future], memory=MEMORY)
-
-    def resampled(self, pool: Int64[Tensor, " image"], generator: torch.Generator) -> list[Batch]:
-        """One future of images of the pool, none of them twice."""
-        needed = (self.protocol.horizon - 1) * self.protocol.batch
-        return self.cut(pool[torch.randperm(len(pool), generator=generator)[:needed]])
-
-    def branch(self, k: int) -> list[Batch]:
-        """Future k of Experiment 2, of images that training has not seen. Its draw depends on k alone."""
-        return self.resampled(self.order[self.protocol.seen :], generator(self.system, f"future {k}"))
-
-    @cached_property
-    def families(self) -> Families:
-        """The natural residuals, and candidates of equal exact first response made of them."""
-        short = self.point.follow([self.control], memory=MEMORY)
-        natural = analysis.residuals(short.replace(self.candidates))
-        return Families.of(natural, analysis.match_first_step(short, natural, self.probe))
-
-
-@dataclass(frozen=True)
-class Families:
-    """Natural and matched candidates as rows of ξ. A candidate that could not be matched has no row."""
-
-    xi: Float[Tensor, "row d"]
-    family: list[int]
-    change: list[int]
-    matched: Matched
-
-    @classmethod
-    def of(cls, natural: Float[Tensor, "change d"], matched: Matched) -> Families:
-        kept = [int(i) for i in matched.accepted.values.nonzero()[0]]
-        xi = torch.cat([natural, matched.xi[kept]])
-        every = list(range(len(natural)))
-        return cls(xi, [0] * len(every) + [1] * len(kept), every + kept, matched)
-
-    def __call__(self, path: Run) -> Change:
-        """All rows as one change of a path's first step."""
-        return path.perturb(self.xi)
-
-    def grid(self, values: np.ndarray, dims: Sequence[str] = ()) -> tuple[tuple[str, ...], np.ndarray]:
-        """Rows of numbers as a variable (family, change, …), NaN where there is no row."""
-        import numpy as np
-
-        out = np.full((len(FAMILIES), max(self.change) + 1, *values.shape[1:]), np.nan)
-        out[self.family, self.change] = values
-        return ("family", "change", *dims), out
-
-    def rows(self, family: int) -> list[int]:
-        return [row for row, own in enumerate(self.family) if own == family]
-
-
-@lru_cache(maxsize=1)
-def prepare(system: System, data: Path | None, digest: str, protocol: Protocol, device: str) -> Scene:
-    """The system after its burn-in: 100 g. Kept for the next piece of the same system in this process."""
-    found, place = load_cifar(data), torch.device(device)
-    if found.digest != digest:
-        raise InvalidFile(f"the data at {data} is not what the study was started with; start it anew with --out")
-    order = torch.randperm(len(found.train), generator=generator(system, "order"))
-    watched = torch.randperm(len(found.test), generator=generator(system, "probe"))[: protocol.probe]
-    model = build(system.kind, system.entropy("weights")).to(place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
-    for index in order[: protocol.burn_in * protocol.batch].split(protocol.batch):
-        optimizer.zero_grad()
-        cross_entropy(model, found.train.batch(index, place)).backward()
-        optimizer.step()
-    point = capture(model, optimizer, cross_entropy)
-    return Scene(system, found, protocol, place, order, point, found.test.batch(watched, place))
-
-
-def generator(system: System, stream: str) -> torch.Generator:
-    return torch.Generator().manual_seed(system.entropy(stream))
+    scene = prepare(system, data, digest, protocol, device)
+    name, _, part = piece.partition("-")
+    if name == "futures":
+        return {system.kind: futures(scene, int(part))}
+    recipes: dict[str, Callable[[Scene], xr.Dataset]] = {
+        "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
+    }  # fmt: skip
+    return {system.kind: recipes[name](scene)}
 
 
 def _require_device(device: str) -> None:
@@ -275,11 +83,17 @@ def _require_device(device: str) -> None:
         raise InvalidInput(f"device {device!r} cannot be used here ({reason}); take cpu, or cuda on a GPU") from error
 
 
-# --- the pieces
+def exact(scene: Scene, xi: Float[Tensor, "row d"], future: list[Batch]) -> Float[Tensor, "row horizon"]:
+    """The exact response to every row along a future: one run of rows."""
+    rows = with_control(scene.control, scene.after(xi))
+    return responses(rows, scene.losses(future), scene.probe, scene.hyper).cpu()
+
+
+# --- Experiment 1
 
 
 def fidelity(scene: Scene) -> xr.Dataset:
-    """Experiment 1: the exact response and three predictions of it, at every scale.
+    """The exact response and three predictions of it, at every scale.
 
     `identity_residual` is the largest ‖e − Σ parts‖ of the recursive error identity along the first candidate's
     exact pair at full scale. `switch_fraction` is counted on the batch of the step that follows each state; the
@@ -288,12 +102,14 @@ def fidelity(scene: Scene) -> xr.Dataset:
     import xarray as xr
 
     change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
-    found = change.response(scene.probe, scales=scales, methods=("exact", *PREDICTIONS)).data["response"]
+    predicted = change.response(scene.probe_batch, scales=scales, methods=PREDICTIONS).data["response"]
+    scaled = torch.cat([scale * scene.natural for scale in scales])
+    found = exact(scene, scaled, scene.future).unflatten(0, (len(scales), -1)).transpose(0, 1)
     parts = analysis.decompose(change, index=0).data
     data = xr.Dataset(
         {
-            "exact": found.sel({"method": "exact"}, drop=True),
-            "predicted": found.sel({"method": list(PREDICTIONS)}),
+            "exact": (("change", "scale", "horizon"), found.numpy()),
+            "predicted": predicted.sel({"method": list(PREDICTIONS)}),
             "identity_residual": parts["identity_residual_absolute"].max(),
         }
     )
@@ -303,113 +119,120 @@ def fidelity(scene: Scene) -> xr.Dataset:
 
 
 def ranking(scene: Scene) -> xr.Dataset:
-    """Experiment 1: every score of both families on the realized future, against the exact magnitude."""
-    import numpy as np
+    """Every score of both families on the realized future, against the exact magnitude."""
     import xarray as xr
 
-    path, families = scene.path, scene.families
-    change = families(path)
-    table = analysis.scores(change, scene.probe)
-    exact = change.response(scene.probe, methods=("exact",)).exact.isel(scale=0)
-    magnitude = abs(exact).max("horizon")
-    draws = generator(scene.system, "permutations")
-    nulls = np.full((len(FAMILIES), scene.protocol.permutations), np.nan)
-    for family, null in enumerate(nulls):
-        rows = families.rows(family)
-        if len(rows) > 1:  # else there is nothing to rank: too few could be matched, as `accepted` says
-            own, target = table.isel(change=rows), magnitude.isel(change=rows)
-            null[:] = analysis.readout_null(own, target, generator=draws, permutations=len(null))["spearman"]
-    dims, score = families.grid(table["score"].transpose("change", "method").values, ["score_method"])
-    _, curves = families.grid(exact.values, ["horizon"])
-    matched = families.matched
-    data = xr.Dataset(
-        {
-            "score": (dims, score),
-            "magnitude": families.grid(magnitude.values),
-            "first_step": families.grid(exact.isel(horizon=0).values),
-            "null_correlation": (("family", "permutation"), nulls),
-            "readout_cosine": ("horizon", table["readout_cosine"].values),
-            "accepted": ("change", matched.accepted.values),
-            "matched_exact": (("change", "horizon"), curves[FAMILIES.index("matched")]),
-        },
-        coords={
-            "family": list(FAMILIES),
-            "score_method": table["method"].values,
-            "permutation": np.arange(scene.protocol.permutations),
-            "horizon": table["horizon"].values,
-        },
+    path, draws = scene.path, scene.system.generator("permutations")
+    tables = []
+    for xi in _families(scene):
+        table = analysis.scores(path.perturb(xi), scene.probe_batch)
+        response = exact(scene, xi, scene.future)
+        magnitude = response.abs().amax(1).numpy()
+        null = analysis.readout_null(table, magnitude, generator=draws, permutations=scene.protocol.permutations)
+        found = xr.Dataset(
+            {
+                "score": (("score_method", "change"), table["score"].values),
+                "magnitude": ("change", magnitude),
+                "first_step": ("change", response[:, 0].numpy()),
+                "curves": (("change", "horizon"), response.numpy()),
+                "null_correlation": ("permutation", null["spearman"].values),
+            },
+            {"score_method": table["method"].values, "horizon": table["horizon"].values},
+        )
+        tables.append(found.assign(readout_cosine=("horizon", table["readout_cosine"].values)))
+    cosine = tables[0]["readout_cosine"]
+    joined = xr.concat([t.drop_vars("readout_cosine") for t in tables], dim="family").assign_coords(family=FAMILIES)
+    data = joined.drop_vars("curves").assign(
+        readout_cosine=cosine,
+        matched_exact=joined["curves"].sel(family="matched", drop=True),
+        accepted=("change", scene.equal_first_steps.accepted.numpy()),
     )
-    return _numbered(data.transpose("family", "score_method", ...), "change")
+    return _numbered(data, "change", "permutation")
 
 
 def memory(scene: Scene) -> xr.Dataset:
-    """Experiment 1: exact hybrids of θ, m and v, and how long m and v last under other β."""
+    """Exact hybrids of θ, m and v, and how long m and v last under other β."""
     import xarray as xr
 
     protocol = scene.protocol
-    change = scene.path.replace(scene.candidates[: protocol.hybrids])
-    hybrids = analysis.channel_responses(change, scene.probe, methods=("exact",))["response"].isel(method=0, drop=True)
-    parts = [set(str(name).split("+")) for name in hybrids["channel"].values]
-    bits = ["".join(str(int(block in part)) for block in ("theta", "m", "v")) for part in parts]
-    data = {"channel_exact": hybrids.assign_coords(channel=bits).rename(change="channel_change")}
-    lasting = {
-        "m": analysis.persistence(change, scene.probe, beta1=protocol.beta1),
-        "v": analysis.persistence(change, scene.probe, beta2=protocol.beta2),
-    }
-    for channel, beta in (("m", "beta1"), ("v", "beta2")):
-        response = lasting[channel]["response"].swap_dims(system=beta).drop_vars("system")
-        data[f"persistence_{channel}"] = response.rename({beta: f"decay_{channel}", "change": "persistence_change"})
-    return _numbered(xr.Dataset(data), "channel_change", "persistence_change")
+    xi, future = scene.natural[: protocol.hybrids], scene.losses(scene.future)
+    run = (future, scene.probe, scene.hyper)
+    hybrids = hybrid_responses(scene.control, scene.after(xi), *run)
+    data = xr.Dataset(
+        {"channel_exact": (("channel", "channel_change", "horizon"), hybrids.cpu().numpy())},
+        {"channel": list(HYBRIDS), "horizon": range(1, protocol.horizon + 1)},
+    )
+    shocked = scene.after(PERSISTENCE_SCALE * xi)
+    for channel, decays in (("m", protocol.beta1), ("v", protocol.beta2)):
+        found = persistent_responses(scene.control, shocked, *run, channel, decays).cpu().numpy()
+        dims = (f"decay_{channel}", "persistence_change", "horizon")
+        data = data.assign({f"persistence_{channel}": (dims, found)}).assign_coords({dims[0]: list(decays)})
+    return _numbered(data, "channel_change", "persistence_change")
+
+
+# --- Experiment 2
 
 
 def present(scene: Scene) -> xr.Dataset:
-    """Experiment 2: scores that see no future batch.
+    """Scores that see no future batch.
 
     `sampled_future` runs the exact response along futures resampled from images that training has already seen,
-    and averages the peak: it shares no image with any future that it is judged by. With a dozen candidates the
-    exact run costs no more than a linear one.
+    and averages the peak: it shares no image with any future that it is judged by. As rows the exact run costs less
+    than a linear one.
     """
-    import numpy as np
     import xarray as xr
 
-    families, protocol = scene.families, scene.protocol
-    common = (scene.point, scene.control, families)
-    options: dict[str, Any] = {"horizon": protocol.horizon, "memory": MEMORY}
-    now = scene.point.follow([scene.control], memory=MEMORY)
-    table = analysis.scores(families(now), scene.probe)["score"].sel({"method": list(PRESENT)})
-    seen = scene.order[: protocol.seen]
-    later = {
-        "present_frozen": analysis.present_frozen(*common, scene.probe, **options),
-        "reference_surrogate": analysis.reference_surrogate(
-            *common, scene.probe, references=scene.references, **options
-        ),
-        "sampled_future": analysis.sampled_future(
-            *common, lambda length, draws: scene.resampled(seen, draws), scene.probe, samples=protocol.sampled,
-            method="exact", generator=generator(scene.system, "sampled"), **options,
-        ),
-    }  # fmt: skip
-    columns = [*table.values, *(data["score"].values for data in later.values())]
-    dims, score = families.grid(np.stack(columns, axis=1), ["present_method"])
+    seen, draws = scene.order[: scene.protocol.seen], scene.system.generator("sampled")
+    sampled = [scene.resampled(seen, draws) for _ in range(scene.protocol.sampled)]
+    scores = [_present_scores(scene, xi, sampled) for xi in _families(scene)]
     data = xr.Dataset(
-        {"present_score": (dims, score), "matched_first_step": ("change", families.matched.first_step.values)},
-        coords={"family": list(FAMILIES), "present_method": [*PRESENT, *later]},
+        {
+            "present_score": (
+                ("family", "present_method", "change"),
+                torch.stack([torch.stack(list(each.values())) for each in scores]).numpy(),
+            ),
+            "matched_first_step": ("change", scene.equal_first_steps.first_step.numpy()),
+        },
+        {"family": FAMILIES, "present_method": list(scores[0])},
     )
-    return _numbered(data.transpose("family", "present_method", ...), "change")
+    return _numbered(data, "change")
+
+
+def _present_scores(
+    scene: Scene, xi: Float[Tensor, "change d"], sampled: list[list[Batch]]
+) -> dict[str, Float[Tensor, " change"]]:
+    common = (scene.point, scene.control_batch, lambda path: path.perturb(xi), scene.probe_batch)
+    options: dict[str, Any] = {"horizon": scene.protocol.horizon, "memory": MEMORY}
+    surrogate = analysis.reference_surrogate(*common, references=scene.references, **options)
+    moved = scene.after(xi).theta
+    return {
+        "exact_one_step": (scene.probe.value(moved) - scene.probe.value(scene.control.theta)).abs().cpu(),
+        "gradient_norm": xi.norm(dim=1).cpu(),
+        "write_norm": scene.written(xi).theta.norm(dim=1).cpu(),
+        "present_frozen": torch.as_tensor(analysis.present_frozen(*common, **options)["score"].values),
+        "reference_surrogate": torch.as_tensor(surrogate["score"].values),
+        "sampled_future": torch.stack([exact(scene, xi, future).abs().amax(1) for future in sampled]).mean(0),
+    }
 
 
 def futures(scene: Scene, part: int) -> xr.Dataset:
-    """Experiment 2: the exact response of both families under a part of the resampled futures."""
+    """The exact response of both families under a part of the resampled futures, all in one run of rows each."""
     import xarray as xr
 
     each = scene.protocol.futures_per_piece
     own = range(part * each, (part + 1) * each)
-    branches = [scene.branch(k) for k in own]
-    families = scene.families
-    data = analysis.repeated_futures(scene.point, scene.control, families, branches, scene.probe, memory=MEMORY)
-    found = data["response"].isel(method=0)
-    grid = families.grid(found.transpose("change", "future", "horizon").values, ["future", "horizon"])
-    coords = {"family": list(FAMILIES), "future": list(own), "horizon": found["horizon"].values}
-    return _numbered(xr.Dataset({"future_response": grid}, coords=coords), "change")
+    xi = torch.cat(_families(scene))
+    found = torch.stack([exact(scene, xi, scene.branch(k)) for k in own], dim=1)
+    data = xr.Dataset(
+        {"future_response": (("family", "change", "future", "horizon"), found.unflatten(0, (2, -1)).numpy())},
+        {"family": FAMILIES, "future": list(own), "horizon": range(1, scene.protocol.horizon + 1)},
+    )
+    return _numbered(data, "change")
+
+
+def _families(scene: Scene) -> list[Float[Tensor, "change d"]]:
+    """The natural residuals, and candidates of equal exact first response made of them (NaN where none was found)."""
+    return [scene.natural, scene.equal_first_steps.xi]
 
 
 def _numbered(data: xr.Dataset, *dims: str) -> xr.Dataset:
