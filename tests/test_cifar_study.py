@@ -8,6 +8,7 @@ import pickle
 import sys
 import tarfile
 import types
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from aftershock.errors import InvalidFile, InvalidInput
-from aftershock.studies import networks
+from aftershock.studies import cifar, networks
 from aftershock.studies.cifar import cifar_study, run_piece
 from aftershock.studies.cifar_data import load_cifar
 from aftershock.studies.cifar_scene import FULL, QUICK, Protocol, Scene, build, prepare
@@ -200,6 +201,23 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     np.testing.assert_allclose(merged["matched_first_step"] / abs(merged["matched_first_step"][0]), [1, -1, 1])
 
 
+def test_a_candidate_that_cannot_be_matched_is_left_out(data: Path) -> None:
+    own = replace(scene(data))
+    found = own.equal_first_steps
+    lost = torch.tensor([True, False, True])
+    xi = found.xi.where(lost[:, None], torch.nan)
+    own.__dict__["equal_first_steps"] = replace(found, xi=xi, accepted=lost)
+    for recipe in (cifar.ranking, cifar.present, lambda s: cifar.futures(s, 0)):
+        made = recipe(own)
+        for name, value in made.items():
+            if {"family", "change"} <= set(value.dims):
+                gone = value.sel(family="matched").isel(change=1)
+                rest = value.sel(family="matched").isel(change=[0, 2])
+                assert gone.isnull().all(), name
+                assert rest.notnull().all(), name
+                assert value.sel(family="natural").notnull().all(), name
+
+
 def test_rows_are_one_network_each(data: Path) -> None:
     """Every row's loss and gradient against torch's layers at that row's weights, more rows than fit at once."""
     for system in (MLP, CNN):
@@ -279,7 +297,7 @@ def test_a_study_names_its_systems_and_what_made_it(tmp_path: Path) -> None:
     assert json.loads(json.dumps(quick.attrs)) == quick.attrs
     assert quick.attrs["horizon"] == QUICK.horizon
     assert pickle.loads(pickle.dumps(quick)).pieces == quick.pieces
-    with pytest.raises(InvalidFile, match=f"{QUICK.images} training images and one system needs 16,256"):
+    with pytest.raises(InvalidFile, match=f"{QUICK.images:,} training images and one system needs 16,256"):
         cifar_study(tmp_path)
     with pytest.raises(InvalidInput, match="device 'warp'"):
         cifar_study(tmp_path, quick=True, device="warp")

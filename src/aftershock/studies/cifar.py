@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import analysis
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SYSTEMS_PER_SEED = 4
 FAMILIES = ["natural", "matched"]
+MATCHED = ("matched_exact", "matched_first_step")  # variables of the matched family alone
 PREDICTIONS = ("tangent", "endpoint", "semilinear")
 PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
 PERSISTENCE_SCALE = 0.25
@@ -124,10 +125,10 @@ def ranking(scene: Scene) -> xr.Dataset:
 
     path, draws = scene.path, scene.system.generator("permutations")
     tables = []
-    for xi in _families(scene):
+    for xi, accepted in _families(scene):
         table = analysis.scores(path.perturb(xi), scene.probe_batch)
         response = exact(scene, xi, scene.future)
-        magnitude = response.abs().amax(1).numpy()
+        magnitude = response.abs().amax(1).where(accepted, torch.nan).numpy()
         null = analysis.readout_null(table, magnitude, generator=draws, permutations=scene.protocol.permutations)
         found = xr.Dataset(
             {
@@ -147,7 +148,7 @@ def ranking(scene: Scene) -> xr.Dataset:
         matched_exact=joined["curves"].sel(family="matched", drop=True),
         accepted=("change", scene.equal_first_steps.accepted.numpy()),
     )
-    return _numbered(data, "change", "permutation")
+    return _numbered(_without_unmatched(data, scene), "change", "permutation")
 
 
 def memory(scene: Scene) -> xr.Dataset:
@@ -184,7 +185,7 @@ def present(scene: Scene) -> xr.Dataset:
 
     seen, draws = scene.order[: scene.protocol.seen], scene.system.generator("sampled")
     sampled = [scene.resampled(seen, draws) for _ in range(scene.protocol.sampled)]
-    scores = [_present_scores(scene, xi, sampled) for xi in _families(scene)]
+    scores = [_present_scores(scene, xi, sampled) for xi, _ in _families(scene)]
     data = xr.Dataset(
         {
             "present_score": (
@@ -195,7 +196,7 @@ def present(scene: Scene) -> xr.Dataset:
         },
         {"family": FAMILIES, "present_method": list(scores[0])},
     )
-    return _numbered(data, "change")
+    return _numbered(_without_unmatched(data, scene), "change")
 
 
 def _present_scores(
@@ -221,18 +222,34 @@ def futures(scene: Scene, part: int) -> xr.Dataset:
 
     each = scene.protocol.futures_per_piece
     own = range(part * each, (part + 1) * each)
-    xi = torch.cat(_families(scene))
+    xi = torch.cat([rows for rows, _ in _families(scene)])
     found = torch.stack([exact(scene, xi, scene.branch(k)) for k in own], dim=1)
     data = xr.Dataset(
         {"future_response": (("family", "change", "future", "horizon"), found.unflatten(0, (2, -1)).numpy())},
         {"family": FAMILIES, "future": list(own), "horizon": range(1, scene.protocol.horizon + 1)},
     )
-    return _numbered(data, "change")
+    return _numbered(_without_unmatched(data, scene), "change")
 
 
-def _families(scene: Scene) -> list[Float[Tensor, "change d"]]:
-    """The natural residuals, and candidates of equal exact first response made of them (NaN where none was found)."""
-    return [scene.natural, scene.equal_first_steps.xi]
+def _families(scene: Scene) -> list[tuple[Float[Tensor, "change d"], Bool[Tensor, " change"]]]:
+    """The natural residuals and candidates of equal exact first response made of them, and which of them exist.
+
+    A candidate that cannot be matched runs along as no perturbation, and `_without_unmatched` takes it out.
+    """
+    matched = scene.equal_first_steps
+    xi = matched.xi.where(matched.accepted.to(matched.xi.device)[:, None], 0.0)
+    return [(scene.natural, torch.ones_like(matched.accepted)), (xi, matched.accepted)]
+
+
+def _without_unmatched(data: xr.Dataset, scene: Scene) -> xr.Dataset:
+    """NaN for the matched candidates that do not exist."""
+    import xarray as xr
+
+    existing = [accepted.numpy() for _, accepted in _families(scene)]
+    kept = xr.DataArray(existing, dims=("family", "change"), coords={"family": FAMILIES})
+    return data.assign(
+        {name: value.where(kept) for name, value in data.items() if {"family", "change"} <= set(value.dims)}
+    ).assign({name: data[name].where(kept.sel(family="matched", drop=True)) for name in MATCHED if name in data})
 
 
 def _numbered(data: xr.Dataset, *dims: str) -> xr.Dataset:
