@@ -13,6 +13,7 @@ from .measures import (
     METHODS,
     NAMES,
     OURS,
+    SHARE_OF_SIGNS,
     UNKNOWN_RULE,
     Results,
     exponents,
@@ -44,7 +45,8 @@ def cifar_measures(results: Results) -> Iterator[Measure]:
         "sign": "Sign agr.",
         "peak": "Rel. M err.",
         "total": "Rel. ARE err.",
-        "extremum": "Extremum-sign acc.",
+        "typical_extremum": "Extremum-sign acc.",
+        "extremum": SHARE_OF_SIGNS,
     }
     yield from fidelity(results, "tab:app_exp2_fidelity", networks, columns)
     yield from _neural_text(results)

@@ -49,6 +49,7 @@ METHODS = {
     "semilinear": "Semilinear (ours)",
 }
 OURS = ("endpoint", "semilinear")
+SHARE_OF_SIGNS = "Right extremum signs (ours)"
 LOCAL = 0.25  # the prespecified local range of scales
 CV_ROUNDING, RESIDUAL_ROUNDING = 1e-10, 1e-14
 INFERRED = "the matching rule is inferred: the first displacement, ∝ β1 Δm/ρ1, is the same for every β1"
@@ -100,6 +101,8 @@ def _errors(data: xr.Dataset) -> dict[str, xr.DataArray]:
         "peak": across_candidates(symmetric_error(own["peak"], other["peak"])),
         "total": across_candidates(symmetric_error(own["total_abs"], other["total_abs"])),
         "extremum": extremum_sign_accuracy(exact, tangent),
+        # right (1) or wrong (0), and then the median over candidates, as every quantity of a candidate
+        "typical_extremum": across_candidates((own["peak_sign"] == other["peak_sign"]).astype(float)),
     }
 
 

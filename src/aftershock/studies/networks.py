@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Network(nn.Module):
         super().__init__()
         self.kind = kind
         widths = WIDTHS[kind]
-        pairs = zip(widths, widths[1:])
+        pairs = itertools.pairwise(widths)
         if kind == "mlp":
             layers: list[nn.Module] = [nn.Linear(a, b) for a, b in pairs]
         else:
