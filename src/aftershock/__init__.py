@@ -9,16 +9,20 @@ from .api.response import Response, load_response
 from .core.batches import accumulate
 from .core.probe import Probe, own_loss
 from .errors import AftershockError
+from .recorder.explain import explain
+from .recorder.recorder import FlightRecorder
 
 __all__ = [
     "AftershockError",
     "Change",
+    "FlightRecorder",
     "Path",
     "Probe",
     "Response",
     "TrainingPoint",
     "accumulate",
     "capture",
+    "explain",
     "from_checkpoint",
     "load_point",
     "load_response",

@@ -59,3 +59,7 @@ class InvalidFile(AftershockError):
 
 class UnfrozenGate(AftershockError):
     """A kink of the network cannot be recorded and replayed; the message names the operation and the module."""
+
+
+class ReplayMismatch(AftershockError):
+    """A recorded run does not repeat itself: the message says at which step, by how much, and why it may be."""

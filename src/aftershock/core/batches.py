@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import InvalidInput
+from .randomness import RandomState
 
 Batch = Any
 
@@ -21,10 +23,13 @@ class Accumulated:
 
     batches: tuple[Batch, ...]
     weights: tuple[float, ...] | None = None
+    random: tuple[RandomState, ...] | None = None  # before each micro-batch, where it was recorded
 
     def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
         """Each micro-batch with the map from its loss to its share of the whole."""
         for i, batch in enumerate(self.batches):
+            if self.random is not None:  # a loader that draws numbers moved it between the micro-batches
+                self.random[i].install(torch.device("cpu" if self.random[i].cuda is None else "cuda"))
             if self.weights is None:
                 # a division, as training loops write it: multiplying by 1/n gives other bits
                 yield batch, lambda loss: loss / len(self.batches)
