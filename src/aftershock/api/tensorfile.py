@@ -20,7 +20,8 @@ NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-BLANK = "0" * 64  # stands in the digest's place while the digest is computed
+PLACE = b'"digest": "'  # quotes inside the user's own text are escaped: this occurs once
+BLANK = b"0" * 64  # stands in the digest's place while the digest is computed
 CHUNK = 2**20
 
 
@@ -37,7 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         stop = start + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _dtype(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
-    meta = {"aftershock": json.dumps(header), "digest": BLANK}
+    meta = {"digest": BLANK.decode(), "aftershock": json.dumps(header)}
     text = json.dumps({"__metadata__": meta, **entries}).encode()
     text += b" " * (-len(text) % 8)
     found = ""
@@ -52,7 +53,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
                 digest.update(data)
                 file.write(data)
             found = digest.hexdigest()
-            file.seek(8 + text.index(BLANK.encode()))
+            file.seek(8 + text.index(PLACE) + len(PLACE))
             file.write(found.encode())
 
     write_whole(path, write)
@@ -82,8 +83,8 @@ def digest_of(path: Path) -> str:
     """sha256 of a file that `write_tensors` wrote, with its own digest left out."""
     with open(path, "rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
-        own = json.loads(text)["__metadata__"].get("digest", "")
-        digest = hashlib.sha256(text.replace(own.encode(), BLANK.encode(), 1) if own else text)
+        begin = text.index(PLACE) + len(PLACE)
+        digest = hashlib.sha256(text[:begin] + BLANK + text[begin + len(BLANK) :])
         for chunk in _chunks(file):
             digest.update(chunk)
     return digest.hexdigest()

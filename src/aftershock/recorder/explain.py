@@ -66,7 +66,7 @@ def explain(
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
-    start = found.start(target, code.window if window is None else window)
+    start = found.start(target, found.run["window"] if window is None else window)
     records = [found.records[number] for number in range(start, target + 1)]
     replayed = replay(records, found.states[start], code.model, code.loss_fn, code.dataset)
     path, last = replayed.path, replayed.last
@@ -92,7 +92,6 @@ class _Code:
     model: nn.Module
     loss_fn: Callable[[nn.Module, Batch], Tensor]
     dataset: Any
-    window: int
 
 
 def _source(
@@ -112,7 +111,7 @@ def _source(
             f"{directory} was recorded by another process: explain() needs model= and loss_fn= as the training script "
             "builds them (on the command line: --build module:function)"
         )
-    return directory, _Code(model, loss_fn, dataset, recorder.window if recorder else 64)
+    return directory, _Code(model, loss_fn, dataset)
 
 
 def _last_finite(flight: Flight, step: int) -> int:
@@ -257,7 +256,7 @@ def _labelled(
         "others": spike.others,
         "ranked_by": "replace" if bool(torch.isfinite(swept.contribution[0]).any()) else "zero",
         "order": [numbers[i] for i in proofs.order],
-        "batches": {str(record.step): list(record.indices) for record in records},
+        "batches": {str(r.step): list(r.indices) for r in (*records, flight.records[asked])},
         "replay": str(replayed),
         "jump": _jump_attributes(jump, swept, proofs, records),
         "not_a_number_in_batch": asked != first + last and _has_nan(flight.records[asked]),
@@ -274,6 +273,7 @@ def _jump_attributes(
         "step": records[jump.at].step,
         "from": float(jump.before[0].lr),
         "to": records[jump.at].lr,
+        "ratio": jump.ratio,
         "predicted": float(swept.held.sum()),
         "measured": proofs.jump,
     }

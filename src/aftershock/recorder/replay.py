@@ -138,8 +138,9 @@ def _proved(records: Sequence[Record], steps: Sequence[Step]) -> float:
             off = abs(was - now) / max(abs(was), abs(now), 1e-300)
             if off > AGREE:
                 raise ReplayMismatch(
-                    f"recorded and replayed runs part at step {record.step}, {i} step(s) after the state that the replay "
-                    f"starts from: its {name} was {was:.6g} and is {now:.6g} in the replay. {_causes(records, i)}"
+                    f"recorded and replayed runs part at step {record.step}, {i} step(s) after the state that the "
+                    f"replay starts from: its {name} was {was:.6g} and is {now:.6g} in the replay. "
+                    f"{_causes(records, i)}"
                 )
             if name == "loss":
                 worst = max(worst, off)

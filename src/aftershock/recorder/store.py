@@ -1,5 +1,6 @@
 """A flight on disk: one safetensors file per step and per state, each whole or absent, and frozen windows of them.
 
+    flight/ring/run.json                     when this run began, and its window
     flight/ring/step-00000312.safetensors    one update: batches, random states, loss, norms, hyperparameters
     flight/ring/state-00000288.safetensors   θ, m, v, counts and buffers before step 288
     flight/step-000340/flight.json           a frozen window: why, when, and the digest of every file beside it
@@ -37,15 +38,17 @@ class Ring:
     """The last steps of a live run, on disk."""
 
     def __init__(self, directory: Path, window: int) -> None:
-        self.directory, self.folder, self.window = directory, directory / "ring", window
+        self.directory, self.folder = directory, directory / "ring"
+        self.run = {"began": time.time(), "window": window}
 
     def begin(self) -> None:
         """An empty ring; what an earlier run left in it becomes a flight of its own."""
         states, steps = _numbered(self.folder, "state"), _numbered(self.folder, "step")
         if states and steps:
-            self.freeze(max(steps), "left by an earlier run")
+            self._freeze(max(steps), "left by an earlier run", _read_json(self.folder / "run.json"))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        (self.folder / "run.json").write_text(json.dumps(self.run))
 
     def add_state(self, step: int, captured: Captured) -> None:
         save_point(captured, self.folder / f"state-{step:08d}.safetensors")
@@ -57,6 +60,9 @@ class Ring:
 
     def freeze(self, step: int, reason: str) -> Path:
         """The window as it is now, under its own name: complete, or not there."""
+        return self._freeze(step, reason, self.run)
+
+    def _freeze(self, step: int, reason: str, run: Mapping[str, Any]) -> Path:
         place = next(p for p in _places(self.directory, step) if not p.exists())
         part = Path(tempfile.mkdtemp(dir=self.directory, prefix=".flight-"))
         try:
@@ -69,8 +75,7 @@ class Ring:
                 "format": FLIGHT_FORMAT,
                 "step": step,
                 "reason": reason,
-                "window": self.window,
-                "written": time.time(),
+                "run": run,
                 "torch": torch.__version__,
                 "files": files,
             }
@@ -85,7 +90,7 @@ class Ring:
     def _prune(self, newest: int) -> None:
         """Drop what no window that ends at the newest step needs."""
         states = _numbered(self.folder, "state")
-        first = max((number for number in states if number <= newest - self.window), default=0)
+        first = max((number for number in states if number < newest - self.run["window"]), default=0)
         for name in ("step", "state"):
             for number, path in _numbered(self.folder, name).items():
                 if number < first:
@@ -99,8 +104,9 @@ class Flight:
     folder: Path
     records: Mapping[int, Record]
     states: Mapping[int, Path]
-    trigger: int | None  # the step that froze it
-    reason: str
+    run: Mapping[str, Any]  # when the run began, and its window
+    trigger: int | None = None  # the step that froze it
+    reason: str = ""
 
     @property
     def last(self) -> int:
@@ -132,30 +138,38 @@ def open_flight(directory: Path, step: int | None = None) -> Flight:
     whole = [flight for flight in found if flight is not None]
     if not whole:
         raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
-    holding = [flight for flight in whole if step is None or step in flight.records]
+    if step is None:
+        return max(whole, key=lambda flight: (flight.run["began"], flight.last))
+    holding = [flight for flight in whole if step in flight.records]
     if not holding:
         held = ", ".join(f"{min(f.records)}–{f.last}" for f in whole)
         raise InvalidInput(f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held}")
-    return holding[-1]
+    # the last run that has the step, and of its windows the one that looks back furthest
+    return max(holding, key=lambda flight: (flight.run["began"], flight.trigger == step, -min(flight.records)))
 
 
 # --- reading
 
 
 def _frozen(directory: Path) -> list[Path]:
-    """Frozen windows, oldest first."""
-    folders = [path.parent for path in directory.glob("step-*/flight.json")]
-    return sorted(folders, key=lambda folder: _manifest(folder).get("written", 0.0))
+    return [path.parent for path in sorted(directory.glob("step-*/flight.json"))]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / "flight.json").read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidFile(f"{folder / 'flight.json'} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FLIGHT_FORMAT:
+    manifest = _read_json(folder / "flight.json")
+    if manifest.get("format") != FLIGHT_FORMAT:
         raise InvalidFile(f"{folder} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
     return manifest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidFile(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidFile(f"{path} is not a description of a flight")
+    return found
 
 
 def _open_frozen(folder: Path) -> Flight | None:
@@ -166,12 +180,12 @@ def _open_frozen(folder: Path) -> Flight | None:
             raise InvalidFile(f"{folder} is incomplete: {name} is missing")
         try:
             same = digest_of(path) == digest
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, OSError) as error:
             raise InvalidFile(f"{path} is damaged: {error}") from error
         if not same:
             raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
     records = {number: read_record(path) for number, path in _numbered(folder, "step").items()}
-    return _unbroken(folder, records, _numbered(folder, "state"), manifest["step"], manifest["reason"])
+    return _unbroken(folder, records, _numbered(folder, "state"), manifest)
 
 
 def _open_ring(folder: Path) -> Flight | None:
@@ -181,11 +195,11 @@ def _open_ring(folder: Path) -> Flight | None:
         if _whole(path):
             records[number] = read_record(path)
     states = {number: path for number, path in _numbered(folder, "state").items() if _whole(path)}
-    return _unbroken(folder, records, states, None, "")
+    return _unbroken(folder, records, states, {"run": _read_json(folder / "run.json")})
 
 
 def _unbroken(
-    folder: Path, records: Mapping[int, Record], states: Mapping[int, Path], trigger: int | None, reason: str
+    folder: Path, records: Mapping[int, Record], states: Mapping[int, Path], manifest: Mapping[str, Any]
 ) -> Flight | None:
     """The latest run of steps without a gap that begins at a state."""
     if not records:
@@ -197,7 +211,7 @@ def _unbroken(
     if not inside:
         return None
     kept = {number: records[number] for number in range(min(inside), last + 1)}
-    return Flight(folder, kept, inside, trigger, reason)
+    return Flight(folder, kept, inside, manifest["run"], manifest.get("step"), manifest.get("reason", ""))
 
 
 def read_record(path: Path) -> Record:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 HALF = 0.5  # of the spike: what removes less does not explain it
 GONE = 3.0  # robust σ above the usual loss, below which there is no spike
+LITTLE = 0.2  # of the spike: what may be left of one that is gone
+LARGE_JUMP = 2.0  # times the learning rate before
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
@@ -23,37 +25,63 @@ def verdict(found: FlightExplanation) -> str:
         opening = f"The loss of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one. "
         if attrs["not_a_number_in_batch"]:
             return f"{opening}The batch of step {attrs['asked']} itself holds values that are not finite."
-    if not found.size > 0:
-        return f"{opening}Step {attrs['step']} is no spike: its loss {attrs['loss']:.4g} is not above the usual one."
+    if found.size <= GONE * attrs["sigma"]:
+        return opening + _no_spike(found)
     best = culprit(found)
     if best is not None:
         return opening + " ".join([_guilty(found, best), *_inside(found, best)])
-    own = attrs["loss"] - attrs["others"]
-    if own >= HALF * found.size:
+    if _own(found):
         return (
             f"{opening}The batch of step {attrs['step']} itself raises its loss: other batches have a loss of "
-            f"{attrs['others']:.3g} on the same weights, {own:.3g} less (of a spike of {found.size:.3g})."
+            f"{attrs['others']:.3g} on the same weights, {attrs['loss'] - attrs['others']:.3g} less (of a spike of "
+            f"{found.size:.3g})."
         )
     return opening + _nobody(found)
 
 
 def culprit(found: FlightExplanation) -> Culprit | None:
-    """The verified step without which at least half of the spike is gone."""
-    if not found.data.attrs["order"]:
+    """The verified step without which at least half of the spike is gone, where there is one.
+
+    A learning rate that rose makes every step's part larger, and a run that it made unstable changes with any step:
+    where the old rate removes more than the best step, that step is the culprit only if the rise was small and no
+    spike is left without it.
+    """
+    attrs = found.data.attrs
+    if not attrs["order"] or found.size <= GONE * attrs["sigma"]:
         return None
     best = found.culprits[0]
-    return best if best.measured >= HALF * found.size else None
+    if best.measured < HALF * found.size:
+        return None
+    small = attrs["jump"].get("ratio", 1.0) < LARGE_JUMP and _gone(found, best)
+    return best if best.measured >= _jumped(found) or small else None
 
 
 def guilty_batches(found: FlightExplanation) -> list[int]:
     """What to skip: the culprit's batches; the step's own where they are the cause; nothing where nobody is."""
     attrs, best = found.data.attrs, culprit(found)
+    if attrs["not_a_number_in_batch"]:
+        return list(attrs["batches"][str(attrs["asked"])])
     if best is not None:
         return list(best.batches)
-    own = attrs["not_a_number_in_batch"] or (
-        found.size > 0 and attrs["asked"] == attrs["step"] and attrs["loss"] - attrs["others"] >= HALF * found.size
-    )
-    return list(attrs["batches"][str(attrs["step"])]) if own else []
+    return list(attrs["batches"][str(attrs["step"])]) if _own(found) else []
+
+
+def _own(found: FlightExplanation) -> bool:
+    """Do other batches have an ordinary loss on the same weights?"""
+    attrs = found.data.attrs
+    high = found.size > GONE * attrs["sigma"]
+    return high and attrs["loss"] - attrs["others"] >= HALF * found.size and _jumped(found) < HALF * found.size
+
+
+def _jumped(found: FlightExplanation) -> float:
+    """How much of the loss is gone with the learning rate before its largest rise."""
+    measured = found.data.attrs["jump"].get("measured", math.nan)
+    return measured if math.isfinite(measured) else 0.0
+
+
+def _gone(found: FlightExplanation, best: Culprit) -> bool:
+    attrs = found.data.attrs
+    return attrs["loss"] - best.measured <= attrs["baseline"] + max(GONE * attrs["sigma"], LITTLE * found.size)
 
 
 def _guilty(found: FlightExplanation, best: Culprit) -> str:
@@ -61,7 +89,7 @@ def _guilty(found: FlightExplanation, best: Culprit) -> str:
     left = attrs["loss"] - best.measured
     if math.isinf(best.measured):
         without = "the run without it diverges (replayed)"
-    elif left <= attrs["baseline"] + max(GONE * attrs["sigma"], 0.2 * found.size):
+    elif _gone(found, best):
         without = "without it there is no spike (replayed)"
     else:
         without = f"without it the loss is {left:.3g} (replayed; usual {attrs['baseline']:.3g})"
@@ -98,17 +126,28 @@ def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
     ]
 
 
+def _no_spike(found: FlightExplanation) -> str:
+    attrs, first = found.data.attrs, found.culprits[0]
+    known, proof = (first.measured, "replayed") if attrs["order"] else (first.predicted, "predicted")
+    return (
+        f"Step {attrs['step']} is no spike: its loss {attrs['loss']:.4g} lies within the usual spread (median "
+        f"{attrs['baseline']:.4g}, σ {attrs['sigma']:.2g}). The largest part of it is step {first.step}, {known:+.3g} "
+        f"({proof})."
+    )
+
+
 def _nobody(found: FlightExplanation) -> str:
     attrs, jump = found.data.attrs, found.data.attrs["jump"]
     text = f"No single batch explains this spike of {found.size:.3g}"
     if not attrs["order"]:
         return f"{text}: nothing was verified, or no step raised it. Pass verify=k to run again without the top k."
-    if jump and jump["measured"] >= HALF * found.size:
+    best = found.culprits[0]
+    if _jumped(found) >= HALF * found.size:
         return (
             f"{text}; the largest part is the learning-rate change at {jump['step']} ({jump['from']:.3g} to "
-            f"{jump['to']:.3g}): {jump['measured']:.3g} of it is gone with the old rate (replayed)."
+            f"{jump['to']:.3g}): {jump['measured']:.3g} of it is gone with the old rate (replayed), and the largest "
+            f"single step is {best.step} with {best.measured:.3g}."
         )
-    best = found.culprits[0]
     return f"{text}; the largest part is step {best.step}, {best.measured:.3g} of it (replayed)."
 
 
