@@ -11,9 +11,9 @@ import torch
 
 from ..analysis.futures import repeated_futures
 from ..analysis.samplers import sample_futures
-from ..core.batches import Batch, accumulate
+from ..core.batches import Batch
 from ..errors import InvalidInput, NotFinite
-from .neighbours import plain_batches
+from .neighbours import mean_batch
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -65,10 +65,10 @@ def forecast(
     """
     if not past:
         raise InvalidInput("nothing is recorded yet: a forecast draws its futures from past batches")
-    recent = plain_batches(past[-REFERENCES:])
+    recent = mean_batch(past[-REFERENCES:])
     drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
     try:
-        found = repeated_futures(point, accumulate(recent), [batch], drawn, accumulate(recent), clip=clip)
+        found = repeated_futures(point, recent, [batch], drawn, recent, clip=clip)
     except NotFinite:
         return Forecast(None, math.inf, 1)
     response = found["response"].isel({"method": 0, "change": 0}, drop=True)

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from ..core.batches import Accumulated, Batch, accumulate
 
 
-def plain_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """The micro-batches of all of them, without the random states they were recorded with."""
-    return [part for batch in batches for part in (batch.batches if isinstance(batch, Accumulated) else (batch,))]
+def mean_batch(batches: Sequence[Batch]) -> Accumulated:
+    """One batch whose loss is the mean of theirs, without the random states they were recorded with."""
+    parts: list[Batch] = []
+    weights: list[float] = []
+    for batch in batches:
+        inside, shares = (batch.batches, batch.shares) if isinstance(batch, Accumulated) else ((batch,), (1.0,))
+        parts += inside
+        weights += [share / len(batches) for share in shares]
+    return accumulate(parts, weights=weights)
 
 
 def neighbours(step: int, count: int, references: int) -> list[int]:
@@ -19,4 +25,4 @@ def neighbours(step: int, count: int, references: int) -> list[int]:
 
 def reference_mean(batches: Sequence[Batch], step: int, references: int) -> Accumulated:
     """The mean of a step's neighbours: the paper's reference."""
-    return accumulate(plain_batches([batches[i] for i in neighbours(step, len(batches), references)]))
+    return mean_batch([batches[i] for i in neighbours(step, len(batches), references)])

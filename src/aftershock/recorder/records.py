@@ -69,12 +69,14 @@ class Record:
     hypers: tuple[Hyper, ...]
     clip: float | None
     forward: Forward
+    divisor: float | None = None  # of each micro-batch's loss; None: their number
 
     def batch(self, source: Source) -> Batch:
         """What loss_fn was given; several micro-batches are one accumulated batch with its own random states."""
-        if len(self.fed) == 1:
+        if len(self.fed) == 1 and self.divisor in (None, 1):
             return source.batch(self.fed[0])
-        return Accumulated(tuple(source.batch(fed) for fed in self.fed), random=tuple(fed.random for fed in self.fed))
+        random = tuple(fed.random for fed in self.fed)
+        return Accumulated(tuple(source.batch(fed) for fed in self.fed), random=random, divisor=self.divisor)
 
     @property
     def finite(self) -> bool:

@@ -231,6 +231,7 @@ def read_record(path: Path) -> Record:
         hypers=tuple(hyper_from_json(h) for h in header["hypers"]),
         clip=header["clip"],
         forward=Forward(autocast, getattr(torch, dtype), tuple(evaluating)),
+        divisor=header["divisor"],
     )
 
 
@@ -250,6 +251,7 @@ def _to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "raw_norm": str(record.raw_norm),
         "hypers": [hyper_to_json(h) for h in record.hypers],
         "clip": record.clip,
+        "divisor": record.divisor,
         "forward": [
             record.forward.autocast,
             str(record.forward.autocast_dtype).removeprefix("torch."),
