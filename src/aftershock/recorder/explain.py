@@ -57,22 +57,23 @@ def explain(
     references: neighbours whose mean gradient stands for an ordinary batch.
     verify: how many of the top steps to run again without. examples: in how many of those to look inside.
 
-    First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay of
-    the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for the proof that Hessian
-    products are right, and for each verification one per step after it.
+    First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
+    the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for the
+    proof that Hessian products are right, and for each verification one per step after it.
     """
     source, code = _source(flight, model, loss_fn, dataset)
     found = open_flight(source, step)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
-    start = found.start(target, found.run["window"] if window is None else window)
+    window = found.run["window"] if window is None else window
+    start = found.start(target, window)
     records = [found.records[number] for number in range(start, target + 1)]
-    replayed = replay(records, found.states[start], code.model, code.loss_fn, code.dataset)
+    replayed = replay(records, window, found.states[start], code.model, code.loss_fn, code.dataset)
     path, last = replayed.path, replayed.last
     readouts = Readouts(path, own_loss, 0, last)
     require_linear(path, readouts)
-    jump = largest_jump([record.hypers for record in records])
+    jump = largest_jump([record.hypers for record in replayed.records])
     with progress("adjoint sweep", last) as tick:
         swept = sweep(
             path.trajectory, last, readouts.gradient(last),
@@ -221,7 +222,8 @@ def _labelled(
 ) -> xr.Dataset:
     import xarray as xr
 
-    records, last, first = replayed.records, replayed.last, replayed.first
+    records, last = replayed.records, replayed.last
+    explained = records[last].step
     numbers = [record.step for record in records[:last]]
     steps = replayed.trajectory.steps
     data = xr.Dataset(
@@ -249,7 +251,7 @@ def _labelled(
         "kind": "flight",
         "reason": flight.reason,
         "asked": asked,
-        "step": first + last,
+        "step": explained,
         "loss": spike.loss,
         "baseline": spike.baseline,
         "sigma": spike.sigma,
@@ -259,7 +261,7 @@ def _labelled(
         "batches": {str(r.step): list(r.indices) for r in (*records, flight.records[asked])},
         "replay": str(replayed),
         "jump": _jump_attributes(jump, swept, proofs, records),
-        "not_a_number_in_batch": asked != first + last and _has_nan(flight.records[asked]),
+        "not_a_number_in_batch": asked != explained and _has_nan(flight.records[asked]),
     }
     return data
 

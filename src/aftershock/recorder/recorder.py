@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from ..api.point import TrainingPoint
 from ..core import capture as reading
 from ..core.adamw import Hyper
 from ..core.batches import Batch
-from ..core.clipping import global_norm
+from ..core.clipping import TORCH_EPSILON, global_norm
 from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
@@ -49,11 +50,16 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return safe
 
 
+def clip_factor(norm: float, clip: float | None) -> float:
+    """c = min(1, max_norm / (n + 1e-6)), as `clip_grad_norm_` has it."""
+    return 1.0 if clip is None else min(1.0, clip / (norm + TORCH_EPSILON))
+
+
 @dataclass(frozen=True)
 class _Update:
     """What the optimizer's hook saw of one update."""
 
-    norm: float
+    norm: Tensor | None  # None where the loop tells it
     hypers: tuple[Hyper, ...]
 
 
@@ -70,13 +76,13 @@ class FlightRecorder:
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
         state is read when the model is first called; numbers that loss_fn draws before that are not replayed.
-    window: how many steps back any step can be explained. every: steps between states on disk (default: window / 2).
+    window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, and NaN.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
 
-    Costs a copy of every batch, a norm of the gradient per step, and a copy of θ, m, v every `every` steps; files
-    are written by a thread of its own.
+    Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every
+    `every` steps; files are written by a thread of its own.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class FlightRecorder:
         clip: float | None = None,
         dataset: Any = None,
     ) -> None:
-        every = max(1, window // 2) if every is None else every
+        every = window if every is None else every
         if window < 2 or every < 1:
             raise InvalidInput(f"window is at least 2 steps and every at least 1; got {window} and {every}")
         self.model, self.loss_fn, self.clip = model, loss_fn, clip
@@ -122,6 +128,7 @@ class FlightRecorder:
         self._forward: Forward | None = None
         self._update: _Update | None = None
         self._asked: str | None = None
+        self._told = False  # does the loop tell the norms before clipping?
         for trigger in self.triggers:
             trigger.begin(self.window)
         self._handles = [
@@ -159,28 +166,60 @@ class FlightRecorder:
 
     @guarded
     def step(
-        self, batch: Batch, loss: Tensor | float, *, index: int | None = None, norm: Tensor | float | None = None
+        self,
+        batch: Batch,
+        loss: Tensor | float,
+        *,
+        index: int | None = None,
+        norm: Tensor | float | None = None,
+        divisor: float | None = None,
     ) -> None:
         """One update, after `optimizer.step()`: the batch that was fed (the last, with accumulation) and its loss.
 
         index: the batch's place in the data, for skip lists; default: how many batches were recorded before it.
-        norm: what `clip_grad_norm_` returned, where the loop clips; spikes of the gradient norm need it.
+        norm: what `clip_grad_norm_` returned, where the loop clips; spikes of the gradient norm need it, and it saves
+            a pass over the gradients.
+        divisor: by what the loop divided each micro-batch's loss; default: by their number.
         """
         self._feed(batch, loss, index)
+        self.finish(norm, divisor)
+
+    @guarded
+    def before_forward(self) -> None:
+        """Read what a step's forward pass begins with, where the pass does not begin with a call of the model."""
+        device = self.source.device
+        self._random = RandomState.now(device)
+        autocast = Autocast.now(device)
+        modules = reading.unwrapped(self.model).named_modules()
+        evaluating = tuple(name for name, part in modules if not part.training)
+        self._forward = Forward(autocast.enabled, autocast.dtype, evaluating)
+
+    @guarded
+    def take(self, fed: Fed, loss: Tensor | float) -> None:
+        """A micro-batch that is already copied, with its part of the step's loss."""
+        self._fed.append(fed)
+        self._losses.append(loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else float(loss))
+
+    @guarded
+    def finish(self, norm: Tensor | float | None = None, divisor: float | None = None) -> None:
+        """The update that was made with the micro-batches taken since the last one."""
         update, self._update = self._update, None
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []
         if update is None or self._forward is None:
             return  # GradScaler skipped it: nothing was updated
+        self._told = norm is not None
+        raw = math.nan if norm is None else float(norm)
         record = Record(
             step=self._step,
             fed=fed,
             loss=float(sum(losses[1:], start=losses[0])),
-            norm=update.norm,
-            raw_norm=float("nan") if norm is None else float(norm),
+            norm=raw * clip_factor(raw, self.clip) if update.norm is None else float(update.norm),
+            raw_norm=raw,
             hypers=update.hypers,
             clip=self.clip,
             forward=self._forward,
+            divisor=divisor,
         )
         self._step += 1
         self.recent.append(record)
@@ -208,14 +247,8 @@ class FlightRecorder:
 
     @guarded
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if self._random is not None or not torch.is_grad_enabled():
-            return  # the first call of a step counts; validation runs without gradients
-        device = self.source.device
-        self._random = RandomState.now(device)
-        autocast = Autocast.now(device)
-        modules = reading.unwrapped(self.model).named_modules()
-        evaluating = tuple(name for name, part in modules if not part.training)
-        self._forward = Forward(autocast.enabled, autocast.dtype, evaluating)
+        if self._random is None and torch.is_grad_enabled():
+            self.before_forward()  # the first call of a step counts; validation runs without gradients
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
@@ -227,9 +260,9 @@ class FlightRecorder:
         self._counts[id(first)] = count
         if count == before:
             return  # a fused optimizer under GradScaler runs its hooks on skipped steps too
-        norm = global_norm(grads, range(len(grads)))
+        norm = None if self._told else global_norm(grads, range(len(grads)))
         hypers = tuple(reading.read_hyper(group, optimizer) for group in optimizer.param_groups)
-        self._update = _Update(float(norm), hypers)
+        self._update = _Update(norm, hypers)
 
     # --- inside
 
@@ -238,8 +271,7 @@ class FlightRecorder:
             raise InvalidInput("the model was not called with gradients since the last step: record after the forward")
         structure, tensors = encode(batch)
         self._index = self._index if index is None else index
-        self._fed.append(Fed(structure, tensors, self._index, self._random))
-        self._losses.append(loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else float(loss))
+        self.take(Fed(structure, tensors, self._index, self._random), loss)
         self._index += 1
         self._random = None
 

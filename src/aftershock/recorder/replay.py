@@ -13,10 +13,11 @@ from ..api.path import Path
 from ..api.point import TrainingPoint
 from ..api.storage import load_captured
 from ..core.batches import Batch
+from ..core.capture import Captured
 from ..core.changes import ControlStep, Edit
 from ..core.loss import Autocast
 from ..core.memory import budget
-from ..core.path import Dynamics, Step, Trajectory
+from ..core.path import Dynamics, Keep, Step, Trajectory
 from ..core.state import JointState
 from ..errors import NotFinite, ReplayMismatch
 from .records import Forward, Record, Source
@@ -26,11 +27,11 @@ AGREE = 1e-4  # relative: rounding of another kernel stays far below, another ba
 
 @dataclass(frozen=True)
 class Replay:
-    """A window of a flight, replayed: step `first + i` of the run is step i of the path."""
+    """A window of a flight, replayed: `records[i]` is step i of the path."""
 
     path: Path
-    first: int
     records: tuple[Record, ...]
+    proved: int  # steps compared with the record: the window's, and those between the last state and it
     deviation: float  # the largest relative difference of a replayed loss from the recorded one; 0: to the bit
 
     @property
@@ -44,15 +45,16 @@ class Replay:
 
     def __str__(self) -> str:
         if self.deviation == 0:
-            return f"The {len(self.records)} steps were replayed: every loss is equal to the recorded one to the bit."
+            return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
         return (
-            f"The {len(self.records)} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
+            f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
             "(relative), not to the bit."
         )
 
 
 def replay(
     records: Sequence[Record],
+    window: int,
     state: FilePath,
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
@@ -60,31 +62,39 @@ def replay(
 ) -> Replay:
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
-    Costs one gradient per step.
+    Only the last `window` steps before the last become the path. Costs one gradient per step.
     """
     captured = load_captured(state, model, loss_fn)
     _set_surroundings(captured.loss.model, records)
     forward = records[0].forward
     captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
-    layout = captured.loss.layout
-    source = Source(layout.device, dataset)
+    source = Source(captured.loss.layout.device, dataset)
+    lead = max(0, len(records) - 1 - window)
+    before, after = records[:lead], records[lead:]
+    worst = 0.0
+    if before:
+        trajectory = _follow(captured, before, source, records)
+        worst = _proved(before, trajectory.steps, records)
+        captured = replace(captured, state=trajectory.state(lead))
+    trajectory = _follow(captured, after, source, records)
+    worst = max(worst, _proved(after, trajectory.steps, records))
+    return Replay(Path(TrainingPoint(captured), trajectory, None), tuple(after), len(records), worst)
+
+
+def _follow(captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record]) -> Trajectory:
     steps = [
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
-        for i, record in enumerate(records)
+        for i, record in enumerate(some)
     ]
-    fits = (len(steps) + 1) * captured.state.nbytes <= budget(None, layout.device) // 2
-    dynamics = Dynamics(captured.loss)
+    fits = (len(steps) + 1) * captured.state.nbytes <= budget(None, captured.loss.layout.device) // 2
+    keep: Keep = "states" if fits else "checkpoints"
     try:
-        trajectory = Trajectory.follow(
-            dynamics, captured.state, steps[0].random, steps, "states" if fits else "checkpoints"
-        )
+        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, keep)
     except NotFinite as error:
         raise ReplayMismatch(
-            f"the replay is not finite where the recorded run was (step {records[0].step} is the replay's first): "
-            f"{error}. {_causes(records, 1)}"
+            f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
+            f"{_causes(records, 1)}"
         ) from error
-    path = Path(TrainingPoint(captured), trajectory, None)
-    return Replay(path, records[0].step, tuple(records), _proved(records, trajectory.steps))
 
 
 def rerun(trajectory: Trajectory, at: int, edit: Edit, until: int, steps: Sequence[Step] | None = None) -> list[float]:
@@ -129,10 +139,11 @@ def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
         module.training = name not in evaluating
 
 
-def _proved(records: Sequence[Record], steps: Sequence[Step]) -> float:
+def _proved(some: Sequence[Record], steps: Sequence[Step], records: Sequence[Record]) -> float:
     """The largest deviation; raises at the first step whose loss or gradient norm is another one."""
     worst = 0.0
-    for i, (record, step) in enumerate(zip(records, steps)):
+    for record, step in zip(some, steps):
+        i = record.step - records[0].step
         arrived = step.clip.norm * step.clip.factor
         for name, was, now in (("loss", record.loss, step.loss), ("gradient norm", record.norm, arrived)):
             off = abs(was - now) / max(abs(was), abs(now), 1e-300)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.adamw import Hyper
-from ..core.changes import ControlStep, Edit, Replace, Reset, Shock, Skip, Zero
+from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
 from ..core.layout import Layout
 from ..core.operators import WriteIn, readout
 from ..core.path import Linearized, Trajectory
@@ -18,7 +18,7 @@ from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference
 from ..core.sweeps import adjoint_sweep
 from .neighbours import reference_mean
 
-CHANGES = ("replace", "zero", "skip", "lr", "reset m", "reset v")
+CHANGES = ("replace", "zero", "skip", "lr", "reset m", "reset v")  # resets are measured only
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Swept:
 def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> dict[str, Edit]:
     """Every change of one step that is compared with what happened."""
     steps = trajectory.steps
-    edits: dict[str, Edit] = {"zero": Zero(), "skip": Skip(), "reset m": Reset(("m",)), "reset v": Reset(("v",))}
+    edits: dict[str, Edit] = {"zero": Zero(), "skip": Skip()}
     if references and last > 1:
         edits["replace"] = Replace(reference_mean([s.batch for s in steps[:last]], step, references))
     if step and steps[step].hypers != steps[step - 1].hypers:
@@ -95,7 +95,7 @@ def sweep(
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         index = at.step.index
-        control = ControlStep.linearized(trajectory.dynamics, at, before)
+        control = _control(trajectory, at, before)
         for name, edit in edits_at(trajectory, index, last, references).items():
             parts = paired(layout, c, difference(edit.shock(control).endpoint(1.0)[0], control.after))
             row = found.contribution[CHANGES.index(name), index]
@@ -130,6 +130,14 @@ def paired(layout: Layout, c: Cotangent, dx: Tangent) -> Float[Tensor, "channel 
         for name in CHANNELS
     ]
     return torch.stack(rows).double().cpu()
+
+
+def _control(trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:
+    """The control step from what the sweep already has: no gradient, and no step where its end is kept."""
+    if trajectory.keep == "checkpoints":
+        return ControlStep.linearized(trajectory.dynamics, at, before)
+    after = trajectory.state(at.step.index + 1)
+    return ControlStep(trajectory.dynamics, at.step, before, after, at.graph.raw, at.graph.present, at.linear)
 
 
 def _keep_top(
