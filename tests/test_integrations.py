@@ -166,8 +166,8 @@ class Classifier(nn.Module):
 
 def train(folder: Path, model: nn.Module, data: Any, callback: Any = None, **options: Any) -> nn.Module:
     settings = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2, "num_train_epochs": 2,
-        "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3, **options,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
+        "num_train_epochs": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3, **options,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no",
