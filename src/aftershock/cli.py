@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import __version__
-from .errors import AftershockError
+from .errors import AftershockError, InvalidInput
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .studies.study import Study
 
 # Everything else is imported inside its command, so that --version and --help answer at once.
 
@@ -82,6 +89,88 @@ def report(
     page = out / "report.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
         typer.echo(f"wrote {write_response_page(response, page)}")
+
+
+class StudyName(enum.StrEnum):
+    quadratic = "quadratic"
+    cifar = "cifar"
+
+
+class Device(enum.StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def reproduce(
+    study: Annotated[StudyName, typer.Argument(help="Which of the paper's studies.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for everything.", show_default="reproduction/STUDY")] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(help="3 (the first three), mlp, mlp:2, a name; commas between.", show_default="all"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, to see that it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 2026,
+    data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
+    device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
+    workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
+) -> None:
+    """Regenerate a study of the paper, every number beside the paper's. Run again, it goes on where it was stopped."""
+    from .api.progress import duration
+    from .studies.runner import machine_kinds, run_study, select
+
+    start, out = time.monotonic(), out or Path("reproduction") / study.value
+    with _plain_errors("cannot read the data"):
+        recipe = _recipe(study, seed, quick, data, device)
+        wanted = recipe.systems if systems is None else select(recipe, systems)
+    try:
+        with _plain_errors(f"cannot write to {out}"):
+            results = run_study(recipe, out, wanted, workers=workers, cluster=cluster)
+            _publish(recipe, results, out)
+            typer.echo(f"took {duration(time.monotonic() - start)} on {' | '.join(machine_kinds(results))}")
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\naftershock: stopped; finished systems are kept in {out}: run the same command again to go on", err=True
+        )
+        raise typer.Exit(130) from None
+
+
+def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device: Device) -> Study:
+    if study is StudyName.cifar:
+        from .studies.cifar import cifar_study
+
+        # workers may run in another folder
+        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value)
+    from .studies.quadratic import quadratic_study
+
+    if data is not None or device is not Device.cpu:
+        raise InvalidInput("--data and --device belong to cifar: the quadratic study has no data and runs on the CPU")
+    return quadratic_study(seed=seed, quick=quick)
+
+
+def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
+    """Tables, page and figures from results, and a few words on them."""
+    from .report.paper_figures import write_figures
+    from .report.study_page import write_study_page
+    from .studies import tables
+    from .studies.runner import machine_kinds
+
+    cells = tables.build(study.name, results)
+    tables.write(cells, out, results, study)
+    write_study_page(study, results, cells, out / "report.html")
+    write_figures(results, out / "figures")
+
+    kinds = machine_kinds(results)
+    if len(kinds) > 1:
+        typer.echo(f"aftershock: systems ran on different machines, so bits may differ: {' | '.join(kinds)}", err=True)
+    typer.echo(tables.verdict(cells))
+    done, whole = (next(iter(results.values())).attrs[key] for key in ("systems", "systems_in_study"))
+    if done < whole:
+        typer.echo(f"partial: {done} of {whole} systems")
+    if study.attrs.get("quick"):
+        typer.echo("partial: --quick is a small version of the study")
+    typer.echo(f"wrote tables.md, tables.json, report.html, figures/ and results.zarr to {out}")
 
 
 @app.command()

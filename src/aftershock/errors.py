@@ -63,3 +63,7 @@ class UnfrozenGate(AftershockError):
 
 class ReplayMismatch(AftershockError):
     """A recorded run does not repeat itself: the message says at which step, by how much, and why it may be."""
+
+
+class StudyStopped(AftershockError):
+    """A study could not go on (workers, their scheduler, the disk); the systems that were finished are kept."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..core.adamw import runs_of
+from ..core.adamw import Run, runs_of
 from ..core.changes import ControlStep, Perturb
 from ..core.operators import WriteIn, readout
 from ..core.path import Step
@@ -95,37 +95,41 @@ def match_first_step(
     control = path.control(watch.at)
     natural = control.dynamics.layout.vectors(xis)
     losses, slopes = watch.readouts()
-    candidates, signs, mu = _candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
+    candidates, signs, mu = first_step_candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
     shocks = [Perturb(xi).shock(control) for xi in candidates]
 
-    def excess(i: int, gamma: float) -> float:
-        """s_i d_i(γ) − μ1: negative at γ = 0, zero at the match."""
+    def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
+        """s_i d_i(γ_i) − μ1: negative at γ = 0, zero at the match; NaN where γ is."""
+        return torch.tensor([signed(i, float(g)) - mu for i, g in enumerate(gamma)], dtype=torch.float64)
+
+    def signed(i: int, gamma: float) -> float:
+        if math.isnan(gamma):
+            return math.nan
         end = shocks[i].endpoint(gamma)[0]
         try:
             loss = float(watch.probe.value(path.trajectory, watch.at + 1, end.theta, end))
         except NotFinite:
             loss = math.inf
-        return float(signs[i]) * (loss - float(losses[0])) - mu
+        return float(signs[i]) * (loss - float(losses[0]))
 
-    upper = _bracket(excess, len(shocks))
-    gamma = _bisect(excess, upper)
-    left = [excess(i, g) if math.isfinite(g) else math.nan for i, g in enumerate(gamma)]
-    reasons = [_reason(residual, mu, tolerance) for residual in left]
+    gamma = calibrate(excess, len(shocks))
+    left = excess(gamma)
+    reasons = [_reason(residual, mu, tolerance) for residual in left.tolist()]
     data = xr.Dataset(
         {
-            "gamma": ("change", gamma),
-            "first_step": ("change", [s * (mu + residual) for s, residual in zip(signs.tolist(), left)]),
+            "gamma": ("change", gamma.numpy()),
+            "first_step": ("change", (signs.cpu().double() * (mu + left)).numpy()),
             "accepted": ("change", [not reason for reason in reasons]),
             "reason": ("change", reasons),
         },
         coords={"change": list(range(len(gamma)))},
         attrs={**watch.attributes("matched first step"), "target": mu, "tolerance": tolerance},
     )
-    scaled = candidates * torch.tensor(gamma, dtype=candidates.dtype, device=candidates.device)[:, None]
+    scaled = candidates * gamma.to(candidates)[:, None]
     return Matched(control.dynamics.layout.compact(scaled), data)
 
 
-def _candidates(
+def first_step_candidates(
     a: Float[Tensor, " param"], natural: Float[Tensor, "change param"], target: float
 ) -> tuple[Float[Tensor, "change param"], Float[Tensor, " change"], float]:
     """ξ̃_i, s_i and μ1."""
@@ -152,28 +156,30 @@ def _candidates(
     return signs[:, None] * common + free, signs, mu
 
 
-def _bracket(excess: Callable[[int, float], float], count: int) -> list[float]:
-    """The first upper end of 1, 2, 4 … 64 at which each candidate has reached its target; NaN where none has."""
-    upper = [math.nan] * count
+def calibrate(
+    excess: Callable[[Float[Tensor, " change"]], Float[Tensor, " change"]], count: int
+) -> Float[Tensor, " change"]:
+    """γ_i ≥ 0 with excess_i(γ_i) = 0, to the last bit that 64 halvings give; NaN where none of 1, 2, 4 … 64 reaches it.
+
+    A candidate's evaluation may be NaN where its γ is: those not bracketed, or done, are asked for no more.
+    """
+    low, high = torch.zeros(count, dtype=torch.float64), torch.full((count,), math.nan, dtype=torch.float64)
     gamma = 1.0
     while gamma <= LARGEST_GAMMA:
-        for i in range(count):
-            if math.isnan(upper[i]) and excess(i, gamma) >= 0:
-                upper[i] = gamma
+        open_ = high.isnan()
+        reached = excess(torch.where(open_, gamma, math.nan)) >= 0
+        high[open_ & reached] = gamma
         gamma *= 2
-    return upper
-
-
-def _bisect(excess: Callable[[int, float], float], upper: Sequence[float]) -> list[float]:
-    """γ of every bracketed candidate, to the last bit that 64 halvings can give."""
-    low, high = [0.0] * len(upper), list(upper)
     for _ in range(BISECTIONS):
-        for i in range(len(high)):
-            middle = (low[i] + high[i]) / 2
-            if math.isnan(middle) or middle in (low[i], high[i]):  # not bracketed, or no number left between
-                continue
-            (high if excess(i, middle) >= 0 else low)[i] = middle
-    return [(a + b) / 2 for a, b in zip(low, high)]
+        middle = (low + high) / 2
+        middle[(middle == low) | (middle == high)] = math.nan  # no number is left between
+        if middle.isnan().all():
+            break
+        above = excess(middle) >= 0
+        found = ~middle.isnan()
+        high = torch.where(found & above, middle, high)
+        low = torch.where(found & ~above, middle, low)
+    return (low + high) / 2
 
 
 def _reason(residual: float, mu: float, tolerance: float) -> str:
@@ -262,24 +268,35 @@ def _with_decay(
 def _match_moment(following: ControlStep, step: Step, end: JointState, channel: str) -> tuple[JointState, Tensor]:
     """The control with one moment moved so that `step` displaces θ as the path's own step would."""
     before, layout = following.before, following.dynamics.layout
-    moment, shocked = getattr(before, channel).clone(), getattr(end, channel)
+    moment = getattr(before, channel).clone()
     missed = torch.zeros_like(moment, dtype=torch.bool)
     pairs = [runs_of(layout, s.hypers, before.counts, following.present) for s in (following.step, step)]
     for own, new in zip(*pairs):
-        w = own.where
-        if channel == "m":
-            factor = (own.beta1 / own.bias1) / (new.beta1 / new.bias1)
-            moment[w] += factor * (shocked[w] - before.m[w])
-            continue
-        fresh = following.linear.g[w] ** 2
-        d_own, d_shocked, d_new = (
-            ((run.beta2 * v[w] + (1 - run.beta2) * fresh) / run.bias2).sqrt() + run.eps
-            for run, v in ((own, before.v), (own, shocked), (new, before.v))
-        )
-        inverse = 1 / d_new + (1 / d_shocked - 1 / d_own)
-        root = 1 / inverse - new.eps
-        solved = (new.bias2 * root**2 - (1 - new.beta2) * fresh) / new.beta2
-        changed, real = shocked[w] != before.v[w], (inverse > 0) & torch.isfinite(inverse)
-        missed[w] = changed & ~(real & (root >= 0) & (solved >= 0))
-        moment[w] = torch.where(changed, torch.where(real, solved.clamp(min=0), shocked[w]), before.v[w])
+        moment[own.where], missed[own.where] = matched_moment(own, new, before, end, following.linear.g, channel)
     return replace(before, **{channel: moment}), missed.sum().cpu()
+
+
+def matched_moment(
+    own: Run, new: Run, control: JointState, shocked: JointState, fresh: Float[Tensor, "*rows param"], channel: str
+) -> tuple[Float[Tensor, "*rows run"], Bool[Tensor, "*rows run"]]:
+    """The moment that gives, at decay β of `new`, the first displacement that the shocked one gives at `own`.
+
+    m: Δm (β1/ρ1)_own / (β1/ρ1)_new. v: each coordinate's 1/d moves by as much as it does at `own`; also says where
+    no v ≥ 0 does that. fresh: the gradient of the step, which with equal θ is the control's.
+    """
+    w = own.where
+    moment, moved = getattr(control, channel)[..., w], getattr(shocked, channel)[..., w]
+    if channel == "m":
+        factor = (own.beta1 / own.bias1) / (new.beta1 / new.bias1)
+        return moment + factor * (moved - moment), torch.zeros_like(moved, dtype=torch.bool)
+    squared = fresh[..., w] ** 2
+    d_own, d_shocked, d_new = (
+        ((run.beta2 * v + (1 - run.beta2) * squared) / run.bias2).sqrt() + run.eps
+        for run, v in ((own, moment), (own, moved), (new, moment))
+    )
+    inverse = 1 / d_new + (1 / d_shocked - 1 / d_own)
+    root = 1 / inverse - new.eps
+    solved = (new.bias2 * root**2 - (1 - new.beta2) * squared) / new.beta2
+    changed, real = moved != moment, (inverse > 0) & torch.isfinite(inverse)
+    missed = changed & ~(real & (root >= 0) & (solved >= 0))
+    return torch.where(changed, torch.where(real, solved.clamp(min=0), moved), moment), missed

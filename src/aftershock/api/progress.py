@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..core.memory import readable
 
@@ -21,27 +23,57 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"about {self.gradients:,.0f} gradients, {_duration(self.seconds)} and {readable(self.memory)} of memory"
+            f"about {self.gradients:,.0f} gradients, {duration(self.seconds)} and {readable(self.memory)} of memory"
             + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
         )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use."""
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-@contextlib.contextmanager
-def progress(title: str, total: int, estimate: Estimate | None = None) -> Iterator[Callable[[], None]]:
-    """A function to call once per unit of work; it draws a bar where a person is watching."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+class Tick(Protocol):
+    def __call__(self, text: str = "") -> None: ...
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+
+@contextlib.contextmanager
+def progress(title: str, total: int, estimate: Estimate | None = None) -> Iterator[Tick]:
+    """A function to call once per unit of work; it draws a bar where a person is watching.
+
+    Elsewhere only units that come with a text say it, with the time left: the log of a long run.
+    """
+    start, done = time.monotonic(), 0
+    bar = _bar(title if estimate is None else f"{title}: {estimate}", total)
+    with bar if sys.stderr.isatty() else contextlib.nullcontext(_line) as show:
+
+        def tick(text: str = "") -> None:
+            nonlocal done
+            done += 1
+            # The mean over the whole work: a unit may take minutes, and several end at once.
+            left = (time.monotonic() - start) * (total - done) / done
+            show(text, f"about {duration(left)} left" if done < total else "")
+
+        yield tick
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[str, str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title if estimate is None else f"{title}: {estimate}", total=total)
-        yield lambda: bar.advance(task)
+        task = bar.add_task(title, total=total, left="")
+
+        def show(text: str, left: str) -> None:
+            bar.update(task, advance=1, left=left, description=f"{title}: {text}" if text else None)
+
+        yield show
+
+
+def _line(text: str, left: str) -> None:
+    if text:
+        print(", ".join(filter(None, (text, left))), file=sys.stderr, flush=True)

@@ -105,6 +105,24 @@ class Run:
     coupled: float  # λ of Adam, which enters through the gradient
     sign: float  # −1 under maximize
 
+    @classmethod
+    def at(cls, hyper: Hyper, s: int, where: slice = slice(None), active: bool = True) -> Run:
+        """The scalars of step s, counted from 1."""
+        lr, decay = float(hyper.lr), float(hyper.weight_decay)
+        return cls(
+            where=where,
+            active=active,
+            lr=lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            eps=hyper.eps,
+            bias1=1 - hyper.beta1**s,
+            bias2=1 - hyper.beta2**s,
+            shrink=1 - lr * decay if hyper.decoupled else 1.0,
+            coupled=0.0 if hyper.decoupled else decay,
+            sign=-1.0 if hyper.maximize else 1.0,
+        )
+
 
 def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool]) -> list[Run]:
     """The stretches of the flat vector at a step that starts from `counts`."""
@@ -116,23 +134,8 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
         if key == previous:
             runs[-1] = replace(runs[-1], where=slice(runs[-1].where.start, stop))
             continue
-        previous, hyper, s = key, hypers[group], counts[i] + 1
-        lr, decay = float(hyper.lr), float(hyper.weight_decay)
-        runs.append(
-            Run(
-                where=slice(layout.starts[i], stop),
-                active=present[i],
-                lr=lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                bias1=1 - hyper.beta1**s,
-                bias2=1 - hyper.beta2**s,
-                shrink=1 - lr * decay if hyper.decoupled else 1.0,
-                coupled=0.0 if hyper.decoupled else decay,
-                sign=-1.0 if hyper.maximize else 1.0,
-            )
-        )
+        previous = key
+        runs.append(Run.at(hypers[group], counts[i] + 1, slice(layout.starts[i], stop), present[i]))
     return runs
 
 
@@ -221,20 +224,20 @@ class LinearStep:
     ) -> LinearStep:
         """Linearize the step that takes `state` with gradient `raw`: a few elementwise passes."""
         runs = runs_of(layout, hypers, state.counts, present)
-        g, dv_dg, dq_dm, dq_dv = (layout.zeros() for _ in range(4))
+        g, dv_dg, dq_dm, dq_dv = (torch.zeros_like(raw) for _ in range(4))
         zero_v, broken = (torch.zeros_like(g, dtype=torch.bool) for _ in range(2))
         for run in runs:
             w = run.where
             if not run.active:
-                broken[w] = True
+                broken[..., w] = True
                 continue
-            torch.mul(raw[w], run.sign * clip.factor, out=g[w]).add_(state.theta[w], alpha=run.coupled)
-            m = run.beta1 * state.m[w] + (1 - run.beta1) * g[w]
-            v = run.beta2 * state.v[w] + (1 - run.beta2) * g[w] * g[w]
-            torch.mul(g[w], 2 * (1 - run.beta2), out=dv_dg[w])
-            dq_dm[w], dq_dv[w] = sensitivities(run, m, v)
-            zero_v[w] = v == 0
-            broken[w] = zero_v[w] & (m != 0)
+            torch.mul(raw[..., w], run.sign * clip.factor, out=g[..., w]).add_(state.theta[..., w], alpha=run.coupled)
+            m = run.beta1 * state.m[..., w] + (1 - run.beta1) * g[..., w]
+            v = run.beta2 * state.v[..., w] + (1 - run.beta2) * g[..., w] * g[..., w]
+            torch.mul(g[..., w], 2 * (1 - run.beta2), out=dv_dg[..., w])
+            dq_dm[..., w], dq_dv[..., w] = sensitivities(run, m, v)
+            zero_v[..., w] = v == 0
+            broken[..., w] = zero_v[..., w] & (m != 0)
         return cls(layout, tuple(runs), raw, g, dv_dg, dq_dm, dq_dv, clip, zero_v, broken)
 
     def gradient_variation(self, xi: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
@@ -261,7 +264,7 @@ class LinearStep:
                 w = run.where
                 kernel(
                     dx.theta[..., w], dx.m[..., w], dx.v[..., w], u[..., w],
-                    self.dv_dg[w], self.dq_dm[w], self.dq_dv[w], 1 - run.beta1, run.beta2, run.shrink,
+                    self.dv_dg[..., w], self.dq_dm[..., w], self.dq_dv[..., w], 1 - run.beta1, run.beta2, run.shrink,
                 )  # fmt: skip
 
     def absorb_exactly_(
@@ -286,10 +289,10 @@ class LinearStep:
             if not run.active:
                 continue
             w = run.where
-            dtheta, dm, dv, g = dx.theta[..., w], dx.m[..., w], dx.v[..., w], self.g[w]
+            dtheta, dm, dv, g = dx.theta[..., w], dx.m[..., w], dx.v[..., w], self.g[..., w]
             u = du[..., w].mul_(run.sign).add_(dtheta, alpha=run.coupled)
-            m = run.beta1 * before.m[w] + (1 - run.beta1) * g
-            v = run.beta2 * before.v[w] + (1 - run.beta2) * g * g
+            m = run.beta1 * before.m[..., w] + (1 - run.beta1) * g
+            v = run.beta2 * before.v[..., w] + (1 - run.beta2) * g * g
             dm.lerp_(u, 1 - run.beta1)
             dv.mul_(run.beta2).addcmul_(u.add(g, alpha=2), u, value=1 - run.beta2)
             d = (v / run.bias2).sqrt_().add_(run.eps)

@@ -44,8 +44,8 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
         _add_change(figure, response, data.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
     _add_method_key(figure, response)
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    _style(figure, HORIZON_TITLE, "change of the probe's loss")
-    _whole_horizons(figure, data.sizes["horizon"])
+    style(figure, HORIZON_TITLE, "change of the probe's loss")
+    whole_horizons(figure, data.sizes["horizon"])
     frame = _frame(data, response.best_method)
     figure.update_yaxes(range=frame)
     _key_beside(figure)
@@ -85,9 +85,9 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
         fill="tonexty",
         fillcolor="rgba(200, 67, 43, 0.08)",
     )
-    _style(figure, HORIZON_TITLE, "the probe's loss", height=360)
-    _whole_horizons(figure, len(horizons))
-    _key_above(figure)
+    style(figure, HORIZON_TITLE, "the probe's loss", height=360)
+    whole_horizons(figure, len(horizons))
+    key_above(figure)
     return figure
 
 
@@ -99,10 +99,10 @@ def error_figure(response: Response, *, scale: float | None = None) -> Figure:
     figure = go.Figure()
     _add_spread(figure, errors, "horizon", errors["horizon"].values, strongest(response)[:SHOWN])
     _trust_line(figure, TRUST_ERROR, f"{TRUST_ERROR:.0%}: trusted below")
-    _style(figure, HORIZON_TITLE, "symmetric error", height=360)
-    _whole_horizons(figure, errors.sizes["horizon"])
+    style(figure, HORIZON_TITLE, "symmetric error", height=360)
+    whole_horizons(figure, errors.sizes["horizon"])
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    _key_above(figure)
+    key_above(figure)
     return figure
 
 
@@ -117,11 +117,11 @@ def scale_figure(response: Response) -> Figure:
     figure = go.Figure()
     _add_spread(figure, errors, "scale", abs(errors["scale"]).values, strongest(response)[:SHOWN])
     _trust_line(figure, TRUST_NRMSE, f"{TRUST_NRMSE:g}: trusted below")
-    _style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
+    style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
     ticks = sorted(set(abs(errors["scale"]).values.tolist()))
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
     figure.update_yaxes(type="log", dtick=1, exponentformat="power")
-    _key_above(figure)
+    key_above(figure)
     return figure
 
 
@@ -272,7 +272,7 @@ def _trust_line(figure: Figure, level: float, text: str) -> None:
     )
 
 
-def _style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> None:
+def style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> None:
     axis = {
         "gridcolor": RULE,
         "linecolor": FAINT,
@@ -294,12 +294,12 @@ def _style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> Non
     )
 
 
-def _whole_horizons(figure: Figure, count: int) -> None:
+def whole_horizons(figure: Figure, count: int) -> None:
     """A dozen ticks at most, and none between two states."""
     figure.update_xaxes(tick0=0, dtick=-(-count // 12), range=[0.5, count + 0.5])
 
 
-def _key_above(figure: Figure) -> None:
+def key_above(figure: Figure) -> None:
     figure.update_layout(
         legend={
             "orientation": "h",

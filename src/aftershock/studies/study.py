@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -30,6 +32,10 @@ class System:
 
         words = np.frombuffer(f"{self.kind}/{stream}".encode(), dtype=np.uint8).tolist()
         return int(np.random.SeedSequence([self.seed, self.index, *words]).generate_state(1, np.uint64)[0] >> 1)
+
+    def generator(self, stream: str) -> torch.Generator:
+        """Draws of one named stream, on the CPU."""
+        return torch.Generator().manual_seed(self.entropy(stream))
 
 
 def systems_of(kind: str, root_seed: int, each: int) -> tuple[System, ...]:

@@ -1,0 +1,246 @@
+"""The figures of a study as files for a paper: PNG and PDF, the same numbers as on its page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..api.tensorfile import write_whole
+from ..studies.future_measures import FUTURE_NAMES
+from ..studies.measures import METHODS
+from . import study_data
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours can be told apart with every kind of colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+PREDICTIONS = {"tangent": ("#E69F00", ":"), "endpoint": ("#0072B2", "--"), "semilinear": ("#CC79A7", "-.")}
+CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
+DOTS = 200  # per inch
+HORIZON, LOSS = "horizon h (states after the change)", "change of the probe's loss"
+CLOUD_SYSTEMS = 12
+
+
+def write_figures(results: Mapping[str, xr.Dataset], folder: Path) -> list[Path]:
+    """Write every figure that these results can fill, each file whole or not at all; gives the files."""
+    written = []
+    for name, figure in _figures(results):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once: twice for every file takes longer than all the drawing
+        for kind in ("png", "pdf"):
+            path = Path(folder) / f"{name}.{kind}"
+            # without a date, so that the same results give the same file
+            extra: dict[str, Any] = {"metadata": {"CreationDate": None}} if kind == "pdf" else {}
+            write_whole(path, partial(figure.savefig, format=kind, dpi=DOTS, **extra))
+            written.append(path)
+    return written
+
+
+def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
+    fitted = study_data.having(results, "exact", "predicted")
+    if fitted:
+        yield "responses", _responses(fitted)
+        yield "error-by-scale", _panels(fitted, _error_by_scale)
+        yield "error-by-horizon", _panels(fitted, _error_by_horizon)
+        yield "error-exponents", _exponents(fitted)
+    drawn = (
+        ("switched-gates", "switch_fraction", _switches),
+        ("channels", "channel_exact", partial(_channels, variable="channel_exact")),
+        ("channels-long", "channel_long", partial(_channels, variable="channel_long")),
+        ("persistence-m", "persistence_m", partial(_persistence, channel="m", number="β1")),
+        ("persistence-v", "persistence_v", partial(_persistence, channel="v", number="β2")),
+    )
+    for name, variable, draw in drawn:
+        settings = study_data.having(results, variable)
+        if settings:
+            yield name, _panels(settings, draw)
+    ranked = study_data.having(results, "score", "magnitude")
+    if ranked:
+        yield "ranking", _ranking(ranked)
+    ratios, scores = study_data.prospective(results, [s for s in FUTURE_NAMES if s in results])
+    if ratios:
+        yield "prospective-structure", _dots(ratios, by="column", rows="row", title="Π")
+    if scores:
+        yield "present-scores", _dots(scores, by="row", rows="column", title="rank correlation ρ with the mean M")
+
+
+# --- Experiment 1
+
+
+def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
+    """The first candidate of the first system, at a local scale and at full scale."""
+    figure, axes = _grid(2, len(settings), share_y=False)
+    for column, (setting, data) in enumerate(settings.items()):
+        scales = data["scale"].values
+        for row, scale in enumerate((scales[scales <= 0.125].max(initial=scales.min()), scales.max())):
+            axis, one = axes[row][column], data.isel(system=0, change=0).sel(scale=scale)
+            axis.plot(one["horizon"], one["exact"], color="black", lw=2, label="exact")
+            for method, (colour, dash) in _methods(data):
+                axis.plot(one["horizon"], one["predicted"].sel({"method": method}), dash, color=colour, label=method)
+            axis.axhline(0, color="0.6", lw=0.8)
+            _finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
+    found = study_data.error_by_scale(data)
+    scales = found["scale"].values
+    for method, (colour, dash) in _methods(data):
+        row = found.sel({"method": method})
+        label = f"{method} (slope {float(row['slope']):.2f})"
+        axis.loglog(scales, row["error"], dash, color=colour, marker="o", ms=3, label=label)
+    start = float(found["error"].sel({"method": "tangent"})[0])
+    axis.loglog(scales, start * (scales / scales[0]) ** 2, color="0.6", lw=0.8, label="slope 2")
+    axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
+    axis.set_xticks([], minor=True)
+    _finish(axis, "", "scale α of the shock", "error over the response at α = 1")
+
+
+def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
+    found = study_data.error_by_horizon(data).sel(scale=data["scale"].max())
+    for method, (colour, dash) in _methods(data):
+        row = found.sel({"method": method})
+        axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=method)
+    _finish(axis, "", HORIZON, "error over the response's size, α = 1")
+
+
+def _exponents(settings: Mapping[str, xr.Dataset]) -> Figure:
+    figure, axes = _grid(1, 1)
+    for colour, (setting, data) in zip(COLOURS, settings.items()):
+        found = study_data.exponents_by_horizon(data)
+        axes[0][0].plot(found["horizon"], found["median"], color=colour, marker="o", ms=3, label=setting)
+        axes[0][0].fill_between(found["horizon"], found["q25"], found["q75"], color=colour, alpha=0.15, lw=0)
+    axes[0][0].axhline(2, color="0.6", lw=0.8, ls="--")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    _finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
+    return figure
+
+
+def _switches(axis: Axes, data: xr.Dataset) -> None:
+    found = data["switch_fraction"].median("change").median("system")
+    for colour, scale in zip(_ramp(found.sizes["scale"]), found["scale"].values):
+        row = found.sel(scale=scale)
+        axis.semilogy(found["horizon"], row.where(row > 0), color=colour, marker="o", ms=3, label=f"α = {scale:g}")
+    _finish(axis, "", HORIZON, "share of gates that differ")
+
+
+def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
+    size = study_data.typical_size(data[variable])
+    for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
+        axis.plot(size["horizon"], size.sel(channel=channel), color=colour, label=name)
+    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+
+
+def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str) -> None:
+    size = study_data.typical_size(data[f"persistence_{channel}"])
+    decays = size[f"decay_{channel}"].values
+    for colour, decay in zip(_ramp(len(decays)), decays):
+        row = size.sel({f"decay_{channel}": decay})
+        axis.semilogy(size["horizon"], row.where(row > 0), color=colour, label=f"{number} = {decay:g}")
+    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+
+
+def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
+    """Full ISO and endpoint-exact against M, a row per family of candidates."""
+    families = list(dict.fromkeys(str(f) for data in settings.values() for f in data["family"].values))
+    figure, axes = _grid(len(families), len(settings))
+    for column, (setting, data) in enumerate(settings.items()):
+        for row, family in enumerate(families):
+            axis = axes[row][column]
+            if family not in data["family"].values:
+                axis.set_axis_off()
+                continue
+            clouds = study_data.clouds(data, family, CLOUD_SYSTEMS)
+            for colour, method, sign in (("#E69F00", "full_iso", "o"), ("#0072B2", "endpoint", "x")):
+                if method in clouds:
+                    cloud = clouds[method]
+                    label = f"{METHODS[method]}: ρ = {cloud.rho:.3f}"
+                    axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
+            axis.legend(frameon=False, fontsize=7)
+            _plain_decades(axis)
+            _finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
+    return figure
+
+
+# --- Experiment 2
+
+
+def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) -> Figure:
+    """A panel per `by`: ours with quartiles, the paper's as diamonds."""
+    panels = list(dict.fromkeys(getattr(point, by) for point in points))
+    names = list(dict.fromkeys(getattr(point, rows) for point in points))
+    across = min(len(panels), 4)
+    down = math.ceil(len(panels) / across)
+    figure, axes = _grid(down, across, height=1.2 + 0.28 * len(names))
+    for i, panel in enumerate(panels):
+        axis = axes[i // across][i % across]
+        some = [p for p in points if getattr(p, by) == panel and not math.isnan(p.middle)]
+        places = [names.index(getattr(p, rows)) for p in some]
+        middles = [p.middle for p in some]
+        ends = [[p.middle - p.low for p in some], [p.high - p.middle for p in some]]
+        axis.errorbar(middles, places, xerr=ends, fmt="o", color=COLOURS[0], ms=5, capsize=2, label="ours")
+        quoted = [(p.paper, place) for p, place in zip(some, places) if p.paper is not None]
+        axis.plot([q for q, _ in quoted], [place for _, place in quoted], "D", mfc="none", mec="black", label="paper")
+        axis.set_yticks(range(len(names)), names if i % across == 0 else [""] * len(names))
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        _finish(axis, panel, title, "")
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
+    )
+    return figure
+
+
+# --- how to draw
+
+
+def _grid(rows: int, columns: int, share_y: bool = False, height: float = 2.6) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.6 * columns + 0.4, height * rows + 0.3), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, sharey=share_y)
+
+
+def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
+    """One panel per setting, the key in each: slopes differ."""
+    figure, axes = _grid(1, len(settings))
+    for axis, (setting, data) in zip(axes[0], settings.items()):
+        draw(axis, data)
+        axis.set_title(setting, fontsize=9)
+        axis.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _methods(data: xr.Dataset) -> list[tuple[str, tuple[str, str]]]:
+    return [(method, look) for method, look in PREDICTIONS.items() if method in data["method"].values]
+
+
+def _finish(axis: Axes, title: str, x: str, y: str) -> None:
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(x, fontsize=8)
+    axis.set_ylabel(y, fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _plain_decades(axis: Axes) -> None:
+    """1, 2 and 5 of each decade as plain numbers: a cloud often spans less than one."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        side.set_major_formatter(FormatStrFormatter("%g"))
+        side.set_minor_formatter(NullFormatter())
+
+
+def _ramp(count: int) -> list[Any]:
+    """Light to dark, for what has an order."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.85 - 0.8 * i / max(count - 1, 1)) for i in range(count)]

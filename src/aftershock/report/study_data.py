@@ -1,0 +1,105 @@
+"""What the figures of a study show, as labelled numbers: the page and the static files draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..analysis.statistics import across_systems, error_exponents
+from ..studies.future_measures import futures
+from ..studies.measures import LOCAL, NAMES, exponents, nested, rankings
+from ..studies.paper import TABLES
+from ..studies.verdicts import spread
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+Results = Mapping[str, "xr.Dataset"]
+
+
+def having(results: Results, *names: str) -> dict[str, xr.Dataset]:
+    """The settings that have all of these variables, by their names in the paper."""
+    settings = [s for s in NAMES if s in results]
+    return {NAMES[s]: results[s] for s in settings if all(name in results[s] for name in names)}
+
+
+def error_by_scale(data: xr.Dataset) -> xr.Dataset:
+    """‖d(α) − d̂(α)‖ over ‖d(1)‖: `error[method, scale]`, medians over candidates and systems, and its `slope`.
+
+    The size at α = 1 divides every scale, so that a quadratic remainder has slope 2. Slopes are over local scales.
+    """
+    import xarray as xr
+
+    largest = data["scale"].max()
+    size = (data["exact"].sel(scale=largest, drop=True) ** 2).sum("horizon") ** 0.5
+    miss = ((data["predicted"] - data["exact"]) ** 2).sum("horizon") ** 0.5
+    error = (miss / size.where(size > 0)).median("change").median("system")
+    slope = error_exponents(xr.zeros_like(error), error, LOCAL)["exponent"]
+    return xr.Dataset({"error": error, "slope": slope})
+
+
+def error_by_horizon(data: xr.Dataset) -> xr.DataArray:
+    """|d_h − d̂_h| over the root mean square of d, [method, scale, horizon], medians over candidates and systems."""
+    size = (data["exact"] ** 2).mean("horizon") ** 0.5
+    return (abs(data["predicted"] - data["exact"]) / size.where(size > 0)).median("change").median("system")
+
+
+def exponents_by_horizon(data: xr.Dataset) -> xr.Dataset:
+    """The tangent's error exponent with its quartiles over systems, by horizon."""
+    return across_systems(exponents(data)["exponent"])
+
+
+def typical_size(response: xr.DataArray) -> xr.DataArray:
+    """|d_h|, median over candidates and systems: what a channel or a sweep typically does at each horizon."""
+    return abs(nested(response)).median("change").median("system")
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Scores against magnitudes, each divided by its system's median, and the median rank correlation."""
+
+    score: list[float]
+    magnitude: list[float]
+    rho: float
+
+
+def clouds(data: xr.Dataset, family: str, systems: int) -> dict[str, Cloud]:
+    """A cloud per score, of the first `systems` systems."""
+    rho = rankings(data, family).median("system")
+    some = data.sel(family=family).isel(system=slice(systems))
+    magnitude = some["magnitude"] / some["magnitude"].median("change")
+    found = {}
+    for method in [str(m) for m in some["score_method"].values]:
+        score = some["score"].sel(score_method=method)
+        relative = (score / score.median("change")).transpose("system", "change")
+        flat = magnitude.transpose("system", "change").values.ravel().tolist()
+        found[method] = Cloud(relative.values.ravel().tolist(), flat, float(rho.sel(score_method=method)))
+    return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number over systems with its quartiles, and the paper's where it has one."""
+
+    row: str
+    column: str
+    middle: float
+    low: float
+    high: float
+    paper: float | None
+
+
+def prospective(results: Results, settings: Sequence[str]) -> tuple[list[Point], list[Point]]:
+    """Π of M, A and P+, and the rank correlation of every present-time score: one point per setting and family."""
+    ratios: list[Point] = []
+    scores: list[Point] = []
+    for measure in futures(results, settings):
+        into = ratios if measure.column.startswith("Π") else scores if "present_scores" in measure.table else None
+        if into is None:
+            continue
+        ours = spread(measure)
+        quote = TABLES[measure.table].quotes().get((measure.row, measure.column))
+        paper = quote.value if quote else None
+        into.append(Point(measure.row, measure.column, ours.middle, ours.low, ours.high, paper))
+    return ratios, scores

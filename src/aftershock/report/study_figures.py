@@ -1,0 +1,320 @@
+"""The figures of a study for its page: plotly, with a choice of what is shown where there is much to show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..studies.future_measures import FUTURE_NAMES
+from ..studies.measures import METHODS
+from . import study_data
+from .drawing import Drawing, Frame, add_band, lines, positive, ramp, short
+from .figures import COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, METHOD_COLOURS, key_above, style
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from plotly.graph_objects import Figure
+
+SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 6, 12  # what is embedded must stay small
+PREDICTIONS = ("tangent", "endpoint", "semilinear")
+CHANNELS = {
+    "100": "θ",
+    "010": "m",
+    "001": "v",
+    "110": "θ, m",
+    "101": "θ, v",
+    "011": "m, v",
+    "111": "θ, m, v",
+}
+PAPER_MARK = {"symbol": "diamond-open", "size": 10, "color": INK}
+HEIGHT = 320  # two of them fit on a sheet of paper
+
+
+def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
+    """Every figure that these results can fill."""
+    fitted = study_data.having(results, "exact", "predicted")
+    if fitted:
+        yield _curves(fitted)
+        yield _scales(fitted)
+        yield _sources(fitted)
+        yield _exponents(fitted)
+    switched = study_data.having(results, "switch_fraction")
+    if switched:
+        yield _switches(switched)
+    ranked = study_data.having(results, "score", "magnitude")
+    if ranked:
+        yield _ranking(ranked)
+    channels = study_data.having(results, "channel_exact")
+    if channels:
+        yield _channels(channels)
+    swept = study_data.having(results, "persistence_m")
+    if swept:
+        yield _persistence(swept)
+    ratios, scores = study_data.prospective(results, [s for s in FUTURE_NAMES if s in results])
+    if ratios:
+        yield _ratios(ratios)
+    if scores:
+        yield _present(scores)
+
+
+# --- Experiment 1
+
+
+def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    for setting, data in settings.items():
+        some = data.isel(system=slice(SHOWN_SYSTEMS), change=slice(SHOWN_CHANGES))
+        horizons = some["horizon"].values.tolist()
+        methods = [m for m in PREDICTIONS if m in some["method"].values]
+        for system in some["system"].values:
+            for change in some["change"].values:
+                for scale in some["scale"].values[::-1]:
+                    at = {"system": system, "change": change, "scale": scale}
+                    exact, predicted = some["exact"].sel(at), some["predicted"].sel(at)
+                    curves = [exact, *(predicted.sel({"method": m}) if m in methods else None for m in PREDICTIONS)]
+                    key = f"{setting}|{system}|candidate {change}|α = {scale:g}"
+                    frames[key] = {
+                        "x": [horizons if c is not None else [] for c in curves],
+                        "y": [short(c.values) if c is not None else [] for c in curves],
+                    }
+    figure = lines(frames, ["exact", *PREDICTIONS], [INK, *(METHOD_COLOURS[m] for m in PREDICTIONS)])
+    for trace in figure.data:
+        trace.update(line={"dash": DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
+    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
+    style(figure, HORIZON_TITLE, "change of the probe's loss", HEIGHT)
+    figure.update_yaxes(exponentformat="power")
+    key_above(figure)
+    caption = (
+        "The exact response to one candidate and what each method predicts. Choose the probe or network, the system, "
+        f"the candidate and the scale α of the shock ({SHOWN_SYSTEMS} systems and {SHOWN_CHANGES} candidates are here)."
+    )
+    choices = ("setting", "system", "candidate", "scale")
+    return Drawing("curves", "Exact response and predictions", caption, figure, choices, frames)
+
+
+def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    for setting, data in settings.items():
+        found = study_data.error_by_scale(data)
+        scales = found["scale"].values
+        methods = [m for m in PREDICTIONS if m in found["method"].values]
+        tangent = found["error"].sel({"method": "tangent"}).values
+        rows = [found.sel({"method": m}) for m in methods]
+        missing = len(PREDICTIONS) - len(methods)
+        frames[setting] = {
+            "x": [*[scales.tolist()] * len(methods), *[[]] * missing, scales.tolist()],
+            "y": [
+                *(short(row["error"].values) for row in rows),
+                *[[]] * missing,
+                short(tangent[0] * (scales / scales[0]) ** 2),
+            ],
+            "name": [
+                *(f"{m}: slope {float(row['slope']):.2f}" for m, row in zip(methods, rows)),
+                *[" "] * missing,
+                "slope 2",
+            ],
+        }
+    figure = lines(frames, [*PREDICTIONS, "slope 2"], [*(METHOD_COLOURS[m] for m in PREDICTIONS), FAINT])
+    figure.data[-1].update(line={"dash": "dash", "width": 1.5}, mode="lines")
+    style(figure, "scale α of the shock", "error over the response at α = 1", HEIGHT)
+    figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    key_above(figure)
+    caption = (
+        "Size of the error over all horizons, medians over candidates and systems; slopes are fitted over α ≤ 1/4. "
+        "A second-order remainder has slope 2."
+    )
+    return Drawing("scales", "Error against scale", caption, figure, ("setting",), frames)
+
+
+def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    for setting, data in settings.items():
+        found = study_data.error_by_horizon(data)
+        methods = [m for m in PREDICTIONS if m in found["method"].values]
+        for scale in found["scale"].values[::-1]:
+            horizons, at = found["horizon"].values.tolist(), found.sel(scale=scale)
+            frames[f"{setting}|α = {scale:g}"] = {
+                "x": [horizons if m in methods else [] for m in PREDICTIONS],
+                "y": [positive(at.sel({"method": m}).values) if m in methods else [] for m in PREDICTIONS],
+            }
+    figure = lines(frames, PREDICTIONS, [METHOD_COLOURS[m] for m in PREDICTIONS])
+    style(figure, HORIZON_TITLE, "error over the response's size", HEIGHT)
+    figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
+    key_above(figure)
+    caption = (
+        "Where the error comes from. The tangent linearizes the write into the state, its propagation and the "
+        "readout; endpoint-exact only the propagation; semilinear only the network's gradient."
+    )
+    return Drawing("sources", "Where the error comes from", caption, figure, ("setting", "scale"), frames)
+
+
+def _exponents(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for i, (setting, data) in enumerate(settings.items()):
+        found = study_data.exponents_by_horizon(data)
+        add_band(figure, setting, found, COLOURS[i])
+    figure.add_hline(y=2, line={"color": FAINT, "width": 1, "dash": "dash"})
+    style(figure, HORIZON_TITLE, "exponent p of the tangent's error ∝ αᵖ", HEIGHT)
+    key_above(figure)
+    caption = "Medians over systems with their quartiles. A smooth system has 2; switching gates pull it down."
+    return Drawing("exponents", "Error exponent by horizon", caption, figure)
+
+
+def _switches(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    scales: list[float] = []
+    for setting, data in settings.items():
+        found = data["switch_fraction"].median("change").median("system")
+        scales = [float(s) for s in found["scale"].values]
+        frames[setting] = {
+            "x": [found["horizon"].values.tolist()] * len(scales),
+            "y": [positive(found.sel(scale=s).values) for s in scales],
+        }
+    figure = lines(frames, [f"α = {s:g}" for s in scales], ramp(len(scales)))
+    style(figure, HORIZON_TITLE, "share of gates that differ", HEIGHT)
+    figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
+    key_above(figure)
+    caption = "Share of ReLU gates that the shock has switched, median over candidates and systems."
+    choices = ("setting",) if len(frames) > 1 else ()
+    return Drawing("switches", "Switched gates", caption, figure, choices, frames if choices else {})
+
+
+def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    for setting, data in settings.items():
+        for family in [str(f) for f in data["family"].values]:
+            for method, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
+                word = "tied: no rank correlation" if math.isnan(cloud.rho) else f"median ρ = {cloud.rho:.3f}"
+                frames[f"{setting}|{family}|{METHODS[method]}"] = {
+                    "x": [positive(cloud.score)],
+                    "y": [positive(cloud.magnitude)],
+                    "name": [word],
+                }
+    figure = lines(frames, [""], [COLOURS[1]])
+    figure.data[0].update(mode="markers", marker={"size": 6, "opacity": 0.6}, showlegend=True)
+    style(figure, "score over its system's median", "M over its system's median", HEIGHT)
+    figure.update_xaxes(type="log", dtick="D2")
+    figure.update_yaxes(type="log", dtick="D2")
+    key_above(figure)
+    caption = (
+        f"Every candidate of {CLOUD_SYSTEMS} systems: its score against the largest change M that it really made. "
+        "ρ is the median over all systems of the rank correlation inside each."
+    )
+    return Drawing("ranking", "Who matters most", caption, figure, ("setting", "candidates", "score"), frames)
+
+
+def _channels(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    for setting, data in settings.items():
+        for name, variable in ((setting, "channel_exact"), (f"{setting}, long", "channel_long")):
+            if variable in data:
+                size = study_data.typical_size(data[variable])
+                x = size["horizon"].values.tolist()
+                frames[name] = {
+                    "x": [x for _ in CHANNELS],
+                    "y": [short(size.sel(channel=c).values) for c in CHANNELS],
+                }
+    figure = lines(frames, list(CHANNELS.values()), [*COLOURS[1:7], INK])
+    style(figure, HORIZON_TITLE, "median |change of the probe's loss|", HEIGHT)
+    figure.update_yaxes(exponentformat="power")
+    key_above(figure)
+    caption = (
+        "The shock's difference let into only some of θ, m and v, then run on exactly: the parameters act early, "
+        "the first moment later, the second moment longest."
+    )
+    return Drawing("channels", "Through which memory", caption, figure, ("setting",), frames)
+
+
+def _persistence(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    frames: dict[str, Frame] = {}
+    most = 0
+    for setting, data in settings.items():
+        for channel, number in (("m", "β1"), ("v", "β2")):
+            if f"persistence_{channel}" in data:
+                size = study_data.typical_size(data[f"persistence_{channel}"])
+                decays = size[f"decay_{channel}"].values
+                x, most = size["horizon"].values.tolist(), max(most, len(decays))
+                frames[f"{setting}|{channel}"] = {
+                    "x": [x for _ in decays],
+                    "y": [positive(size.sel({f"decay_{channel}": d}).values) for d in decays],
+                    "name": [f"{number} = {d:g}" for d in decays],
+                }
+    for frame in frames.values():  # a choice with fewer curves empties the rest
+        missing = most - len(frame["x"])
+        frame["x"], frame["y"] = frame["x"] + [[]] * missing, frame["y"] + [[]] * missing
+        frame["name"] += [" "] * missing
+    figure = lines(frames, [""] * most, ramp(most))
+    style(figure, HORIZON_TITLE, "median |change of the probe's loss|", HEIGHT)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    key_above(figure)
+    caption = (
+        "The same first displacement under another decay: a longer memory makes the effect larger and later. "
+        "How the paper matches the displacement of v is not known."
+    )
+    return Drawing("persistence", "How long a memory keeps it", caption, figure, ("setting", "memory"), frames)
+
+
+# --- Experiment 2
+
+
+def _ratios(points: Sequence[study_data.Point]) -> Drawing:
+    frames = {column: _dots([p for p in points if p.column == column], "row") for column in _distinct(points, "column")}
+    rows = _distinct(points, "row")
+    figure = _dot_plot(frames, rows, "Π", [0, 1.03])
+    caption = (
+        "Π, the share of the variance under 32 futures that belongs to the candidate, for the largest change M, the "
+        "accumulated change A or the largest increase P+: medians over systems with quartiles. A ratio of variances, "
+        "not a share of information."
+    )
+    return Drawing("ratios", "What belongs to the candidate, not to the future", caption, figure, ("summary",), frames)
+
+
+def _present(points: Sequence[study_data.Point]) -> Drawing:
+    defined = [p for p in points if not math.isnan(p.middle)]
+    frames = {row: _dots([p for p in defined if p.row == row], "column") for row in _distinct(defined, "row")}
+    columns = _distinct(points, "column")
+    figure = _dot_plot(frames, columns, "rank correlation ρ", [-0.7, 1.05])
+    caption = (
+        "Scores that know nothing of the future, against what 32 futures did on average: medians over systems with "
+        "quartiles. A score that is tied for every candidate has no correlation and is left out."
+    )
+    return Drawing("present", "Told in advance", caption, figure, ("candidates",), frames)
+
+
+def _distinct(points: Sequence[study_data.Point], name: str) -> list[str]:
+    return list(dict.fromkeys(getattr(point, name) for point in points))
+
+
+def _dots(points: Sequence[study_data.Point], name: str) -> Frame:
+    """Ours with quartiles as the first trace, the paper's as the second."""
+    quoted = [p for p in points if p.paper is not None]
+    return {
+        "x": [short([p.middle for p in points]), short([p.paper for p in quoted])],
+        "y": [[getattr(p, name) for p in points], [getattr(p, name) for p in quoted]],
+        "error_x.array": [short([p.high - p.middle for p in points]), []],
+        "error_x.arrayminus": [short([p.middle - p.low for p in points]), []],
+    }
+
+
+def _dot_plot(frames: Mapping[str, Frame], rows: Sequence[str], title: str, extent: Sequence[float]) -> Figure:
+    figure = lines(frames, ["ours", "paper"], [COLOURS[1], INK])
+    first = next(iter(frames.values()))
+    ends = {"array": first["error_x.array"][0], "arrayminus": first["error_x.arrayminus"][0]}
+    figure.data[0].update(
+        mode="markers",
+        marker={"size": 10},
+        error_x={"type": "data", "symmetric": False, "thickness": 1.5, "width": 4, **ends},
+    )
+    figure.data[1].update(mode="markers", marker=PAPER_MARK)
+    style(figure, title, "", 130 + 38 * len(rows))
+    figure.update_xaxes(range=list(extent))
+    figure.update_yaxes(range=[len(rows) - 0.5, -0.5], type="category", categoryorder="array", categoryarray=rows)
+    # two short lines leave a telephone some room for the dots
+    broken = [row.replace("; ", "<br>").replace(" (ours)", "<br>(ours)") for row in rows]
+    figure.update_yaxes(tickvals=list(rows), ticktext=broken)
+    key_above(figure)
+    return figure

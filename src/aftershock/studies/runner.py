@@ -1,0 +1,319 @@
+"""Running a study: (system, piece) by (system, piece) on local processes or a Dask cluster, resuming what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import multiprocessing
+import os
+import platform
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..api.progress import progress
+from ..errors import AftershockError, InvalidInput, StudyStopped
+from .results import ResultStore, SystemResults, join_systems, merge_pieces
+from .study import Study, System
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+PATIENCE = 8  # seconds until a scheduler that does not answer is given up
+AHEAD = 16  # units handed out at least, so that a cluster that grows by demand sees some
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a piece gave, and where it ran."""
+
+    settings: Mapping[str, xr.Dataset]
+    machine: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Somewhere to run: an executor, how many units it can run at once, and where that is, in words."""
+
+    executor: Executor
+    slots: Callable[[], int]
+    place: str
+
+
+def run_study(
+    study: Study,
+    out: Path,
+    systems: Sequence[System] | None = None,
+    workers: int | None = None,
+    cluster: str | None = None,
+) -> dict[str, xr.Dataset]:
+    """The study's results by setting, with a leading `system`; systems that `out` already holds are not run again.
+
+    Every system's results are written whole as soon as its last piece is in. Bits depend neither on the order nor
+    on the number or kind of workers, on one kind of machine.
+
+    workers: local processes, one torch thread each; as many as this process may use cores unless told.
+    cluster: address of a running Dask scheduler; its workers then do the work.
+    """
+    if workers is not None and cluster is not None:
+        raise InvalidInput("--workers counts local processes and --cluster uses a cluster's: leave one of them out")
+    wanted = study.systems if systems is None else tuple(systems)
+    store = ResultStore(out, study)
+    store.prepare()
+    there = set(store.finished())
+    results = {system.name: store.load(system.name) for system in wanted if system.name in there}
+    missing = [system for system in wanted if system.name not in there]
+    if missing:
+        with _local(workers, len(missing) * len(study.pieces)) if cluster is None else _dask(cluster) as place:
+            results |= _run(study, missing, store, place, done_before=len(results))
+    return join_systems(study, results)
+
+
+def select(study: Study, text: str) -> tuple[System, ...]:
+    """Systems from words: `3` (the first three), `mlp`, `mlp:2` (its first two), a system's name; commas between."""
+    chosen: set[System] = set()
+    for word in (part.strip() for part in text.split(",")):
+        kind, colon, count = ("", "", word) if word.isdecimal() else word.partition(":")
+        having = [system for system in study.systems if kind in ("", system.kind, system.name)]
+        number = int(count) if count.isdecimal() else 0 if colon else len(having)
+        if not word or not 1 <= number <= len(having):
+            raise InvalidInput(f"there is no {word!r} in --systems: {_choices(study)}")
+        chosen |= set(having[:number])
+    return tuple(system for system in study.systems if system in chosen)
+
+
+def _choices(study: Study) -> str:
+    kinds = list(dict.fromkeys(system.kind for system in study.systems))
+    counted = ", ".join(f"{sum(s.kind == kind for s in study.systems)} {kind}" for kind in kinds)
+    return (
+        f"the {study.name} study has {counted}; write a number (the first so many), a kind ({', '.join(kinds)}), "
+        f"{kinds[0]}:2 (its first two) or a name ({study.systems[0].name} … {study.systems[-1].name})"
+    )
+
+
+def work(run: Callable[[System, str], Mapping[str, xr.Dataset]], system: System, piece: str) -> Output:
+    """One unit, on whatever machine: one torch thread, because a sum's bits may depend on their number."""
+    torch.set_num_threads(1)
+    return Output(run(system, piece), this_machine())
+
+
+@functools.cache
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def this_machine() -> dict[str, Any]:
+    """What the bits of a result may depend on, and how many cores there were."""
+    from .. import __version__
+
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
+        "torch": torch.__version__,
+        "aftershock": __version__,
+    }
+
+
+def machine_kinds(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """The different kinds of machine in results, in words: between two of them bits may differ."""
+    kinds = set()
+    for data in results.values():
+        for machine in data.attrs["machines"]:
+            words = (machine["machine"], machine["processor"], machine["gpu"], f"torch {machine['torch']}")
+            kinds.add(", ".join(word for word in words if word))
+    return sorted(kinds)
+
+
+def _run(
+    study: Study, systems: Sequence[System], store: ResultStore, workers: Workers, done_before: int
+) -> dict[str, SystemResults]:
+    """Write each system as its last piece comes in."""
+    outputs: dict[System, dict[str, Output]] = {system: {} for system in systems}
+    results: dict[str, SystemResults] = {}
+    total = done_before + len(systems)
+    with progress(study.name, len(systems) * len(study.pieces)) as tick:
+        for system, piece, output in _outputs(study, systems, workers):
+            outputs[system][piece] = output
+            if len(outputs[system]) < len(study.pieces):
+                tick()
+                continue
+            results[system.name] = _complete(study, outputs.pop(system))
+            store.save(system.name, results[system.name])
+            tick(f"system {done_before + len(results)} of {total} done")
+    return results
+
+
+def _outputs(study: Study, systems: Sequence[System], workers: Workers) -> Iterator[tuple[System, str, Output]]:
+    """What the units give, as it comes.
+
+    They are handed out in the order of the systems and a window at a time, so that early systems are complete
+    early and results do not pile up.
+    """
+    queue = iter([(system, piece) for system in systems for piece in study.pieces])
+    running: dict[Future[Output], tuple[System, str]] = {}
+    while True:
+        with _explained("the next unit", workers):
+            room = max(AHEAD, 2 * workers.slots()) - len(running)
+            for system, piece in itertools.islice(queue, max(0, room)):
+                running[workers.executor.submit(work, study.run, system, piece)] = (system, piece)
+        if not running:
+            return
+        done = wait(running, return_when=FIRST_COMPLETED).done
+        for future in [future for future in running if future in done]:
+            system, piece = running.pop(future)
+            with _explained(f"{system.name}, {piece}", workers):
+                output = future.result()
+            yield system, piece, output
+
+
+def _complete(study: Study, outputs: Mapping[str, Output]) -> SystemResults:
+    ordered = [outputs[piece] for piece in study.pieces]
+    machines: list[Mapping[str, Any]] = []
+    for output in ordered:
+        if output.machine not in machines:
+            machines.append(output.machine)
+    return SystemResults(merge_pieces([output.settings for output in ordered]), tuple(machines))
+
+
+@contextlib.contextmanager
+def _explained(unit: str, workers: Workers) -> Iterator[None]:
+    """A unit's failure in the user's words; a bug of the study keeps its own traceback."""
+    kept = "finished systems are kept: run the same command again to go on"
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise StudyStopped(f"{unit}: a worker process died (was it killed, or out of memory?); {kept}") from error
+    except CancelledError as error:
+        raise StudyStopped(f"{unit}: {workers.place} was lost; {kept}") from error
+    except OSError as error:  # a file that a worker lacks, or a connection: never the results, which are written here
+        raise StudyStopped(f"{unit}: {error}; {kept}") from error
+    except AftershockError as error:
+        raise type(error)(f"{unit}: {error}") from error
+    except Exception as error:
+        if type(error).__name__ == "KilledWorker":  # of distributed, which is there only with a cluster
+            raise StudyStopped(f"{unit}: every worker that tried it died; {kept}") from error
+        error.add_note(f"{unit}; {kept}")
+        raise
+
+
+@contextlib.contextmanager
+def _local(workers: int | None, units: int) -> Iterator[Workers]:
+    """A process per core; none of them outlives this process, however it ends."""
+    count = min(workers or _cores(), units)
+    context = multiprocessing.get_context("spawn")  # forked children of a process with torch threads can hang
+    before = set(multiprocessing.active_children())
+    executor = _QuietPool(count, mp_context=context, initializer=_end_with_parent)
+    try:
+        yield Workers(executor, lambda: count, "this machine")
+    except BaseException:  # Ctrl-C among them: nobody waits for units whose results nobody wants
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+            process.join()
+        raise
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+class _QuietPool(ProcessPoolExecutor):
+    """Workers that Ctrl-C does not reach: the coordinator ends them, and they print no tracebacks."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if not hasattr(signal, "pthread_sigmask"):  # Windows
+            return super().submit(fn, *args, **kwargs)
+        # Workers start inside submit and inherit what is blocked, from their first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_with_parent() -> None:
+    """Without this a worker whose coordinator is killed waits for its next unit forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _dask(address: str) -> Iterator[Workers]:
+    """The workers of a running Dask scheduler."""
+    try:
+        from distributed import Client
+        from distributed.utils import silence_logging_cmgr
+    except ImportError as error:
+        raise InvalidInput('--cluster needs Dask: pip install "aftershock[cluster]"') from error
+    try:
+        with ThreadPoolExecutor(1) as beside:  # a notebook's thread has a loop of its own, which asyncio.run refuses
+            beside.submit(asyncio.run, _knock(address)).result()
+        client = Client(address, timeout=PATIENCE)
+    except Exception as error:  # whatever a foreign server answers
+        raise StudyStopped(
+            f"no Dask scheduler answers at {address} ({str(error) or f'nothing in {PATIENCE} s'}); "
+            "start one with `dask scheduler`, or leave out --cluster"
+        ) from error
+    with silence_logging_cmgr(logging.CRITICAL), client:  # what goes wrong is said once, in our words
+        _check_workers(client, address)
+        executor = client.get_executor(pure=False)
+        try:
+            yield Workers(executor, lambda: sum(client.nthreads().values()), f"the cluster at {address}")
+        finally:
+            executor.shutdown(wait=False)
+
+
+async def _knock(address: str) -> None:
+    """Shake hands within PATIENCE: Client itself waits forever for a port that is open and says nothing."""
+    from distributed import Security
+    from distributed.comm import connect
+
+    comm = await asyncio.wait_for(connect(address, **Security().get_connection_args("client")), PATIENCE)
+    await comm.close()
+
+
+def _check_workers(client: Any, address: str) -> None:
+    """Every worker has the aftershock that sent the work."""
+    from .. import __version__
+
+    def version() -> str:  # nested, so that it travels by value: aftershock may not be there to be imported
+        import aftershock
+
+        return aftershock.__version__
+
+    for worker, found in client.run(version, on_error="return").items():
+        if isinstance(found, ImportError):
+            raise StudyStopped(f"worker {worker} of {address} has no aftershock ({found}): install it there")
+        if found != __version__:
+            raise StudyStopped(f"worker {worker} of {address} has aftershock {found}, and here is {__version__}")

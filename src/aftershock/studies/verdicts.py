@@ -1,0 +1,138 @@
+"""Does a number of ours agree with the paper's? Each kind of number has the rule that fits it, by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..analysis.statistics import across_systems, median_interval
+from .paper import Quote
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+FEWEST_SYSTEMS = 4  # below it quartiles say nothing
+LEVEL = 0.05
+FACTOR = 10.0  # values at rounding agree within an order of magnitude
+TRIVIAL = ("by definition", "tied in both")  # true of any implementation: shown, and not counted
+
+RULES = {
+    "iqr": "the paper's value lies inside the quartiles of our systems",
+    "bootstrap": "the paper's value lies inside the 95 % bootstrap interval of our median",
+    "iqr or bootstrap": "the paper's value lies neither inside our quartiles nor inside the bootstrap interval",
+    "range": "our quartiles, or the bootstrap interval of our median, reach into the range that the paper gives",
+    "order of magnitude": "a value at rounding: within a factor of ten",
+    "both at rounding": "both values are rounding errors, though of different size",
+    "binomial": "our count lies inside the 95 % interval of a binomial with the paper's share",
+    "same side of 0.05": "both tests are significant, or neither is",
+    "same statement": "what the paper says in words holds for our medians",
+    "bound": "our median keeps the bound that the paper states",
+    "rounds to the paper's value": "our median rounds to the digits that the paper prints",
+    "by definition": "true of any implementation; not counted",
+    "tied in both": "the score is the same for every candidate, so it has no correlation; not counted",
+    "undefined": "the paper has a number and ours is undefined in every system",
+    "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",
+    "": "ours only: the paper has no such number",
+}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Where a number stands in the paper's tables, and what our systems say about it.
+
+    values: one number per system (kind "systems", "rounding", "definition"), one outcome 0 or 1 per trial ("count"),
+        or one number in all ("p", "statement", "maximum").
+    at_rounding: the size below which a number of kind "rounding" or "maximum" is nothing but rounding.
+    """
+
+    table: str
+    row: str
+    column: str
+    values: np.ndarray
+    systems: int
+    kind: str = "systems"
+    known: bool = True
+    note: str = ""
+    at_rounding: float = 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over systems with its quartiles; one number has none."""
+
+    middle: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+def spread(measure: Measure) -> Spread:
+    """Our number: the median over systems, the count, or the number itself."""
+    if measure.kind == "count":
+        return Spread(float(measure.values.sum()))
+    if measure.kind in ("p", "statement", "maximum"):
+        return Spread(float(measure.values[0]))
+    found = across_systems(_labelled(measure.values))
+    return Spread(float(found["median"]), float(found["q25"]), float(found["q75"]))
+
+
+def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tuple[bool | None, str]:
+    """Whether ours agrees with the paper's, and by which rule of `RULES`."""
+    ours, paper = spread(measure), quote.value
+    if quote.kind == "tied" or paper is None:
+        return math.isnan(ours.middle), "tied in both"
+    if measure.kind == "definition":
+        return abs(ours.middle - paper) <= 1e-12, "by definition"
+    if measure.systems < FEWEST_SYSTEMS:
+        return None, "too few systems"
+    if math.isnan(ours.middle):
+        return False, "undefined"
+    if quote.kind == "count":
+        return _binomial(measure.values, paper / float(quote.high or 1)), "binomial"
+    if measure.kind == "p":
+        return (ours.middle < LEVEL) == (paper < LEVEL), "same side of 0.05"
+    if quote.kind == "statement":
+        return ours.middle == paper, "same side of 0.05" if "p =" in measure.note else "same statement"
+    if quote.kind == "bound":
+        return ours.middle > paper, "bound"
+    if quote.kind == "about":
+        return abs(ours.middle - paper) <= quote.half_unit, "rounds to the paper's value"
+    if measure.kind in ("rounding", "maximum"):
+        return _at_rounding(ours.middle, paper, measure.at_rounding)
+    return _by_systems(measure.values, ours, quote, generator)
+
+
+def _by_systems(values: np.ndarray, ours: Spread, quote: Quote, generator: np.random.Generator) -> tuple[bool, str]:
+    """The paper's value, give or take half a unit of its last digit, in the quartiles or the bootstrap interval."""
+    ranged = quote.kind == "range"
+    ends = (quote.low, quote.high) if ranged else (quote.value, quote.value)
+    low, high = float(ends[0] or 0.0) - quote.half_unit, float(ends[1] or 0.0) + quote.half_unit
+    if ours.low <= high and low <= ours.high:
+        return True, "range" if ranged else "iqr"
+    found = median_interval(_labelled(values), generator)
+    inside = float(found["low"]) <= high and low <= float(found["high"])
+    if ranged:
+        return inside, "range"
+    return inside, "bootstrap" if inside else "iqr or bootstrap"
+
+
+def _at_rounding(ours: float, paper: float, limit: float) -> tuple[bool, str]:
+    if ours > 0 and 1 / FACTOR <= ours / paper <= FACTOR:
+        return True, "order of magnitude"
+    both = ours < limit and paper < limit
+    return both, "both at rounding" if both else "order of magnitude"
+
+
+def _binomial(outcomes: np.ndarray, share: float) -> bool:
+    from scipy import stats
+
+    low, high = stats.binom.interval(1 - LEVEL, len(outcomes), share)
+    return bool(low <= outcomes.sum() <= high)
+
+
+def _labelled(values: np.ndarray) -> xr.DataArray:
+    import numpy as np
+    import xarray as xr
+
+    return xr.DataArray(np.asarray(values, dtype=float), dims="system")

@@ -1,0 +1,187 @@
+"""A study's page is whole, safe and offline, works in a real browser, and its figures are files too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aftershock.report import study_data
+from aftershock.report.paper_figures import write_figures
+from aftershock.report.study_figures import drawings
+from aftershock.report.study_page import kind_of, write_study_page
+from aftershock.studies.tables import Cell, build, verdict
+
+from .study_results import CHANGES, made, slopes, study_of
+from .test_report import Tags, browser  # noqa: F401  (a fixture)
+
+EVERYWHERE = {"curves", "scales", "sources", "exponents", "ranking", "channels", "persistence", "ratios", "present"}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return made("cifar")
+
+
+@pytest.fixture(scope="module")
+def cells(results: dict[str, Any]) -> list[Cell]:
+    return build("cifar", results)
+
+
+@pytest.fixture(scope="module")
+def file(results: dict[str, Any], cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study_page(study_of("cifar"), results, cells, tmp_path_factory.mktemp("page") / "report.html")
+
+
+# --- what the figures show
+
+
+def test_the_errors_drawn_are_those_of_the_results(results: dict[str, Any]) -> None:
+    found = study_data.error_by_scale(results["mlp"])
+    scales = found["scale"].values
+    np.testing.assert_allclose(found["error"].sel({"method": "tangent"}), np.median(slopes(6)) * scales**2)
+    np.testing.assert_allclose(found["slope"].sel({"method": ["tangent", "endpoint"]}), [2, 1])
+    by_horizon = study_data.error_by_horizon(results["mlp"]).sel({"method": "tangent", "scale": 1.0})
+    np.testing.assert_allclose((by_horizon**2).mean() ** 0.5, np.median(slopes(6)))
+    np.testing.assert_allclose(study_data.exponents_by_horizon(results["cnn"])["median"], 2)
+
+
+def test_a_cloud_has_every_candidate_and_its_rank_correlation(results: dict[str, Any]) -> None:
+    cloud = study_data.clouds(results["cnn"], "natural", systems=2)["gradient_norm"]
+    assert len(cloud.score) == len(cloud.magnitude) == 2 * CHANGES
+    assert cloud.rho == pytest.approx(-1)
+    assert cloud.magnitude[2] == pytest.approx(1)  # the median candidate of its system
+
+
+def test_every_choice_fills_every_trace(results: dict[str, Any]) -> None:
+    found = {drawing.name: drawing for drawing in drawings(results)}
+    assert set(found) == EVERYWHERE | {"switches"}
+    assert {drawing.name for drawing in drawings(made("quadratic"))} == EVERYWHERE
+    for drawing in found.values():
+        assert bool(drawing.choices) == bool(drawing.frames)
+        for key, frame in drawing.frames.items():
+            assert key.count("|") == len(drawing.choices) - 1
+            assert {len(values) for values in frame.values()} == {len(drawing.figure.data)}
+    curves = found["curves"].frames["MLP–GELU|mlp-7-0|candidate 2|α = 0.5"]["y"]
+    exact = results["mlp"]["exact"].sel({"system": "mlp-7-0", "change": 2, "scale": 0.5})
+    np.testing.assert_allclose(curves[0], exact, rtol=1e-3)
+    np.testing.assert_allclose(curves[1], exact * 1.15, rtol=1e-3)
+
+
+# --- the page as a file
+
+
+def test_the_page_tells_the_verdict_every_cell_and_every_reason(file: Path, cells: list[Cell]) -> None:
+    found = Tags.of(file)
+    assert verdict(cells) in found.text
+    assert "made-up CPU" in found.text
+    assert "<b>made up</b>" in found.text
+    kinds = [attrs.get("class") for tag, attrs in found.tags if tag == "td"]
+    for kind in ("agrees", "differs", "ours", "none"):
+        assert kinds.count(kind) == sum(kind_of(cell) == kind for cell in cells)
+    wrong = [cell for cell in cells if cell.agrees is False]
+    assert sum(tag == "li" and attrs.get("class") in ("bad", "care") for tag, attrs in found.tags) == len(wrong)
+    assert not [attrs for _, attrs in found.tags if "src" in attrs or "href" in attrs]
+    tables = [attrs for tag, attrs in found.tags if tag == "table"]
+    assert sum(tag == "caption" for tag, _ in found.tags) == len(tables)
+
+
+def test_what_is_embedded_beside_plotly_stays_small(file: Path) -> None:
+    from plotly.offline import get_plotlyjs
+
+    assert file.stat().st_size - len(get_plotlyjs().encode()) < 3e6
+
+
+# --- the page in a browser
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, file: Path) -> Iterator[Any]:  # noqa: F811
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    trouble: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
+    page.goto(file.as_uri())
+    yield page
+    page.close()
+    assert trouble == []
+
+
+def shown(page: Any, name: str, trace: int) -> list[float]:
+    return page.evaluate(f"Array.from(document.getElementById('plot-{name}').data[{trace}].y)")
+
+
+def choose(page: Any, name: str, choice: str, option: str) -> None:
+    page.locator(f".chooser:has(#plot-{name}) select[name='{choice}']").select_option(option)
+
+
+def test_every_figure_is_drawn_and_every_choice_can_be_made(opened: Any, results: dict[str, Any]) -> None:
+    for name in EVERYWHERE | {"switches"}:
+        assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
+    choose(opened, "curves", "setting", "CNN–ReLU")
+    systems = opened.locator(".chooser:has(#plot-curves) select[name='system'] option").all_text_contents()
+    assert systems == [f"cnn-7-{i}" for i in range(4)]
+    choose(opened, "curves", "system", "cnn-7-3")
+    choose(opened, "curves", "candidate", "candidate 4")
+    choose(opened, "curves", "scale", "α = 0.25")
+    at = {"system": "cnn-7-3", "change": 4, "scale": 0.25}
+    exact = results["cnn"]["exact"].sel(at).values
+    np.testing.assert_allclose(shown(opened, "curves", 0), exact, rtol=1e-3)
+    np.testing.assert_allclose(shown(opened, "curves", 1), exact * (1 + slopes(6)[3] / 4), rtol=1e-3)
+    choose(opened, "ranking", "score", "Gradient norm")
+    assert "median ρ = -1.000" in opened.locator("#plot-ranking .legendtext").all_text_contents()
+    choose(opened, "present", "candidates", "CNN–ReLU; matched")
+    bars = opened.evaluate("document.getElementById('plot-present').data[0].error_x.array.length")
+    assert bars == len(shown(opened, "present", 0)) == 5  # the tied one-step score is left out
+
+
+def test_an_entry_opens_to_its_rule_with_mouse_and_keyboard(opened: Any) -> None:
+    entry = opened.locator("td.differs details").first
+    assert not entry.locator("p").is_visible()
+    entry.locator("summary").click()
+    assert "Does not agree" in entry.locator("p").inner_text()
+    entry.locator("summary").press("Enter")
+    assert not entry.locator("p").is_visible()
+
+
+def test_the_page_is_as_wide_as_its_screen(opened: Any) -> None:
+    fits = "document.documentElement.scrollWidth <= window.innerWidth"
+    drawn = "document.querySelector('#plot-curves svg.main-svg').getBoundingClientRect().width"
+    assert opened.evaluate(fits)
+    assert opened.evaluate(drawn) > 800
+    opened.set_viewport_size({"width": 400, "height": 800})
+    opened.reload()
+    assert opened.evaluate(fits)
+    assert 300 < opened.evaluate(drawn) <= 400
+
+
+def test_on_paper_nothing_is_cut(opened: Any) -> None:
+    opened.emulate_media(media="print")
+    opened.set_viewport_size({"width": 690, "height": 1000})
+    wide = "[...document.querySelectorAll('table.paper')].filter((t) => t.scrollWidth > 690).map((t) => t.id)"
+    assert opened.evaluate(wide) == []
+    assert opened.evaluate("getComputedStyle(document.querySelector('select')).borderTopWidth") == "0px"
+    assert opened.pdf()[:4] == b"%PDF"
+
+
+# --- figures as files
+
+
+def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path: Path) -> None:
+    files = write_figures({"cnn": results["cnn"]}, tmp_path / "figures")
+    names = {path.stem for path in files}
+    assert {"responses", "error-by-scale", "channels", "ranking", "prospective-structure", "switched-gates"} <= names
+    assert len(files) == 2 * len(names)
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in files)
+    for path in files:
+        head = path.read_bytes()[:8]
+        assert head == b"\x89PNG\r\n\x1a\n" if path.suffix == ".png" else head.startswith(b"%PDF")
+    header = (tmp_path / "figures" / "channels.png").read_bytes()
+    width = int.from_bytes(header[16:20], "big")
+    assert width == 200 * 4  # four inches at 200 dots
+    assert not re.search(rb"/CreationDate", (tmp_path / "figures" / "channels.pdf").read_bytes())

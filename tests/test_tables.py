@@ -1,0 +1,305 @@
+"""The paper's tables: every number has its cell, every cell its rule, and the values are those worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from aftershock.errors import InvalidInput
+from aftershock.studies import tables
+from aftershock.studies.paper import TABLES, Quote
+from aftershock.studies.tables import Cell, build
+from aftershock.studies.verdicts import RULES, Measure, judge, spread
+
+from .study_results import CHANGES, SETTINGS, WOBBLE, made, slopes, study_of
+
+
+@pytest.fixture(scope="module")
+def quadratic() -> list[Cell]:
+    return build("quadratic", made("quadratic"))
+
+
+@pytest.fixture(scope="module")
+def cifar() -> list[Cell]:
+    return build("cifar", made("cifar"))
+
+
+def at(cells: list[Cell], table: str, row: str, column: str) -> Cell:
+    (found,) = [c for c in cells if (c.table, c.row, c.column) == (table, row, column)]
+    return found
+
+
+# --- the paper's numbers
+
+
+def test_a_number_is_read_as_the_paper_prints_it() -> None:
+    assert Quote.of("0.0117") == Quote("0.0117", "value", 0.0117, half_unit=0.5e-4)
+    assert Quote.of("1.10e-12").half_unit == pytest.approx(0.5e-14)
+    assert Quote.of("-0.062").value == -0.062
+    own = Quote.of("0.092 [0.064, 0.114]")
+    assert (own.value, own.low, own.high) == (0.092, 0.064, 0.114)
+    assert (Quote.of("15 of 16").value, Quote.of("15 of 16").high) == (15, 16)
+    assert (Quote.of("3.5 to 4").low, Quote.of("3.5 to 4").high) == (3.5, 4)
+    assert Quote.of("> 0.99998").kind == "bound"
+    assert Quote.of("about 2.0").half_unit == pytest.approx(0.05)
+    assert Quote.of("--").value is None
+    assert [Quote.of(word).value for word in ("yes", "no")] == [1, 0]
+
+
+def test_every_number_of_the_paper_has_a_cell_and_no_cell_is_there_twice(
+    quadratic: list[Cell], cifar: list[Cell]
+) -> None:
+    wanted = {(label, *place) for label, table in TABLES.items() for place in table.quotes()}
+    assert len(wanted) == 428
+    filled = [(c.table, c.row, c.column) for c in quadratic + cifar]
+    assert len(filled) == len(set(filled))
+    assert wanted <= set(filled)
+    assert {(c.table, c.row, c.column) for c in quadratic + cifar if not c.ours_only} == wanted
+
+
+def test_ours_stand_beside_the_papers_and_are_not_judged(quadratic: list[Cell], cifar: list[Cell]) -> None:
+    for cells in (quadratic, cifar):
+        ours = [c for c in cells if c.ours_only]
+        assert ours
+        assert all(c.agrees is None and c.paper is None and c.rule == "" for c in ours)
+    assert at(cifar, "tab:app_exp2_ranking", "Endpoint-exact (ours)", "MLP–GELU").ours == pytest.approx(1)
+    sampled = at(quadratic, "tab:app_exp2_present_scores", "Quadratic, standard; matched", "Sampled future (ours)")
+    assert sampled.ours == pytest.approx(1)
+
+
+# --- values by hand
+
+
+def test_errors_by_scale(quadratic: list[Cell], cifar: list[Cell]) -> None:
+    middle, (low, high) = np.median(slopes(6)), np.quantile(slopes(6), [0.25, 0.75])
+    one = at(quadratic, "tab:app_exp1_fidelity", "Standard, α = 1/8", "NRMSE")
+    assert [one.ours, one.iqr_low, one.iqr_high] == pytest.approx([middle / 8, low / 8, high / 8])
+    assert one.systems == 6
+    whole = at(cifar, "tab:app_exp2_fidelity", "CNN–ReLU, α = 1", "Rel. M err.")
+    assert whole.ours == pytest.approx(np.median(slopes(6) / (2 + slopes(6))))  # symmetric
+    total = at(cifar, "tab:app_exp2_fidelity", "CNN–ReLU, α = 1", "Rel. ARE err.")
+    assert total.ours == pytest.approx(whole.ours)
+    ours = at(cifar, "tab:app_exp2_fidelity", "MLP–GELU, α = 1", "NRMSE, Semilinear (ours)")
+    assert ours.ours == pytest.approx(0.001)
+
+
+def test_a_wrong_sign_at_the_peak_is_counted_and_one_elsewhere_is_not() -> None:
+    results = made("quadratic")
+    flipped = results["standard"]["predicted"].copy()
+    flipped[:, 0, 0] *= -1  # one candidate of five
+    flipped[:, 0, 1, :, -1] *= -1  # another, at the last horizon only
+    cells = build("quadratic", {"standard": results["standard"].assign(predicted=flipped)})
+    row = "Standard, α = 1/2"
+    assert at(cells, "tab:app_exp1_fidelity", row, "Sign acc.").ours == pytest.approx(4 / 5)
+    assert at(cells, "tab:app_exp1_fidelity", row, "Sign agr. by horizon (ours)").ours == 1
+
+
+def test_numbers_of_the_text(quadratic: list[Cell], cifar: list[Cell]) -> None:
+    text = "text:exp1_controlled"
+    local = np.median(slopes(6)) * np.median([1 / 32, 1 / 16, 1 / 8, 1 / 4])
+    assert at(quadratic, text, "Pooled local NRMSE", "value").ours == pytest.approx(local)
+    # symmetric error s α / (2 + s α) ≤ 0.2 up to s α = 0.5: at every scale
+    assert at(quadratic, text, "Validity radius", "value").ours == 1
+    assert at(quadratic, text, "Error exponent, largest over horizons", "value").ours == pytest.approx(2)
+    assert at(quadratic, text, "Smallest readout cosine, standard", "value").ours == pytest.approx(0.914)
+    assert at(quadratic, text, "Percentile in the readout null, rotating", "value").ours == 100
+    assert at(quadratic, text, "θ, then m, then v peaks within 128 horizons", "value").agrees
+    assert at(cifar, "text:exp1_neural", "Positive extrema", "value").ours_text == "24 of 36"
+    by_network = "text:exp1_neural_by_network"
+    assert at(cifar, by_network, "Systems with a negative conditional v", "MLP–GELU").ours == 6
+    assert at(cifar, by_network, "M, β1 = 0.99 over 0.5", "CNN–ReLU").ours == pytest.approx(5)
+    assert at(cifar, by_network, "h* at β1 = 0.99", "CNN–ReLU").ours == 7
+    gates = at(cifar, "text:exp1_neural_cnn", "Switched gates at h = 8, α = 1", "CNN–ReLU")
+    assert gates.ours == pytest.approx(1e-4)
+
+
+def test_rankings_and_their_tests(quadratic: list[Cell], cifar: list[Cell]) -> None:
+    matched = "tab:app_exp1_matched_ablation"
+    assert at(quadratic, matched, "Full ISO", "Standard").ours == pytest.approx(1)
+    assert at(quadratic, matched, "Gradient norm", "Standard").ours == pytest.approx(-1)
+    assert at(quadratic, matched, "Frozen dynamics", "Standard").ours == pytest.approx(0.9)
+    tied = at(quadratic, matched, "Exact one-step", "Rotating-readout")
+    assert math.isnan(tied.ours)
+    assert (tied.agrees, tied.rule, tied.counted) == (True, "tied in both", False)
+    # six systems, all of one sign: the smallest two-sided p is 2/64, and Holm makes it 0.3
+    test = at(cifar, "text:exp1_neural_tests", "Curvature", "CNN–ReLU")
+    assert (test.ours_text, test.agrees, test.rule) == ("no", False, "same side of 0.05")
+    many = build("cifar", made("cifar", systems=16))
+    assert at(many, "text:exp1_neural_tests", "Curvature", "CNN–ReLU").ours_text == "yes"
+    assert at(many, "text:exp1_neural_by_network", "p of Full ISO against shuffled readouts", "CNN–ReLU").agrees
+
+
+def test_matching_channels_and_futures(quadratic: list[Cell], cifar: list[Cell]) -> None:
+    sizes = 1.0 + np.arange(CHANGES)
+    matching = "tab:app_exp1_matching"
+    assert at(quadratic, matching, "CV of future M", "Standard").ours == pytest.approx(np.std(sizes) / np.mean(sizes))
+    assert at(quadratic, matching, "M / |d1|", "Standard").ours == pytest.approx(np.median(sizes) / 0.5)
+    assert at(quadratic, matching, "Parameter gain", "Standard").ours == pytest.approx(7.5)
+    channel = at(quadratic, "tab:app_exp1_state_interventions", "010", "Anisotropic: h*")
+    assert (channel.ours, channel.known) == (6, False)
+    nothing = at(quadratic, "tab:app_exp1_state_interventions", "000", "Standard: M")
+    assert (nothing.agrees, nothing.counted) == (True, False)
+    relative = at(cifar, "tab:app_exp2_channels", "001", "CNN–ReLU: ARE")
+    h = np.arange(1, 13)
+    shapes = [np.maximum(1 - 0.05 * abs(h - peak), 0.1).sum() for peak in (9, 4)]
+    assert relative.ours == pytest.approx(0.05 * shapes[0] / shapes[1])
+    swept = at(quadratic, "tab:app_exp1_persistence", "v, β2 = 0.999", "Standard: M")
+    assert (swept.ours, swept.known) == (3, False)
+    # M = 1 … 5, A = M times the curve's sum, P+ = 1 … 4 and 0: each varies by 2 between candidates, A by its square
+    within = WOBBLE**2
+    for table, column, wanted in (
+        ("tab:app_exp2_predictability_primary", "Π(M)", 2 / (2 + within)),
+        ("tab:app_exp2_secondary_metrics", "Π(A)", 2 / (2 + within / shapes[1] ** 2)),
+        ("tab:app_exp2_secondary_metrics", "Π(P+)", 2 / (2 + within * 4 / 5)),
+    ):
+        assert at(cifar, table, "CNN–ReLU; matched", column).ours == pytest.approx(wanted, rel=1e-9)
+    part = at(cifar, "tab:app_exp2_variance_components", "MLP–GELU", "Within futures")
+    assert part.ours == pytest.approx(within)
+    frozen = at(cifar, "tab:app_exp2_present_scores", "MLP–GELU; natural", "Frozen ISO")
+    assert (frozen.ours, frozen.agrees) == (pytest.approx(-1), False)
+    assert "not known why" in frozen.note
+
+
+def test_a_variable_that_was_not_made_leaves_its_cells_out() -> None:
+    whole = made("cifar")
+    part = {s: whole[s][["score", "magnitude"]] for s in SETTINGS["cifar"]}
+    cells = build("cifar", part)
+    assert {c.table for c in cells} == {"text:exp1_neural", "tab:app_exp2_ranking", "text:exp1_neural_tests"}
+    assert build("quadratic", {}) == []
+    with pytest.raises(InvalidInput, match="no tables for the study 'language'"):
+        build("language", {})
+
+
+# --- rules
+
+
+def measure(values: list[float], **options: object) -> Measure:
+    return Measure("t", "r", "c", np.array(values), **{"systems": len(values), **options})  # type: ignore[arg-type]
+
+
+NINE = [float(i) for i in range(1, 10)]  # quartiles 3 and 7; hardly a resampled median is 1 or 9
+FOUR = [1.0, 2.0, 3.0, 10.0]  # quartiles 1.75 and 4.75; resampled medians reach 6.5
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "text", "verdict"),
+    [
+        (NINE, {}, "3.0", (True, "iqr")),
+        (NINE, {}, "0.96", (False, "iqr or bootstrap")),
+        (NINE, {}, "3", (True, "iqr")),
+        (NINE, {}, "0.96 [0.10, 9.90]", (False, "iqr or bootstrap")),  # their own quartiles do not help
+        (FOUR, {}, "6.0", (True, "bootstrap")),
+        (FOUR, {}, "11.0", (False, "iqr or bootstrap")),
+        (NINE, {}, "9.1 to 9.9", (False, "range")),
+        (NINE, {}, "6.0 to 9.0", (True, "range")),
+        ([1.0] * 5, {}, "1.000", (True, "iqr")),
+        ([1.0] * 5, {}, "0.958", (False, "iqr or bootstrap")),
+        ([0.9999] * 5, {}, "1.000", (True, "iqr")),  # equal at the paper's rounding
+        (NINE[:3], {}, "2.0", (None, "too few systems")),
+        ([math.nan] * 5, {}, "0.5", (False, "undefined")),
+        ([math.nan] * 5, {}, "--", (True, "tied in both")),
+        (NINE, {}, "--", (False, "tied in both")),
+        (NINE, {}, "> 4.9", (True, "bound")),
+        (NINE, {}, "> 5.1", (False, "bound")),
+        (NINE, {}, "about 5.0", (True, "rounds to the paper's value")),
+        (NINE, {}, "about 5.1", (False, "rounds to the paper's value")),
+        ([3e-12] * 5, {"kind": "rounding", "at_rounding": 1e-10}, "1.10e-12", (True, "order of magnitude")),
+        ([3e-14] * 5, {"kind": "rounding", "at_rounding": 1e-10}, "1.10e-12", (True, "both at rounding")),
+        ([3e-8] * 5, {"kind": "rounding", "at_rounding": 1e-10}, "1.10e-12", (False, "order of magnitude")),
+        ([0.0] * 5, {"kind": "rounding", "at_rounding": 1e-10}, "1.10e-12", (True, "both at rounding")),
+        ([2e-17], {"kind": "maximum", "systems": 9, "at_rounding": 1e-14}, "9.33e-17", (True, "order of magnitude")),
+        ([0.04], {"kind": "p", "systems": 9}, "0.0019", (True, "same side of 0.05")),
+        ([0.06], {"kind": "p", "systems": 9}, "0.0019", (False, "same side of 0.05")),
+        ([1.0], {"kind": "statement", "systems": 9}, "yes", (True, "same statement")),
+        ([0.0], {"kind": "statement", "systems": 9}, "yes", (False, "same statement")),
+        ([0.0] * 5, {"kind": "definition"}, "0", (True, "by definition")),
+        ([0.1] * 5, {"kind": "definition"}, "0", (False, "by definition")),
+    ],
+)
+def test_each_kind_of_number_has_its_rule(
+    values: list[float], options: dict[str, object], text: str, verdict: tuple[bool | None, str]
+) -> None:
+    found = judge(measure(values, **options), Quote.of(text), np.random.default_rng(0))
+    assert found == verdict
+    assert found[1] in RULES
+
+
+@pytest.mark.parametrize("successes", range(17))
+def test_a_count_agrees_where_a_binomial_of_the_papers_share_makes_it_likely(successes: int) -> None:
+    share = 13 / 16
+    chance = [math.comb(16, k) * share**k * (1 - share) ** (16 - k) for k in range(17)]
+    below, above = sum(chance[: successes + 1]), sum(chance[successes:])
+    outcomes = measure([1.0] * successes + [0.0] * (16 - successes), kind="count")
+    agrees, rule = judge(outcomes, Quote.of("13 of 16"), np.random.default_rng(0))
+    assert rule == "binomial"
+    assert agrees == (below >= 0.025 and above > 0.025)
+    assert spread(outcomes).middle == successes
+
+
+# --- the whole
+
+
+def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quadratic: list[Cell]) -> None:
+    found = tables.agreement(quadratic)
+    counted = [c for c in quadratic if c.counted]
+    assert found["judged"] == sum(c.known for c in counted)
+    assert found["protocol_not_known"]["judged"] == sum(not c.known for c in counted)
+    assert found["by_definition"] == 6 + 2 + 2  # the channel 000, tied one-step scores
+    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 229
+    assert found["agree"] == sum(bool(c.agrees) for c in counted if c.known)
+    assert tables.verdict(quadratic).startswith(f"{found['agree']} of {found['judged']} numbers agree")
+    few = build("quadratic", made("quadratic", systems=3))
+    assert tables.agreement(few)["judged"] == 0
+    assert "too few systems" in tables.verdict(few)
+
+
+def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> None:
+    tables.write(quadratic, tmp_path, made("quadratic"), study_of("quadratic"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tables.json", "tables.md"]
+
+    def refuse(text: str) -> float:
+        raise AssertionError(f"{text} is not JSON")
+
+    page = json.loads((tmp_path / "tables.json").read_text(), parse_constant=refuse)
+    assert len(page["cells"]) == len(quadratic)
+    wanted = {"table", "row", "column", "ours", "iqr_low", "iqr_high", "paper", "agrees", "rule", "known", "note"}
+    assert all(wanted <= set(cell) for cell in page["cells"])
+    assert page["agreement"]["judged"] == tables.agreement(quadratic)["judged"]
+    assert page["machine"]["seed"] == 7
+    tied = next(c for c in page["cells"] if c["rule"] == "tied in both")
+    assert tied["ours"] is None
+    assert tied["paper"] is None
+    text = (tmp_path / "tables.md").read_text()
+    assert all(f"({label}" in text for label in {c.table for c in quadratic})
+    for row in [line for line in text.splitlines() if line.startswith("| CV of")]:
+        assert len(row.replace("\\|", "").split("|")) == 5  # |d1| does not break the row: name, two probes, two ends
+    wrong = [c for c in quadratic if c.agrees is False]
+    assert text.count("Rule: ") == len(wrong)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    quadratic: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables.write(quadratic, tmp_path, made("quadratic"), study_of("quadratic"))
+    before = (tmp_path / "tables.json").read_bytes()
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        tables.write(quadratic[:1], tmp_path, made("quadratic"), study_of("quadratic"))
+    assert (tmp_path / "tables.json").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_same_results_give_the_same_verdicts() -> None:
+    sizes = xr.DataArray(np.linspace(1, 2, 6), dims="system")
+    results = {s: d[["exact", "predicted"]] for s, d in made("cifar").items()}
+    noisy = {s: d.assign(exact=d["exact"] * sizes) for s, d in results.items()}
+    assert repr(build("cifar", noisy)) == repr(build("cifar", noisy))
