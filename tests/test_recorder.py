@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +150,22 @@ def test_the_loop_never_sees_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters()))
 
 
+def test_a_watched_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ak.FlightRecorder(model, optimizer, cross_entropy, tmp_path) as recorder:
+        batch = data(torch.Generator().manual_seed(0))
+        loss = cross_entropy(model, batch)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            cross_entropy(twin, batch)
+        loss.backward()
+        optimizer.step()
+        recorder.step(batch, loss)
+        cross_entropy(copy.deepcopy(model), batch)
+        assert recorder._random is None, "a copy's forward pass was taken for the model's"
+        assert recorder.recording
+
+
 def test_what_cannot_be_recorded_is_said_before_the_loop(tmp_path: Path) -> None:
     model = Net()
     with pytest.raises(AftershockError, match="AdamW"):
@@ -272,8 +290,6 @@ def test_a_forecast_is_exact_and_leaves_training_alone(tmp_path: Path) -> None:
 
 
 def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: ak.FlightRecorder, good: Any) -> float:
-    import copy
-
     past = [record.batch(recorder.source) for record in recorder.recent][-4:]
     found, random = [], torch.get_rng_state()  # dropout masks of both runs and of the probe start from here
     for batches in (past, [(good[0] * 50, 2 - good[1])]):

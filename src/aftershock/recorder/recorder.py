@@ -55,6 +55,23 @@ def clip_factor(norm: float, clip: float | None) -> float:
     return 1.0 if clip is None else min(1.0, clip / (norm + TORCH_EPSILON))
 
 
+class Observer:
+    """A hook of which a copy or a pickle of what it watches keeps nothing: loops copy models (moving averages)."""
+
+    def __init__(self, watch: Callable[..., None] | None = None) -> None:
+        self.watch = watch
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.watch is not None:
+            self.watch(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
+        return Observer()
+
+    def __reduce__(self) -> tuple[type[Observer], tuple[()]]:
+        return Observer, ()
+
+
 @dataclass(frozen=True)
 class _Update:
     """What the optimizer's hook saw of one update."""
@@ -132,8 +149,8 @@ class FlightRecorder:
         for trigger in self.triggers:
             trigger.begin(self.window)
         self._handles = [
-            self.model.register_forward_pre_hook(self._before_forward),
-            self.optimizer.register_step_post_hook(self._after_optimizer),
+            self.model.register_forward_pre_hook(Observer(self._before_forward)),
+            self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
         ]
         self.recording = True
         self._save(first)
@@ -208,6 +225,8 @@ class FlightRecorder:
         losses, self._losses = self._losses, []
         if update is None or self._forward is None:
             return  # GradScaler skipped it: nothing was updated
+        if norm is None and update.norm is None:
+            raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
         self._told = norm is not None
         raw = math.nan if norm is None else float(norm)
         record = Record(
