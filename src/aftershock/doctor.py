@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import statistics
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,8 +74,8 @@ def _optimizer(point: TrainingPoint, built: Built) -> Iterator[Finding]:
     hypers = point.captured.hypers
     kinds = {"AdamW" if h.decoupled else "Adam with coupled decay" if h.weight_decay else "Adam" for h in hypers}
     flags = [name for name in ("fused", "foreach", "capturable", "maximize") if any(getattr(h, name) for h in hypers)]
-    sizes = ", ".join(f"lr {float(h.lr):g}, β {h.beta1:g} and {h.beta2:g}, decay {h.weight_decay:g}" for h in hypers[:3])
-    text = f"{' and '.join(sorted(kinds))} in {len(hypers)} group(s): {sizes}"
+    numbers = [f"lr {float(h.lr):g}, β {h.beta1:g} and {h.beta2:g}, decay {h.weight_decay:g}" for h in hypers[:3]]
+    text = f"{' and '.join(sorted(kinds))} in {len(hypers)} group(s): {'; '.join(numbers)}"
     yield Finding("optimizer", "supported", text + (f" ({', '.join(flags)})" if flags else ""))
     yield Finding(
         "clipping",
@@ -100,6 +102,18 @@ def _model(built: Built) -> Iterator[Finding]:
         yield Finding("attention", "refused", f'attn_implementation="{kind}" has no second derivative: set "eager"')
 
 
+class _Asked(TorchFunctionMode):
+    """Is attention asked for? Its math backend is made of ordinary operations, and leaves no name below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.attention |= func is torch.nn.functional.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
 class _Seen(TorchDispatchMode):
     """The operations of one forward pass: names, kinks, and low precision."""
 
@@ -121,12 +135,20 @@ class _Seen(TorchDispatchMode):
 
 def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
     """What one gradient runs through."""
-    seen, state = _Seen(), point.captured.state
-    loss = point.loss.within(lambda model: seen)
+    seen, asked, state = _Seen(), _Asked(), point.captured.state
+
+    @contextlib.contextmanager
+    def watched(model: nn.Module) -> Iterator[None]:
+        with seen, asked:
+            yield
+
+    loss = point.loss.within(watched)
     loss.gradient(state.theta, state.buffers, batch, point.captured.random, "the batch")
-    attention = [name for name in seen.names if name.startswith("_scaled_dot_product") or "_attention" in name]
-    if attention:
-        backend = ", ".join(name.removeprefix("_scaled_dot_product_") for name in attention)
+    fast = [name for name in seen.names if name.startswith("_scaled_dot_product_")]
+    if asked.attention and not fast:
+        yield Finding("attention", "supported", "scaled dot-product attention runs as math, which has all derivatives")
+    if fast:
+        backend = ", ".join(name.removeprefix("_scaled_dot_product_") for name in fast)
         yield Finding(
             "attention",
             "approximated",
@@ -150,7 +172,7 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
     if seen.low:
         kinds = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.low))
         yield Finding(
-            "precision", "approximated", f"parts run in {kinds}: replays are exact, linear predictions are rounded to it"
+            "precision", "approximated", f"parts run in {kinds}: replays are exact, linear predictions rounded to it"
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..core.batches import Batch
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
-from ..recorder.recorder import FlightRecorder
+from ..recorder.recorder import FlightRecorder, Observer
 from ..recorder.records import Fed, encode
 
 FAILED = -1  # in the place of a message's length
@@ -65,7 +65,7 @@ class RankRecorder:
 
     def __enter__(self) -> Self:
         self._device = next(self.model.parameters()).device
-        self._handle = self.model.register_forward_pre_hook(self._before_forward)
+        self._handle = self.model.register_forward_pre_hook(Observer(self._before_forward))
         if self.recorder is not None:
             self.recorder.__enter__()
         self.recording = True

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..core.batches import Batch
 from ..errors import InvalidInput
-from ..recorder.recorder import FlightRecorder, guarded
+from ..recorder.recorder import FlightRecorder, Observer, guarded
 from ..recorder.triggers import Trigger
 
 
@@ -84,7 +84,7 @@ class FlightCallback(TrainerCallback):
         clip = float(args.max_grad_norm) if args.max_grad_norm else None
         self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=clip, **self.options)
         self.recorder.__enter__()
-        self._handle = model.register_forward_hook(self._after_forward, with_kwargs=True)
+        self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

@@ -105,7 +105,7 @@ def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
             if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
                 raise InvalidInput(f"the batch holds a {type(x).__name__} ({x.layout}); record ordinary dense tensors")
             tensors.append(x.detach().to("cpu", copy=True))
-            return {"tensor": len(tensors) - 1, "device": x.device.type}
+            return {"tensor": len(tensors) - 1, "device": x.device.type, "stride": list(tensors[-1].stride())}
         if isinstance(x, PLAIN):
             return {"plain": x}
         if type(x) in (list, tuple):
@@ -121,12 +121,16 @@ def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
 
 
 def decode(structure: Any, tensors: Sequence[Tensor], device: torch.device) -> Batch:
-    """The inverse of `encode`; tensors that were on the model's kind of device go to `device`."""
+    """The inverse of `encode`; tensors that were on the model's kind of device go to `device`.
+
+    They are copied: a file's memory is neither aligned nor strided as the batch was, and kernels then round otherwise.
+    """
 
     def walk(node: Any) -> Any:
-        ((kind, value),) = [(k, v) for k, v in node.items() if k != "device"]
+        ((kind, value),) = [(k, v) for k, v in node.items() if k not in ("device", "stride")]
         if kind == "tensor":
-            tensor = tensors[value]
+            found = tensors[value]
+            tensor = torch.empty_strided(found.shape, node["stride"], dtype=found.dtype).copy_(found)
             return tensor if node["device"] == "cpu" else tensor.to(device)
         if kind == "plain":
             return value
