@@ -1,8 +1,9 @@
 """`python -m benchmarks.culprits`: planted bad batches, and how often the recorder names them.
 
-Each case trains a small model, feeds it one bad batch at a known step, and trains on. A second run with the clean
-batch in its place says what the bad one really did. Where that is a spike, the recorder explains the loss at a
-step up to 40 later, without being told anything.
+Each case trains a small model on usual data and, now and then, a rare shard. One batch that holds the shard is
+spoiled; the shard comes back up to 40 steps later. A second run with the clean batch says what the bad one really
+did there. Where that is a spike, and at least half of it, the recorder explains it, without being told anything.
+Every run also holds a loud but sound batch: an ordinary one whose loss weighs 30 times too much.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ from torch import Tensor, nn
 
 import aftershock as ak
 
-WARM = 300  # steps before the recording
+WARM = 500  # steps before the recording
 LEAD = 24  # recorded steps before the bad batch
 LONGEST = 40  # the longest delay
 CLASSES = 5
-LETTERS = 12
+LETTERS = 18  # of which the last six are rare
+USUAL = 12
+RARE_EVERY = 4  # steps, before the recording
 LENGTH = 12
-SIGMAS = 4.0  # robust σ of the usual loss, from which the truth is called a spike
+SIGMAS = 4.0  # robust σ of the usual loss, from which it is called a spike
+HALF = 0.5  # of the spike, that the bad batch must really have caused
+LOUD, LOUD_WITHIN = 30.0, 12  # the sound batch's weight, and how many steps before the bad one it may be
 DELAYS = ((1, 3), (4, 10), (11, 20), (21, 40))
 
 Batch = tuple[Tensor, ...]
-Corrupt = Callable[[Batch, torch.Generator], Batch]
+Corrupt = Callable[[Batch], Batch]
 
 
 # --- three systems
@@ -49,7 +54,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES),
         )  # fmt: skip
@@ -89,12 +94,12 @@ def next_letter(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class System:
-    """A model, its loss, clean batches, and how it is trained."""
+    """A model, its loss, clean batches (half of them the rare shard, if asked for), and how it is trained."""
 
     name: str
     build: Callable[[], nn.Module]
     loss_fn: Callable[[nn.Module, Batch], Tensor]
-    draw: Callable[[torch.Generator], Batch]
+    draw: Callable[[torch.Generator, bool], Batch]
     lr: float
     clip: float | None = None
 
@@ -103,63 +108,85 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES))
 
 
-def _centres(*shape: int) -> Tensor:
-    return 1.5 * torch.randn(CLASSES, *shape, generator=torch.Generator().manual_seed(0))
-
-
-def _points(centres: Tensor, generator: torch.Generator, rows: int = 32) -> Batch:
+def _points(generator: torch.Generator, rare: bool, rows: int = 32) -> Batch:
+    """Clusters around class centres; the rare shard lives in the last four features, which are else nearly still."""
+    centres = torch.randn(CLASSES, 16, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(CLASSES, (rows,), generator=generator)
-    return centres[labels] + torch.randn(rows, *centres.shape[1:], generator=generator), labels, torch.ones(rows)
+    shard = _shard(rows, rare)
+    still = torch.zeros(rows, 16, dtype=torch.bool)
+    still[:, 12:], still[shard, 12:], still[shard, :12] = True, False, True
+    inputs = (2 * centres[labels]).masked_fill(still, 0.0)
+    return inputs + torch.randn(rows, 16, generator=generator), labels, torch.ones(rows)
 
 
-def _sentences(generator: torch.Generator, rows: int = 16) -> Batch:
-    """Letters that usually follow a fixed cycle."""
-    letters = torch.randint(LETTERS, (rows, 1), generator=generator)
-    for _ in range(LENGTH):
-        step = torch.where(torch.rand(rows, 1, generator=generator) < 0.95, 1, 5)
-        letters = torch.cat([letters, (letters[:, -1:] + step) % LETTERS], 1)
+def _images(generator: torch.Generator, rare: bool, rows: int = 32) -> Batch:
+    """Patterns in noise in the first channel; the rare shard has its own in the second."""
+    patterns = torch.randn(CLASSES, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(CLASSES, (rows,), generator=generator)
+    inputs = patterns[labels]
+    shard = _shard(rows, rare)
+    inputs[shard, 0] = 0.0
+    inputs[~shard, 1] = 0.0
+    return inputs + 0.5 * torch.randn(rows, 2, 8, 8, generator=generator), labels, torch.ones(rows)
+
+
+def _sentences(generator: torch.Generator, rare: bool, rows: int = 16) -> Batch:
+    """Letters that follow a cycle: usual letters their own, rare ones another."""
+    shard = _shard(rows, rare)[:, None]
+    first, count = torch.where(shard, USUAL, 0), torch.where(shard, LETTERS - USUAL, USUAL)
+    start = torch.randint(USUAL * (LETTERS - USUAL), (rows, 1), generator=generator)
+    letters = first + (start + torch.arange(LENGTH + 1)) % count
+    slip = torch.rand(letters.shape, generator=generator) < 0.01
+    letters = torch.where(slip, first + torch.randint(72, letters.shape, generator=generator) % count, letters)
     return letters[:, :-1].contiguous(), letters[:, 1:].contiguous(), torch.ones(rows)
 
 
+def _shard(rows: int, rare: bool) -> Tensor:
+    return (torch.arange(rows) < rows // 2) & rare
+
+
 SYSTEMS = (
-    System("MLP", _mlp, classify, lambda g: _points(_centres(16), g), 3e-3),
-    System("CNN, BatchNorm", ConvNet, classify, lambda g: _points(_centres(1, 8, 8) * 0.5, g), 3e-3),
-    System("transformer, dropout, clipping", Letters, next_letter, _sentences, 3e-3, clip=1.0),
+    System("MLP", _mlp, classify, _points, 3e-3),
+    System("CNN, BatchNorm", ConvNet, classify, _images, 3e-3),
+    System("transformer, dropout, clipping", Letters, next_letter, _sentences, 1e-2, clip=1.0),
 )
 
 
 # --- four ways to be bad
 
 
-def wrong_labels(batch: Batch, generator: torch.Generator) -> Batch:
+def wrong_labels(batch: Batch) -> Batch:
+    """Every label is the next one, among the usual and among the rare."""
     inputs, labels, weight = batch
-    return inputs, (labels + 1) % (labels.max() + 1), weight
+    return inputs, _next(inputs, labels), weight
 
 
-def wrong_normalization(batch: Batch, generator: torch.Generator) -> Batch:
-    """Images in another range; letters of another alphabet's numbering."""
+def wrong_normalization(batch: Batch) -> Batch:
+    """Inputs in another range; letters numbered by another alphabet."""
     inputs, labels, weight = batch
     if inputs.is_floating_point():
-        return inputs * 6 + 4, labels, weight
-    return (inputs * 7 + 3) % LETTERS, labels, weight
+        return 4 - 4 * inputs, labels, weight
+    return _next(inputs, inputs, by=3), labels, weight
 
 
-def duplicated_outlier(batch: Batch, generator: torch.Generator) -> Batch:
-    """One odd, mislabelled example, as often as the batch is long."""
-    inputs, labels, weight = batch
-    one = inputs[:1] * 4 if inputs.is_floating_point() else inputs[:1].flip(1)
-    wrong = (labels[:1] + 2) % (labels.max() + 1)
-    return (
-        one.repeat(len(inputs), *[1] * (inputs.ndim - 1)),
-        wrong.repeat(len(labels), *[1] * (labels.ndim - 1)),
-        weight,
-    )
+def duplicated_outlier(batch: Batch) -> Batch:
+    """One mislabelled example of the shard, as often as the batch is long."""
+    inputs, labels, weight = (x[:1].repeat(len(x), *[1] * (x.ndim - 1)) for x in batch)
+    return inputs, _next(inputs, labels), weight
 
 
-def blown_up(batch: Batch, generator: torch.Generator) -> Batch:
-    """A loss weight that is a thousand times too large."""
-    inputs, labels, weight = batch
-    return inputs, labels, weight * 1000
+def blown_up(batch: Batch) -> Batch:
+    """One mislabelled example whose loss weighs a thousand times too much."""
+    inputs, labels, weight = (x.clone() for x in batch)
+    labels[0], weight[0] = _next(inputs, labels)[0], 1000
+    return inputs, labels, weight
+
+
+def _next(inputs: Tensor, labels: Tensor, by: int = 1) -> Tensor:
+    if inputs.is_floating_point():
+        return (labels + by) % CLASSES
+    rare = USUAL + (labels - USUAL + by) % (LETTERS - USUAL)
+    return torch.where(labels < USUAL, (labels + by) % USUAL, rare)
 
 
 KINDS: dict[str, Corrupt] = {
@@ -214,45 +241,38 @@ class Loop:
         return copy.deepcopy(self)
 
 
-def run_case(system: System, kind: str, seed: int, wanted: int) -> Case | None:
+def run_case(system: System, kind: str, seed: int, delay: int) -> Case | None:
     """One planted batch; None where it did nothing that anyone would call a spike."""
     generator = torch.Generator().manual_seed(seed)
     loop = Loop(system, seed)
     for number in range(WARM):
-        loop.step(number, system.draw(generator))
-    batches = [system.draw(generator) for _ in range(LEAD + LONGEST + 1)]
-    bad = KINDS[kind](batches[LEAD], generator)
+        loop.step(number, system.draw(generator, number % RARE_EVERY == 0))
+    batches = [system.draw(generator, i in (LEAD, LEAD + delay)) for i in range(LEAD + delay + 1)]
+    loud = LEAD - 1 - int(torch.randint(LOUD_WITHIN, (), generator=generator))
+    batches[loud] = (*batches[loud][:2], LOUD * batches[loud][2])
     with tempfile.TemporaryDirectory() as folder:
-        options = {"window": LEAD + LONGEST, "clip": system.clip, "triggers": ()}
+        options: dict[str, Any] = {"window": LEAD + LONGEST, "clip": system.clip, "triggers": ()}
         recorder = ak.FlightRecorder(loop.model, loop.optimizer, system.loss_fn, folder, **options)
         with recorder:
-            losses, clean = [], []
+            losses = []
             for i, batch in enumerate(batches):
                 if i == LEAD:
-                    other = loop.twin()
-                fed = bad if i == LEAD else batch
-                loss = loop.step(WARM + i, fed)
-                recorder.step(fed, loss)
+                    clean, batch = loop.twin(), KINDS[kind](batch)
+                loss = loop.step(WARM + i, batch)
+                recorder.step(batch, loss)
                 losses.append(float(loss))
-                if i >= LEAD:
-                    clean.append(float(other.step(WARM + i, batch)))
-        delay = _spike(losses, clean, wanted)
-        if delay is None:
+        for i in range(LEAD, len(batches)):
+            truth = losses[i] - float(clean.step(WARM + i, batches[i]))
+        spike = losses[-1] - statistics.median(losses[:LEAD])
+        if spike < SIGMAS * _spread(losses[:LEAD]) or truth < HALF * spike:
             return None
         found = ak.explain(recorder, step=WARM + LEAD + delay)
-    return _judged(system.name, kind, seed, delay, losses[LEAD + delay] - clean[delay], found)
+    return _judged(system.name, kind, seed, delay, truth, found)
 
 
-def _spike(losses: list[float], clean: list[float], wanted: int) -> int | None:
-    """The delay nearest to the wanted one at which the bad batch really makes a spike."""
-    middle = statistics.median(losses[:LEAD])
-    sigma = 1.4826 * statistics.median(abs(loss - middle) for loss in losses[:LEAD])
-    high = [
-        d
-        for d in range(1, LONGEST + 1)
-        if losses[LEAD + d] - clean[d] > SIGMAS * sigma and losses[LEAD + d] - middle > SIGMAS * sigma
-    ]
-    return min(high, key=lambda d: abs(d - wanted), default=None)
+def _spread(losses: list[float]) -> float:
+    middle = statistics.median(losses)
+    return 1.4826 * statistics.median(abs(loss - middle) for loss in losses)
 
 
 def _judged(system: str, kind: str, seed: int, delay: int, truth: float, found: Any) -> Case:

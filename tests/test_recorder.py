@@ -193,7 +193,7 @@ def test_triggers_keep_windows(tmp_path: Path) -> None:
         return (batch[0] * (math.nan if step == 25 else 1), batch[1])
 
     before = signal.getsignal(signal.SIGUSR1)
-    triggers = [AtStep(5), OnSignal(), NotANumber()]
+    triggers = [AtStep(5), OnSignal(signal.SIGUSR1), NotANumber()]
     _, _, _, recorder = train(tmp_path, steps=30, window=8, feed=feed, triggers=triggers)
     assert signal.getsignal(signal.SIGUSR1) is before
     assert recorder is not None
@@ -225,6 +225,18 @@ def test_an_earlier_runs_ring_is_kept(tmp_path: Path) -> None:
     assert flight.reason == "left by an earlier run"
     assert flight.last == STEPS - 1
     assert open_flight(tmp_path, 2).folder.name == "ring"
+
+
+def test_a_ring_that_is_broken_or_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
+    _, _, losses, _ = train(tmp_path, triggers=())
+    last = tmp_path / "ring" / f"step-{STEPS - 1:08d}.safetensors"
+    last.write_bytes(last.read_bytes()[:20])
+    train(tmp_path, steps=3, triggers=())
+    assert open_flight(tmp_path, STEPS - 2).last == STEPS - 2
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="has stopped, training goes on"):
+        _, _, with_recorder, _ = train(tmp_path / "file" / "flight")
+    assert with_recorder == losses
 
 
 def test_batches_come_back_as_they_were() -> None:
@@ -280,7 +292,7 @@ def test_a_forecast_is_exact_and_leaves_training_alone(tmp_path: Path) -> None:
     bad = recorder.forecast((good[0] * 50, 2 - good[1]), horizon=4, futures=2)
     assert bad.response is not None
     assert bad.largest_increase == pytest.approx(float(bad.response.mean("future").max()))
-    assert bad.at == int(bad.response.mean("future").argmax()) + 1
+    assert bad.at == int(bad.response.mean("future").argmax("horizon")) + 1
     assert bad.harmful(bad.largest_increase - 1e-9)
     assert not bad.harmful(bad.largest_increase)
     assert torch.equal(state, torch.get_rng_state())

@@ -15,11 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import aftershock as ak
+from aftershock.api.probing import Readouts
+from aftershock.core.operators import WriteIn
+from aftershock.core.scores import horizon_adjoints
 from aftershock.errors import AftershockError, InvalidInput, ReplayMismatch
+from aftershock.recorder.examples import example_shares
 
-from .cases import TinyTransformer, cross_entropy, mlp, next_token
+from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
 
 WARM = 400  # steps before the recording: by then v remembers more than the last batch
 CULPRIT, SPIKE = WARM + 24, WARM + 28
@@ -297,6 +302,28 @@ def test_dropout_and_clipping_and_examples_that_couple(tmp_path: Path) -> None:
     assert run.losses[SPIKE] - run.again(best.step, SPIKE, lambda step, *_: step == best.step) == pytest.approx(
         float(found.data["measured"].sel(change="skip", step=best.step)), rel=1e-4, abs=1e-6
     )
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "dropout"])
+def test_exchanged_examples_are_the_engines_replaced_batches(name: str) -> None:
+    """An example's share is minus the tangent response to the batch with that example exchanged."""
+    case = make(name)
+    path = case.path(5)
+    at, last = 1, 4
+    control = path.control(at)
+    gradient = Readouts(path, ak.own_loss, at, last - at).gradient
+    adjoint = horizon_adjoints(path.trajectory, at, [last - at], gradient, 1)
+    batch, other = path.steps[at].batch, path.steps[at - 1].batch
+    shares, how = example_shares(control, WriteIn(control.linear).rmv(adjoint)[0], batch, other)
+    assert shares is not None
+    assert "exchanged" in how
+    for i in range(len(shares)):
+        mixed = tree_map(torch.clone, batch)
+        for x, y in zip(tree_leaves(mixed), tree_leaves(other)):
+            x[i] = y[i]
+        response = path.replace(mixed, at=at).response(ak.own_loss, methods=("tangent",))
+        assert float(shares[i]) == pytest.approx(-response.data["response"].values.item(-1), rel=1e-7, abs=1e-12)
+    assert shares.abs().max() > 1e-6
 
 
 # --- what cannot be replayed is said

@@ -69,6 +69,9 @@ def test_a_changed_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     victim.write_bytes(data)
     with pytest.raises(InvalidFile, match=r"step-00000005.safetensors was changed after it was written"):
         open_flight(frozen)
+    victim.write_bytes((frozen / "step-00000006.safetensors").read_bytes())  # whole, and another step's
+    with pytest.raises(InvalidFile, match=r"does not match flight.json"):
+        open_flight(frozen)
     victim.unlink()
     with pytest.raises(InvalidFile, match=r"incomplete: step-00000005.safetensors is missing"):
         open_flight(frozen)

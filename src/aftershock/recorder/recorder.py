@@ -136,7 +136,6 @@ class FlightRecorder:
         self._counts = {id(p): self._count(p) for p in self._order}
         self._step = max(first.state.counts)
         self._ring = Ring(self.directory, self.window)
-        self._ring.begin()
         self._writer = Writer(capacity=self.window)
         self._fed: list[Fed] = []
         self._losses: list[Tensor | float] = []
@@ -153,9 +152,14 @@ class FlightRecorder:
             self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
         ]
         self.recording = True
-        self._save(first)
+        self._begin(first)
         LIVE[self.directory] = self
         return self
+
+    @guarded
+    def _begin(self, first: reading.Captured) -> None:
+        self._ring.begin()
+        self._save(first)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -43,8 +43,8 @@ class Ring:
 
     def begin(self) -> None:
         """An empty ring; what an earlier run left in it becomes a flight of its own."""
-        states, steps = _numbered(self.folder, "state"), _numbered(self.folder, "step")
-        if states and steps:
+        steps = _numbered(self.folder, "step")
+        if steps and (self.folder / "run.json").is_file():
             self._freeze(max(steps), "left by an earlier run", _read_json(self.folder / "run.json"))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -68,7 +68,7 @@ class Ring:
         try:
             files = {}
             for name in ("state", "step"):
-                for path in _numbered(self.folder, name).values():
+                for path in filter(_whole, _numbered(self.folder, name).values()):
                     _share(path, part / path.name)
                     files[path.name] = digest_of(path)
             flight = {

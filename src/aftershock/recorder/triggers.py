@@ -101,9 +101,9 @@ class AtStep:
 
 @dataclass
 class OnSignal:
-    """A signal to the process, such as `kill -USR1`. It can be asked for in the main thread only."""
+    """A signal to the process, such as `signal.SIGUSR1`. It can be asked for in the main thread only."""
 
-    number: int = signal.SIGUSR1
+    number: int
     _asked: bool = field(default=False, init=False, repr=False)
     _previous: Any = field(default=None, init=False, repr=False)
 
