@@ -67,7 +67,7 @@ def test_what_a_model_is_made_of_is_named() -> None:
     # rows 1–4 of the table; the weights of what was zeroed by ReLU for all examples may come on top
     assert int(text(found, "v = 0").split(" of ")[0]) >= 16
     # θ, m and v of 16 + 4 + 4 + 4 + 4 + 20 float32 numbers at least, and a batch of 24
-    assert "96 B per batch" in text(found, "recording")
+    assert "On disk 96 B per batch" in text(found, "recording")
 
 
 def test_a_batch_lies_in_memory_as_it_was_fed() -> None:

@@ -204,7 +204,7 @@ def test_bad_input_is_one_line(flight: Path, project: Path) -> None:
     assert "step 9999 was not recorded" in said("--step", 9999)
     assert "no module 'nowhere'" in said(build="nowhere:build")
     assert "has no function 'absent'" in said(build="its_training:absent")
-    assert "takes module:function" in said(build="its_training")
+    assert "write module:function" in said(build="its_training")
     assert "ValueError: no data here" in said(build="its_training:broken")
     assert "it returned int" in said(build="its_training:nothing")
     assert "was saved from another model" in said(build="its_training:other")

@@ -37,7 +37,7 @@ def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built
     """Import `module:function` as a script in this folder would, call it, and read what it returns."""
     name, _, function = reference.partition(":")
     if not name or not function.isidentifier():
-        raise InvalidInput(f"--build takes module:function, such as train:build; got {reference!r}")
+        raise InvalidInput(f"{reference!r} names no build function: write module:function, such as train:build")
     made = _called(reference, _imported(name), function)
     if isinstance(made, tuple | list) and len(made) in SHAPES:
         made = dict(zip(SHAPES[len(made)], made))

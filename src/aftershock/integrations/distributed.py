@@ -1,9 +1,10 @@
 """The flight recorder under DistributedDataParallel: rank 0 records, every rank's batch is part of the step.
 
 Batches travel as bytes of safetensors with a JSON description; nothing is pickled. The step's gradient is the mean
-over ranks, so the replay is one step of `world_size` micro-batches. Two ranks add up in one way only and replay to
-the bit; with more, the order of an all-reduce is the backend's own and the replay agrees to rounding. Batch
-normalization's running statistics are rank 0's in training and every rank's in the replay: losses do not see it.
+over ranks, so the replay is one step of `world_size` micro-batches. Two ranks that meet after every backward add up
+in one way only and replay to the bit; more ranks, or accumulation inside `no_sync`, add up in the backend's own order,
+and the replay agrees to rounding. Batch normalization's running statistics are rank 0's in training and every rank's
+in the replay: losses do not see it.
 """
 
 from __future__ import annotations
