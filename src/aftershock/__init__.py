@@ -1,5 +1,8 @@
 """aftershock shows what one minibatch does to a training run after the step that saw it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
 from .api.change import Change
@@ -10,17 +13,34 @@ from .core.batches import accumulate
 from .core.probe import Probe, own_loss
 from .errors import AftershockError
 
+if TYPE_CHECKING:
+    from .recorder.explain import explain
+    from .recorder.recorder import FlightRecorder
+
 __all__ = [
     "AftershockError",
     "Change",
+    "FlightRecorder",
     "Path",
     "Probe",
     "Response",
     "TrainingPoint",
     "accumulate",
     "capture",
+    "explain",
     "from_checkpoint",
     "load_point",
     "load_response",
     "own_loss",
 ]
+
+_LATER = {"FlightRecorder": ".recorder.recorder", "explain": ".recorder.explain"}
+
+
+def __getattr__(name: str) -> Any:
+    """The recorder sits above the package's other names, and loads when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_LATER[name], __name__), name)
+    globals()[name] = found
+    return found

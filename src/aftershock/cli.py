@@ -173,5 +173,57 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
     typer.echo(f"wrote tables.md, tables.json, report.html, figures/ and results.zarr to {out}")
 
 
+@app.command()
+def explain(
+    flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
+    build: Annotated[str, typer.Option(help="module:function that returns (model, loss_fn) as training builds them.")],
+    step: Annotated[int | None, typer.Option(help="The step to explain; default: the one that triggered.")] = None,
+    window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="How many steps to verify by running again without them.")] = 5,
+    out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("flight.html"),
+    skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
+) -> None:
+    """Name the batch that raised a recorded loss, prove it by running again without it, and write a page."""
+    from .building import build as built_by
+    from .recorder.explain import explain as explain_flight
+    from .report.flight_page import flight_text, write_flight_page
+
+    with _plain_errors(f"cannot read {flight}"):
+        built = built_by(build)
+        found = explain_flight(
+            flight, step, model=built.model, loss_fn=built.loss_fn, dataset=built.dataset, window=window, verify=top
+        )
+    typer.echo(flight_text(found))
+    page = out / "flight.html" if out.is_dir() else out
+    with _plain_errors(f"cannot write {page}"):
+        typer.echo(f"\nwrote {write_flight_page(found, page)}")
+    if skip_list is not None:
+        with _plain_errors(f"cannot write {skip_list}"):
+            typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
+
+
+@app.command()
+def doctor(
+    build: Annotated[str, typer.Argument(help="module:function that returns (model, optimizer, loss_fn, batch).")],
+) -> None:
+    """Run a model once and say what is supported, what is approximated, and what recording it costs."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .building import build as built_by
+    from .doctor import examine
+
+    with _plain_errors("cannot run the model"):
+        findings = examine(built_by(build, needed=("model", "optimizer", "loss_fn", "batch")))
+    colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        table.add_row(finding.subject, f"[{colours[finding.level]}]{finding.level}[/]", escape(finding.text))
+    Console().print(table)
+    if any(finding.level == "refused" for finding in findings):
+        raise typer.Exit(1)
+
+
 if __name__ == "__main__":
     app()

@@ -61,5 +61,9 @@ class UnfrozenGate(AftershockError):
     """A kink of the network cannot be recorded and replayed; the message names the operation and the module."""
 
 
+class ReplayMismatch(AftershockError):
+    """A recorded run does not repeat itself: the message says at which step, by how much, and why it may be."""
+
+
 class StudyStopped(AftershockError):
     """A study could not go on (workers, their scheduler, the disk); the systems that were finished are kept."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +18,13 @@ from ..core.loss import Autocast, LossFunction
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
+from .tensorfile import read_tensors, write_tensors
 
 FORMAT = "aftershock-point-1"
 
 
-def save_point(captured: Captured, path: Path) -> None:
-    """One file with every tensor by name and everything else in its header."""
-    from safetensors.torch import save_file
-
+def save_point(captured: Captured, path: Path) -> str:
+    """One file with every tensor by name and everything else in its header. Returns its digest."""
     layout, state, loss = captured.loss.layout, captured.state, captured.loss
     tensors: dict[str, Tensor] = {}
     for channel in CHANNELS:
@@ -45,17 +41,16 @@ def save_point(captured: Captured, path: Path) -> None:
         "groups": layout.groups,
         "model_order": layout.model_order,
         "counts": state.counts,
-        "hypers": [_hyper_to_json(h) for h in captured.hypers],
+        "hypers": [hyper_to_json(h) for h in captured.hypers],
         "autocast": [loss.autocast.enabled, str(loss.autocast.dtype).removeprefix("torch.")],
         "training": {name: module.training for name, module in loss.model.named_modules()},
     }
-    contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_whole(path, lambda part: save_file(contiguous, part, metadata={"aftershock": json.dumps(header)}))
+    return write_tensors(path, tensors, header)
 
 
 def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
     """The point in `path` with the code of `model`."""
-    tensors, header = _read(path)
+    tensors, header = read_tensors(path, "saved point", FORMAT)
     private = PrivateCopy(unwrapped(model))
     names = tuple(header["names"])
     expected = set(names) | {key.removeprefix("constant/") for key in tensors if key.startswith("constant/")}
@@ -94,51 +89,16 @@ def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Ba
     constants = {name: part[f"constant/{name}"] for name in private.original if name not in set(names)}
     loss = LossFunction(private.model, loss_fn, layout, constants, Autocast(enabled, getattr(torch, dtype)))
     random = RandomState(tensors["random/cpu"], tensors.get("random/cuda"))
-    return Captured(loss, state, tuple(_hyper_from_json(h) for h in header["hypers"]), random)
+    return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random)
 
 
-def write_whole(path: Path, write: Callable[[str], object]) -> None:
-    """Write a file beside its place and move it there: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(part)
-        os.chmod(part, 0o666 & ~_umask())  # mkstemp lets nobody else read; an ordinary file would
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # reading it means setting it
-    os.umask(mask)
-    return mask
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise InvalidFile(f"there is no saved point at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("aftershock", "{}"))
-            if header.get("format") != FORMAT:
-                raise InvalidFile(f"{path} is not a saved point of this version of aftershock ({FORMAT})")
-            return {key: file.get_tensor(key) for key in file.keys()}, header  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
-        raise InvalidFile(f"{path} is damaged or not a saved point: {error}") from error
-
-
-def _hyper_to_json(hyper: Hyper) -> dict[str, Any]:
+def hyper_to_json(hyper: Hyper) -> dict[str, Any]:
     lr = hyper.lr
     dtype = str(lr.dtype).removeprefix("torch.") if isinstance(lr, Tensor) else None
     return {**asdict(hyper), "lr": float(lr), "lr_dtype": dtype}
 
 
-def _hyper_from_json(values: dict[str, Any]) -> Hyper:
+def hyper_from_json(values: dict[str, Any]) -> Hyper:
     values = dict(values)
     dtype = values.pop("lr_dtype")
     if dtype is not None:

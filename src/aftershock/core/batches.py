@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import InvalidInput
+from .randomness import RandomState
 
 Batch = Any
 
@@ -21,13 +23,23 @@ class Accumulated:
 
     batches: tuple[Batch, ...]
     weights: tuple[float, ...] | None = None
+    random: tuple[RandomState, ...] | None = None  # before each micro-batch, where it was recorded
+    divisor: float | None = None  # of each micro-batch's loss; None: their number
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each micro-batch's factor in the whole."""
+        divisor = len(self.batches) if self.divisor is None else self.divisor
+        return (1 / divisor,) * len(self.batches) if self.weights is None else self.weights
 
     def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
         """Each micro-batch with the map from its loss to its share of the whole."""
         for i, batch in enumerate(self.batches):
+            if self.random is not None:  # a loader that draws numbers moved it between the micro-batches
+                self.random[i].install(torch.device("cpu" if self.random[i].cuda is None else "cuda"))
             if self.weights is None:
                 # a division, as training loops write it: multiplying by 1/n gives other bits
-                yield batch, lambda loss: loss / len(self.batches)
+                yield batch, lambda loss: loss / (len(self.batches) if self.divisor is None else self.divisor)
             else:
                 yield batch, lambda loss, weight=self.weights[i]: loss * weight  # type: ignore[misc]
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.storage import write_whole
+from ..api.tensorfile import write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.storage import write_whole
+from ..api.tensorfile import write_whole
 from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import METHODS
 from . import study_data

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.storage import write_whole
+from ..api.tensorfile import write_whole
 from ..errors import InvalidInput
 from .cifar_measures import cifar_measures
 from .paper import TABLES, Quote

@@ -1,0 +1,1 @@
+"""Thin adapters: the flight recorder inside other people's training loops."""

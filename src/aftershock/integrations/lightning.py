@@ -1,0 +1,124 @@
+"""The flight recorder as a Lightning callback."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor, nn
+
+from ..core.batches import Batch
+from ..errors import InvalidInput, UnsupportedClipping
+from ..recorder.recorder import FlightRecorder
+from ..recorder.triggers import Trigger
+from .distributed import RankRecorder, recorder_for
+
+
+def training_loss(module: nn.Module, fed: Batch) -> Tensor:
+    """The loss of `module.training_step`, from what `FlightCallback` records: (batch, its index).
+
+    It is the loss_fn of a recorded LightningModule; `build()` of the command line returns `(module, training_loss)`.
+    """
+    batch, index = fed
+    step: Any = module.training_step
+    wanted = "batch_idx" in (names := inspect.signature(step).parameters) or len(names) > 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*self.log.*")  # there is no Trainer in a replay
+        found = step(batch, index) if wanted else step(batch)
+    return found["loss"] if isinstance(found, dict) else found
+
+
+class FlightCallback(lightning.Callback):
+    """Record a Lightning run: `Trainer(callbacks=[FlightCallback("flight", window=64)])`.
+
+    Automatic optimization with one AdamW; accumulation, clipping by norm, schedulers and precision are the
+    Trainer's. The recorder is `callback.recorder`; under DDP every rank has one, and rank 0 writes. A
+    `training_step` that reads `self.trainer` cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path = "flight",
+        *,
+        window: int = 64,
+        every: int | None = None,
+        triggers: Sequence[Trigger] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers}
+        self.recorder: FlightRecorder | RankRecorder | None = None
+        self._loss: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._updated = False
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise InvalidInput(
+                "FlightCallback records automatic optimization with one optimizer; with manual optimization use "
+                "aftershock.FlightRecorder inside training_step"
+            )
+        clip = trainer.gradient_clip_val or None
+        if clip is not None and trainer.gradient_clip_algorithm == "value":
+            raise UnsupportedClipping(
+                'the Trainer clips gradients by value; aftershock models gradient_clip_algorithm="norm"'
+            )
+        self.recorder = recorder_for(
+            pl_module,
+            trainer.optimizers[0],
+            training_loss,
+            self.directory,
+            clip=None if clip is None else float(clip),
+            **self.options,
+        )
+        self.recorder.__enter__()
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._loss = self._norm = None
+        self._updated = False
+        if self.recorder is not None:
+            with trainer.precision_plugin.train_step_context():  # its autocast is part of the forward pass
+                self.recorder.before_forward()
+
+    def on_before_backward(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, loss: Tensor
+    ) -> None:
+        self._loss = loss.detach()  # already divided by accumulate_grad_batches
+
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._updated = True
+        if self.recorder is not None and self.recorder.clip is not None:  # the last look at gradients before clipping
+            self._norm = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.recorder is None or self._loss is None:
+            return  # training_step returned None: nothing was computed
+        fed = (batch, batch_idx)
+        if self._updated:  # an epoch's last update may have fewer micro-batches; their losses are divided all the same
+            divisor = trainer.accumulate_grad_batches
+            self.recorder.step(fed, self._loss, index=batch_idx, norm=self._norm, divisor=divisor)
+        else:
+            self.recorder.micro(fed, self._loss, index=batch_idx)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.close()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording; what is on disk is complete."""
+        if self.recorder is not None:
+            self.recorder.__exit__(None, None, None)

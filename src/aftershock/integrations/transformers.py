@@ -1,0 +1,129 @@
+"""The flight recorder as a callback of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..core.batches import Batch
+from ..errors import InvalidInput
+from ..recorder.recorder import FlightRecorder, Observer, guarded
+from ..recorder.triggers import Trigger
+
+
+def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
+    """The loss that a model returns from its inputs, labels among them: what the Trainer minimizes.
+
+    It is the loss_fn of a recorded model; `build()` of the command line returns `(model, model_loss)`. The Trainer
+    sets `model.config.use_cache = False`: build() must do so too, or the replay differs by rounding.
+    """
+    return _loss_of(model(**inputs))
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    if isinstance(outputs, Mapping) and "loss" not in outputs:
+        raise InvalidInput("the model returned no loss: its inputs hold no labels (compute_loss_func takes them away)")
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+
+
+class FlightCallback(TrainerCallback):
+    """Record a Trainer's run: `Trainer(…, callbacks=[FlightCallback("flight", window=64)])`.
+
+    The loss is the model's own; label smoothing, `compute_loss_func` and an overridden `compute_loss` are not seen.
+    Gradients arrive already clipped by `max_grad_norm`, so spikes of the gradient norm show in the loss only. The
+    recorder is `callback.recorder`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path = "flight",
+        *,
+        window: int = 64,
+        every: int | None = None,
+        triggers: Sequence[Trigger] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers}
+        self.recorder: FlightRecorder | None = None
+        self._inputs: Batch = None
+        self._losses: list[Tensor] = []
+
+    # --- what `guarded` asks of a recorder
+
+    @property
+    def recording(self) -> bool:
+        return self.recorder is not None and self.recorder.recording
+
+    def _stop(self, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder._stop(reason)
+
+    # --- the Trainer's events
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **others: Any,
+    ) -> None:
+        if args.world_size > 1:
+            raise InvalidInput(
+                "FlightCallback of the Trainer records one process; under DDP record a loop of your own with "
+                "aftershock.integrations.distributed.RankRecorder, or train with Lightning"
+            )
+        if args.label_smoothing_factor:
+            raise InvalidInput("the Trainer smooths labels outside the model, where the loss cannot be replayed")
+        clip = float(args.max_grad_norm) if args.max_grad_norm else None
+        self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=clip, **self.options)
+        self.recorder.__enter__()
+        self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._micro()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        self._step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording; what is on disk is complete. The Trainer does it unless training ended with an error."""
+        if self.recorder is not None:
+            self._handle.remove()
+            self.recorder.__exit__(None, None, None)
+
+    # --- inside
+
+    @guarded
+    def _after_forward(self, module: nn.Module, inputs: Any, named: dict[str, Any], outputs: Any) -> None:
+        if torch.is_grad_enabled():  # not in evaluation
+            self._inputs = dict(named)
+            self._losses.append(_loss_of(outputs).detach())
+
+    @guarded
+    def _micro(self) -> None:
+        """A micro-batch. What each adds to the step's loss is known when all of them are."""
+        assert self.recorder is not None
+        self.recorder.micro(self._inputs, 0.0)
+
+    @guarded
+    def _step(self) -> None:
+        losses, self._losses = self._losses, []
+        # a model that is told num_items_in_batch divides by it; otherwise the Trainer divides by the micro-batches
+        divisor = 1 if self._inputs.get("num_items_in_batch") is not None else len(losses)
+        shares = [loss / divisor for loss in losses]
+        assert self.recorder is not None
+        self.recorder.step(self._inputs, sum(shares[1:], start=shares[0]), divisor=divisor)

@@ -1,0 +1,1 @@
+"""The flight recorder: a live run's last steps, kept so that any of them can be replayed and explained."""

@@ -1,0 +1,77 @@
+"""What a batch would do, before it is applied: its response along futures drawn from the recorded past."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..analysis.futures import repeated_futures
+from ..analysis.samplers import sample_futures
+from ..core.batches import Batch
+from ..errors import InvalidInput, NotFinite
+from .neighbours import mean_batch
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..api.point import TrainingPoint
+
+REFERENCES = 4  # batches whose mean is the ordinary step, and batches that are watched
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The mean response over sampled futures; positive means that the loss would go up.
+
+    `response[future, horizon]` is exact along each future; None where the run with the batch diverged.
+    """
+
+    response: xr.DataArray | None
+    largest_increase: float
+    at: int  # states after the batch
+
+    def harmful(self, threshold: float) -> bool:
+        """Would it raise the loss by more than `threshold`?"""
+        return self.largest_increase > threshold
+
+    def __str__(self) -> str:
+        if self.response is None:
+            return "With this batch as the next step the run diverges: its loss is no longer finite."
+        count, last = self.response.sizes["future"], int(self.response["horizon"].values[-1])
+        return (
+            f"As the next step, this batch would change the loss by at most {self.largest_increase:+.3g}, {self.at} "
+            f"state(s) after it (exact along {count} futures of {last} steps drawn from the recorded past)."
+        )
+
+
+def forecast(
+    point: TrainingPoint,
+    batch: Batch,
+    past: Sequence[Batch],
+    *,
+    horizon: int,
+    futures: int,
+    clip: float | None,
+    seed: int,
+) -> Forecast:
+    """The exact response of recent batches' mean loss to `batch` in the place of an ordinary step.
+
+    The ordinary step is the mean of the last recorded batches; futures are drawn from all of them. Costs about
+    2·H·K gradients and 2·H·K·4 forward passes for H horizons and K futures.
+    """
+    if not past:
+        raise InvalidInput("nothing is recorded yet: a forecast draws its futures from past batches")
+    recent = mean_batch(past[-REFERENCES:])
+    drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
+    try:
+        found = repeated_futures(point, recent, [batch], drawn, recent, clip=clip)
+    except NotFinite:
+        return Forecast(None, math.inf, 1)
+    response = found["response"].isel({"method": 0, "change": 0}, drop=True)
+    mean = response.mean("future")
+    peak = mean.isel(horizon=int(mean.argmax("horizon")))
+    return Forecast(response, float(peak), int(peak["horizon"]))

@@ -1,0 +1,141 @@
+"""What is kept of one update, and how it becomes tensors and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ..core.adamw import Hyper
+from ..core.batches import Accumulated, Batch
+from ..core.randomness import RandomState
+from ..errors import InvalidInput
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One batch as it was fed: its tensors copied to the CPU, its place in the data, the random state before it."""
+
+    structure: Any
+    tensors: tuple[Tensor, ...]
+    index: int
+    random: RandomState
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a recorded batch becomes one again: on which device, and from which dataset where indices were recorded."""
+
+    device: torch.device
+    dataset: Any = None
+
+    def batch(self, fed: Fed) -> Batch:
+        found = decode(fed.structure, fed.tensors, self.device)
+        if self.dataset is None:
+            return found
+        indices = found.tolist() if isinstance(found, Tensor) else found
+        return default_collate([self.dataset[int(i)] for i in indices])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What surrounds a forward pass: autocast, and the modules in eval mode."""
+
+    autocast: bool
+    autocast_dtype: torch.dtype
+    evaluating: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One update. `step` counts the updates made before it, from 0.
+
+    `norm` is that of the gradient that reached the optimizer, after clipping; `raw_norm` the one before it,
+    NaN where it was not told.
+    """
+
+    step: int
+    fed: tuple[Fed, ...]
+    loss: float
+    norm: float
+    raw_norm: float
+    hypers: tuple[Hyper, ...]
+    clip: float | None
+    forward: Forward
+    divisor: float | None = None  # of each micro-batch's loss; None: their number
+
+    def batch(self, source: Source) -> Batch:
+        """What loss_fn was given; several micro-batches are one accumulated batch with its own random states."""
+        if len(self.fed) == 1 and self.divisor in (None, 1):
+            return source.batch(self.fed[0])
+        random = tuple(fed.random for fed in self.fed)
+        return Accumulated(tuple(source.batch(fed) for fed in self.fed), random=random, divisor=self.divisor)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    @property
+    def told_norm(self) -> float:
+        """The norm before clipping where it is known, else that which reached the optimizer."""
+        return self.norm if math.isnan(self.raw_norm) else self.raw_norm
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(fed.index for fed in self.fed)
+
+    @property
+    def lr(self) -> float:
+        return float(self.hypers[0].lr)
+
+
+def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
+    """(a JSON description, tensors on the CPU) of a batch made of tensors, numbers, text, lists, tuples, dicts."""
+    tensors: list[Tensor] = []
+
+    def walk(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
+                raise InvalidInput(f"the batch holds a {type(x).__name__} ({x.layout}); record ordinary dense tensors")
+            tensors.append(x.detach().to("cpu", copy=True))
+            return {"tensor": len(tensors) - 1, "device": x.device.type, "stride": list(tensors[-1].stride())}
+        if isinstance(x, PLAIN):
+            return {"plain": x}
+        if type(x) in (list, tuple):
+            return {type(x).__name__: [walk(y) for y in x]}
+        if isinstance(x, Mapping):  # also what tokenizers make: it comes back as a dict
+            return {"dict": [[walk(key), walk(value)] for key, value in x.items()]}
+        raise InvalidInput(
+            f"the batch holds a {type(x).__module__}.{type(x).__qualname__}, which cannot be written down without "
+            "pickling; give recorder.step() tensors in lists, tuples and dicts, or indices with dataset="
+        )
+
+    return walk(batch), tuple(tensors)
+
+
+def decode(structure: Any, tensors: Sequence[Tensor], device: torch.device) -> Batch:
+    """The inverse of `encode`; tensors that were on the model's kind of device go to `device`.
+
+    They are copied: a file's memory is neither aligned nor strided as the batch was, and kernels then round otherwise.
+    """
+
+    def walk(node: Any) -> Any:
+        ((kind, value),) = [(k, v) for k, v in node.items() if k not in ("device", "stride")]
+        if kind == "tensor":
+            found = tensors[value]
+            tensor = torch.empty_strided(found.shape, node["stride"], dtype=found.dtype).copy_(found)
+            return tensor if node["device"] == "cpu" else tensor.to(device)
+        if kind == "plain":
+            return value
+        if kind == "dict":
+            return {walk(key): walk(item) for key, item in value}
+        return (list if kind == "list" else tuple)(walk(item) for item in value)
+
+    return walk(structure)

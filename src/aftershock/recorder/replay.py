@@ -1,0 +1,179 @@
+"""A recorded window run again, and the proof that it is the same run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+
+from torch import Tensor, nn
+
+from ..api.path import Path
+from ..api.point import TrainingPoint
+from ..api.storage import load_captured
+from ..core.batches import Batch
+from ..core.capture import Captured
+from ..core.changes import ControlStep, Edit
+from ..core.loss import Autocast
+from ..core.memory import budget
+from ..core.path import Dynamics, Keep, Step, Trajectory
+from ..core.state import JointState
+from ..errors import NotFinite, ReplayMismatch
+from .records import Forward, Record, Source
+
+AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A window of a flight, replayed: `records[i]` is step i of the path."""
+
+    path: Path
+    records: tuple[Record, ...]
+    proved: int  # steps compared with the record: the window's, and those between the last state and it
+    deviation: float  # the largest relative difference of a replayed loss from the recorded one; 0: to the bit
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.path.trajectory
+
+    @property
+    def last(self) -> int:
+        """The path's index of the last step: the one that is explained."""
+        return len(self.records) - 1
+
+    def __str__(self) -> str:
+        if self.deviation == 0:
+            return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
+        return (
+            f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
+            "(relative), not to the bit."
+        )
+
+
+def replay(
+    records: Sequence[Record],
+    window: int,
+    state: FilePath,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    dataset: object = None,
+) -> Replay:
+    """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
+
+    Only the last `window` steps before the last become the path. Costs one gradient per step.
+    """
+    captured = load_captured(state, model, loss_fn)
+    _set_surroundings(captured.loss.model, records)
+    forward = records[0].forward
+    captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
+    source = Source(captured.loss.layout.device, dataset)
+    lead = max(0, len(records) - 1 - window)
+    before, after = records[:lead], records[lead:]
+    worst = 0.0
+    if before:
+        trajectory = _follow(captured, before, source, records)
+        worst = _proved(before, trajectory.steps, records)
+        captured = replace(captured, state=trajectory.state(lead))
+    trajectory = _follow(captured, after, source, records)
+    worst = max(worst, _proved(after, trajectory.steps, records))
+    return Replay(Path(TrainingPoint(captured), trajectory, None), tuple(after), len(records), worst)
+
+
+def _follow(captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record]) -> Trajectory:
+    steps = [
+        Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
+        for i, record in enumerate(some)
+    ]
+    fits = (len(steps) + 1) * captured.state.nbytes <= budget(None, captured.loss.layout.device) // 2
+    keep: Keep = "states" if fits else "checkpoints"
+    try:
+        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, keep)
+    except NotFinite as error:
+        raise ReplayMismatch(
+            f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
+            f"{_causes(records, 1)}"
+        ) from error
+
+
+def rerun(trajectory: Trajectory, at: int, edit: Edit, until: int, steps: Sequence[Step] | None = None) -> list[float]:
+    """The own losses of steps at+1 … until with `edit` made at step `at`: one gradient per step.
+
+    steps: other steps in the place of the path's, such as ones with another learning rate. A run that diverges
+    has an infinite loss from there on.
+    """
+    steps = trajectory.steps if steps is None else steps
+    state, losses = edit.shock(ControlStep.of(trajectory, at)).endpoint(1.0)[0], []
+    try:
+        for step in steps[at + 1 : until]:
+            state, seen, _ = trajectory.dynamics.advance(step, state)
+            losses.append(seen.loss)
+        losses.append(_value(trajectory, steps[until], state))
+    except NotFinite:
+        losses += [math.inf] * (until - at - len(losses))
+    return losses
+
+
+def own_value(trajectory: Trajectory, time: int, batch: Batch) -> float:
+    """The loss of another batch at the state before step `time`."""
+    return _value(trajectory, replace(trajectory.steps[time], batch=batch), trajectory.state(time))
+
+
+def _value(trajectory: Trajectory, step: Step, state: JointState) -> float:
+    loss = trajectory.dynamics.loss
+    return float(loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss)
+
+
+def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
+    """The modes the steps ran in, which must be the same throughout."""
+    forwards: set[Forward] = {record.forward for record in records}
+    if len(forwards) > 1:
+        step = next(record.step for record in records if record.forward != records[0].forward)
+        raise ReplayMismatch(
+            f"at step {step} the model ran in other modes (train, eval, autocast) than at step {records[0].step}; a "
+            "window is replayed in one: explain a step whose window lies on one side"
+        )
+    evaluating = set(records[0].forward.evaluating)
+    for name, module in model.named_modules():
+        module.training = name not in evaluating
+
+
+def _proved(some: Sequence[Record], steps: Sequence[Step], records: Sequence[Record]) -> float:
+    """The largest deviation; raises at the first step whose loss or gradient norm is another one."""
+    worst = 0.0
+    for record, step in zip(some, steps):
+        i = record.step - records[0].step
+        arrived = step.clip.norm * step.clip.factor
+        for name, was, now in (("loss", record.loss, step.loss), ("gradient norm", record.norm, arrived)):
+            off = abs(was - now) / max(abs(was), abs(now), 1e-300)
+            if off > AGREE:
+                raise ReplayMismatch(
+                    f"recorded and replayed runs part at step {record.step}, {i} step(s) after the state that the "
+                    f"replay starts from: its {name} was {was:.6g} and is {now:.6g} in the replay. "
+                    f"{_causes(records, i)}"
+                )
+            if name == "loss":
+                worst = max(worst, off)
+    return worst
+
+
+def _causes(records: Sequence[Record], parted: int) -> str:
+    norms = [record.norm for record in records]
+    same = [n for n in norms if abs(n - max(norms)) <= 1e-4 * max(norms)]
+    if records[0].clip is None and len(same) > len(norms) // 4:
+        return (
+            f"The gradients of {len(same)} steps arrived with the norm {max(norms):.4g}: they were clipped, and the "
+            f"recorder was not told. Record with clip={max(norms):.4g}"
+        )
+    if parted == 0:
+        return (
+            "Likely causes: the model or loss_fn is not the one that was recorded; the loss given to step() is not "
+            "what loss_fn returns; the batch was changed after it was fed; loss_fn draws random numbers before it "
+            "calls the model, or from a generator that torch.manual_seed does not control"
+        )
+    return (
+        "Likely causes: gradients were changed between backward and optimizer.step() (clipping by value, noise, "
+        "another max_norm than clip=); weights were changed by something else than the optimizer; nondeterministic "
+        "kernels (torch.use_deterministic_algorithms(True)); a data loader or dataset that does not repeat itself"
+    )
