@@ -419,7 +419,9 @@ def _accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
     """A gradient as `backward` leaves it in .grad: with its parameter's strides, in which fused kernels read it."""
     if grad is None or grad.stride() == parameter.stride():
         return None if grad is None else grad.detach()
-    return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad.detach())
+    return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
+        grad.detach()
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from .records import Record
 from .replay import Replay, own_value, replay, rerun
 from .store import Flight, open_flight
 from .sweep import CHANGES, Hypers, Jump, Swept, edits_at, largest_jump, sweep
-from .triggers import TO_SIGMA
+from .triggers import usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -149,8 +149,7 @@ class Spike:
     def of(cls, replayed: Replay) -> Spike:
         trajectory, last = replayed.trajectory, replayed.last
         before = [step.loss for step in trajectory.steps[:last]]
-        middle = statistics.median(before)
-        spread = TO_SIGMA * statistics.median(abs(x - middle) for x in before)
+        middle, spread = usual(before)
         batches = [step.batch for step in trajectory.steps[max(0, last - OTHERS) : last]]
         others = statistics.median(own_value(trajectory, last, batch) for batch in batches)
         return cls(trajectory.steps[last].loss, middle, spread, others)
@@ -293,7 +292,7 @@ def _add_examples(data: xr.Dataset, replayed: Replay, swept: Swept, proofs: Proo
     for at in proofs.order[:examples]:
         steps = trajectory.steps
         other = steps[at - 1 if at else at + 1].batch
-        found, note = example_shares(ControlStep.of(trajectory, at), swept.directions[at], steps[at].batch, other)
+        found, note = example_shares(ControlStep.of(trajectory, at), swept.adjoints[at], steps[at].batch, other)
         notes[str(data["step"].values[at])] = note
         if found is not None:
             shares[at] = found

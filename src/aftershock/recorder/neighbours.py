@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.batches import Accumulated, Batch, accumulate
+from ..core.path import Step
+from .triggers import robust_z
+
+FAR = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference
 
 
 def mean_batch(batches: Sequence[Batch]) -> Accumulated:
@@ -18,11 +22,18 @@ def mean_batch(batches: Sequence[Batch]) -> Accumulated:
     return accumulate(parts, weights=weights)
 
 
-def neighbours(step: int, count: int, references: int) -> list[int]:
-    """The `references` steps nearest to `step` among 0 … count−1, itself left out."""
-    return sorted((i for i in range(count) if i != step), key=lambda i: (abs(i - step), i))[:references]
+def neighbours(step: int, norms: Sequence[float], references: int) -> list[int]:
+    """The `references` steps nearest to `step`, itself left out, and those whose gradient is far from usual too.
+
+    An ordinary batch is meant: a bad one among the references would make every step around it look good.
+    """
+    others = [i for i in range(len(norms)) if i != step]
+    ordinary = [i for i in others if robust_z(norms[i], norms) <= FAR]
+    pool = ordinary if len(ordinary) >= references else others
+    return sorted(pool, key=lambda i: (abs(i - step), i))[:references]
 
 
-def reference_mean(batches: Sequence[Batch], step: int, references: int) -> Accumulated:
+def reference_mean(steps: Sequence[Step], step: int, references: int) -> Accumulated:
     """The mean of a step's neighbours: the paper's reference."""
-    return mean_batch([batches[i] for i in neighbours(step, len(batches), references)])
+    norms = [float(s.clip.norm) for s in steps]
+    return mean_batch([steps[i].batch for i in neighbours(step, norms, references)])

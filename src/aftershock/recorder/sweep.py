@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
 from ..core.layout import Layout
-from ..core.operators import WriteIn, readout
+from ..core.operators import readout
 from ..core.path import Linearized, Trajectory
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference
 from ..core.sweeps import adjoint_sweep
@@ -50,7 +50,7 @@ class Swept:
     contribution: Float[Tensor, "change step channel layer"]
     held: Float[Tensor, " step"]  # against the rates before the jump, at each step from the jump on
     layers: list[str]
-    directions: dict[int, Float[Tensor, " param"]] = field(default_factory=dict)  # Bᵀλ of the top steps
+    adjoints: dict[int, Cotangent] = field(default_factory=dict)  # λ after each of the top steps
 
     def total(self, change: str) -> Float[Tensor, " step"]:
         return self.contribution[CHANGES.index(change)].sum((-1, -2))
@@ -61,7 +61,7 @@ def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> d
     steps = trajectory.steps
     edits: dict[str, Edit] = {"zero": Zero(), "skip": Skip()}
     if references and last > 1:
-        edits["replace"] = Replace(reference_mean([s.batch for s in steps[:last]], step, references))
+        edits["replace"] = Replace(reference_mean(steps[:last], step, references))
     if step and steps[step].hypers != steps[step - 1].hypers:
         edits["lr"] = Hypers(steps[step - 1].hypers)
     return edits
@@ -104,7 +104,7 @@ def sweep(
             end = Hypers(jump.before).shock(control).endpoint(1.0)[0]
             found.held[index] = -paired(layout, c, difference(end, control.after)).sum()
         scores[index] = float(found.contribution[main, index].sum())
-        _keep_top(found.directions, scores, keep, index, lambda: WriteIn(at.linear).rmv(c)[0])
+        _keep_top(found.adjoints, scores, keep, index, c)
         tick()
 
     adjoint_sweep(trajectory, last, 0, readout(gradient[None].clone()), visit=visit)
@@ -140,12 +140,10 @@ def _control(trajectory: Trajectory, at: Linearized, before: JointState) -> Cont
     return ControlStep(trajectory.dynamics, at.step, before, after, at.graph.raw, at.graph.present, at.linear)
 
 
-def _keep_top(
-    kept: dict[int, Tensor], scores: Mapping[int, float], keep: int, index: int, direction: Callable[[], Tensor]
-) -> None:
-    """The directions of the `keep` highest scores so far."""
+def _keep_top(kept: dict[int, Cotangent], scores: Mapping[int, float], keep: int, index: int, c: Cotangent) -> None:
+    """The adjoints of the `keep` highest scores so far."""
     if keep and (len(kept) < keep or scores[index] > min(scores[i] for i in kept)):
-        kept[index] = direction()
+        kept[index] = c.clone()
         if len(kept) > keep:
             del kept[min(kept, key=lambda i: scores[i])]
 

@@ -28,10 +28,15 @@ class Trigger(Protocol):
     def end(self) -> None: ...
 
 
+def usual(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 1.4826 · MAD: outliers among the values do not move them."""
+    middle = statistics.median(values)
+    return middle, TO_SIGMA * statistics.median(abs(x - middle) for x in values)
+
+
 def robust_z(value: float, before: Sequence[float]) -> float:
-    """(x − median) / (1.4826 · MAD) of the values before it: outliers among them do not move it."""
-    middle = statistics.median(before)
-    spread = TO_SIGMA * statistics.median(abs(x - middle) for x in before)
+    """(x − median) / (1.4826 · MAD) of the values before it."""
+    middle, spread = usual(before)
     spread = max(spread, FLATTEST * abs(middle))
     return (value - middle) / spread if spread > 0 else math.inf if value > middle else 0.0
 
