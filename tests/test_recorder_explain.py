@@ -333,8 +333,8 @@ def test_an_examples_share_is_that_of_an_ordinary_batch_with_it(name: str) -> No
 
 def test_a_bad_batch_is_no_reference_for_the_steps_around_it() -> None:
     norms = [1.0, 1.1, 0.9, 1.0, 50.0, 1.05, 0.95, 1.0]
-    assert neighbours(5, norms, 3) == [3, 6, 7]
-    assert neighbours(4, norms, 3) == [2, 3, 5]
+    assert neighbours(5, norms, 3) == [6, 3, 7]
+    assert neighbours(4, norms, 3) == [3, 5, 2]
     assert neighbours(0, [1.0, 2.0, 90.0], 2) == [1, 2]  # too few are left without it
 
 
