@@ -234,8 +234,8 @@ def readout_null(
     orders = np.stack([order.cpu().numpy() for order in draw])
     alignment = table["alignment"].values
     shuffled = np.abs(alignment[:, np.arange(horizons), orders]).max(axis=2).T
-    null = np.array([rank_correlation(row, target)[0] for row in shuffled])
-    true = rank_correlation(full, target)[0]
+    null = rank_correlation(shuffled, target)[0]
+    true = float(rank_correlation(full, target)[0])
     return xr.Dataset(
         {
             "spearman": ("future", null),

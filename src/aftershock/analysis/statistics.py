@@ -137,21 +137,43 @@ def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 # --- rankings and signs
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
-    """Spearman's ρ of two lists of numbers, ties averaged, and why it is undefined where it is (NaN).
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Spearman's ρ along the last axis, ties averaged, and why it is undefined where it is (NaN).
 
-    A side that is constant to rounding has no order: exact one-step matching makes such scores.
+    A side that is constant to rounding has no order: exact one-step matching makes such scores. Candidates without
+    both numbers are left out.
     """
+    import numpy as np
+
+    a, b = np.broadcast_arrays(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
+    both = np.isfinite(a) & np.isfinite(b)
+    rho, reason = np.full(a.shape[:-1], np.nan), np.full(a.shape[:-1], "", dtype=object)
+    whole = both.all(-1)
+    if whole.any():
+        rho[whole], reason[whole] = _whole_rank_correlation(a[whole], b[whole])
+    for row in map(tuple, np.argwhere(~whole)):
+        rho[row], reason[row] = _whole_rank_correlation(a[row][both[row]], b[row][both[row]])
+    return rho, reason
+
+
+def _whole_rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same where every number is there: Pearson's correlation of the ranks."""
     import numpy as np
     from scipy import stats
 
-    both = np.isfinite(a) & np.isfinite(b)
-    a, b = a[both], b[both]
-    if len(a) < FEWEST:
-        return np.nan, "fewer than three candidates have both numbers"
-    if any(np.ptp(side) <= ROUNDING * abs(side).max() for side in (a, b)):
-        return np.nan, "one side is the same for every candidate"
-    return float(stats.spearmanr(a, b).statistic), ""
+    rows = a.shape[:-1]
+    if a.shape[-1] < FEWEST:
+        return np.full(rows, np.nan), np.full(rows, "fewer than three candidates have both numbers", dtype=object)
+    flat = np.zeros(rows, dtype=bool)
+    centered = []
+    for side in (a, b):
+        flat |= np.ptp(side, axis=-1) <= ROUNDING * abs(side).max(-1)
+        ranks = stats.rankdata(side, axis=-1)
+        centered.append(ranks - ranks.mean(-1, keepdims=True))
+    x, y = centered
+    size = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+    rho = np.where(flat, np.nan, (x * y).sum(-1) / np.where(size > 0, size, 1.0))
+    return rho, np.where(flat, "one side is the same for every candidate", "")
 
 
 def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
@@ -159,11 +181,16 @@ def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
 
     Undefined where one side is constant, or where fewer than three candidates have both numbers.
     """
+    import xarray as xr
+
     for values in (score, target):
         _need(values, "change")
         if values.sizes["change"] < FEWEST:
             raise InvalidInput(f"a rank correlation needs {FEWEST} candidates at least; got {values.sizes['change']}")
-    return _rows(rank_correlation, (score, target), ("change", "change"), ("rho", "reason"))
+    rho, reason = xr.apply_ufunc(
+        rank_correlation, score, target, input_core_dims=[["change"], ["change"]], output_core_dims=[[], []]
+    )
+    return xr.Dataset({"rho": rho, "reason": reason.astype(str)})
 
 
 def extremum_sign_accuracy(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:

@@ -103,8 +103,8 @@ def _pictures(found: FlightExplanation) -> list[str]:
                 figures.contribution_figure(found),
                 "contribution",
                 "Predicted by one sweep back from the loss; red raised it, blue lowered it. Diamonds are measured by "
-                "running again. The menu says against what a step is compared. At first it is the mean of the steps "
-                "around it, so that the neighbours of a bad batch look as if they had helped.",
+                "running again. The menu says against what a step is compared: at first the mean of the ordinary "
+                "steps around it.",
                 f"Bars of each step's contribution, {main}.",
             ),
         ),
