@@ -87,7 +87,7 @@ def _require_device(device: str) -> None:
 def exact(scene: Scene, xi: Float[Tensor, "row d"], future: list[Batch]) -> Float[Tensor, "row horizon"]:
     """The exact response to every row along a future: one run of rows."""
     rows = with_control(scene.control, scene.after(xi))
-    return responses(rows, scene.losses(future), scene.probe, scene.hyper).cpu()
+    return responses(rows, scene.losses(future), [scene.probe], scene.hyper)[0].cpu()
 
 
 # --- Experiment 1
@@ -157,15 +157,15 @@ def memory(scene: Scene) -> xr.Dataset:
 
     protocol = scene.protocol
     xi, future = scene.natural[: protocol.hybrids], scene.losses(scene.future)
-    run = (future, scene.probe, scene.hyper)
-    hybrids = hybrid_responses(scene.control, scene.after(xi), *run)
+    run = (future, [scene.probe], scene.hyper)
+    hybrids = hybrid_responses(scene.control, scene.after(xi), *run)[0]
     data = xr.Dataset(
         {"channel_exact": (("channel", "channel_change", "horizon"), hybrids.cpu().numpy())},
         {"channel": list(HYBRIDS), "horizon": range(1, protocol.horizon + 1)},
     )
     shocked = scene.after(PERSISTENCE_SCALE * xi)
     for channel, decays in (("m", protocol.beta1), ("v", protocol.beta2)):
-        found = persistent_responses(scene.control, shocked, *run, channel, decays).cpu().numpy()
+        found = persistent_responses(scene.control, shocked, *run, channel, decays)[0].cpu().numpy()
         dims = (f"decay_{channel}", "persistence_change", "horizon")
         data = data.assign({f"persistence_{channel}": (dims, found)}).assign_coords({dims[0]: list(decays)})
     return _numbered(data, "channel_change", "persistence_change")

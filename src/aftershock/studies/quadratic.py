@@ -45,8 +45,7 @@ LONG_HORIZON = 128
 SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 8
 PERMUTATIONS = 100
-BETA1 = (0.5, 0.8, 0.9, 0.95, 0.99)
-BETA2 = (0.9, 0.99, 0.999, 0.9999)
+DECAYS = {"m": (0.5, 0.8, 0.9, 0.95, 0.99), "v": (0.9, 0.99, 0.999, 0.9999)}
 PERSISTENCE_SCALE = 0.25
 SYSTEMS_PER_SEED, QUICK_SYSTEMS_PER_SEED = 8, 2
 PIECES = ("mechanism", "memory", "futures")
@@ -75,36 +74,37 @@ def run_piece(system: System, piece: str, *, futures: int) -> dict[str, xr.Datas
 
 def mechanism(scene: Scene) -> dict[str, xr.Dataset]:
     """Fidelity, scores and matching along the realized future."""
-    natural = Family.of(scene, scene.xi)
-    shared = {"identity_residual": identity_residual(scene)}
+    natural, residual = Family.of(scene, scene.xi), identity_residual(scene)
+    fidelities = _fidelity(scene)
     return {
-        "standard": _merged(_fidelity(scene, scene.standard), _table(scene, scene.standard, natural=natural), shared),
-        "anisotropic": _merged(
-            _fidelity(scene, scene.anisotropic), _table(scene, scene.anisotropic, natural=natural), shared
-        ),
-        "rotating": _table(scene, scene.rotating, natural=None),
-    }
+        name: fidelities[name].merge(_table(scene, probe, natural)).assign(identity_residual=residual)
+        for name, probe in scene.probes.items()
+    } | {"rotating": _table(scene, scene.rotating, natural=None)}
 
 
-def _fidelity(scene: Scene, probe: Probe) -> xr.Dataset:
-    """Exact responses at every scale beside the linear ones."""
+def _fidelity(scene: Scene) -> dict[str, xr.Dataset]:
+    """Exact responses at every scale beside the linear ones, by probe."""
     import xarray as xr
 
-    scaled = torch.cat([scale * scene.xi for scale in SCALES])
+    scaled, probes = torch.cat([scale * scene.xi for scale in SCALES]), scene.probes
     rows = scene.after(scaled)
-    exact = responses(with_control(scene.control, rows), scene.future, probe, HYPER)
-    written = difference(scene.after(scaled), rows_of(scene.control, len(scaled)))
+    written = difference(rows, rows_of(scene.control, len(scaled)))
+    exact = responses(with_control(scene.control, rows), scene.future, list(probes.values()), HYPER)
     ends = propagated(written, scene.path, scene.future)
-    linear = _read(probe, scene.path, propagated(scene.written(scene.xi), scene.path, scene.future))
-    tangent = torch.cat([scale * linear for scale in SCALES])
-    shape = (len(SCALES), CANDIDATES, HORIZON)
-    exact, tangent, endpoint = (
-        x.reshape(shape).transpose(0, 1) for x in (exact, tangent, _read_exactly(probe, scene.path, ends))
-    )
+    moved = propagated(scene.written(scene.xi), scene.path, scene.future)
     dims = ("change", "scale", "horizon")
     coords = {**_coordinates(), "scale": list(SCALES), "method": ["tangent", "endpoint"]}
-    predicted = torch.stack([tangent, endpoint]).numpy()
-    return xr.Dataset({"exact": (dims, exact.numpy()), "predicted": (("method", *dims), predicted)}, coords)
+    found = {}
+    for own, (name, probe) in zip(exact, probes.items()):
+        linear = _read(probe, scene.path, moved)
+        tangent = torch.cat([scale * linear for scale in SCALES])
+        curves = [
+            x.unflatten(0, (len(SCALES), -1)).transpose(0, 1)
+            for x in (own, tangent, _read_exactly(probe, scene.path, ends))
+        ]
+        predicted = (("method", *dims), torch.stack(curves[1:]).numpy())
+        found[name] = xr.Dataset({"exact": (dims, curves[0].numpy()), "predicted": predicted}, coords)
+    return found
 
 
 def _read(probe: Probe, path: Sequence[JointState], moved: Float[Tensor, "horizon row d"]) -> Tensor:
@@ -198,7 +198,7 @@ def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
 
     slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
     alignment = torch.einsum("sd,hrd->rhs", slopes, family.full)
-    exact = responses(with_control(scene.control, scene.after(family.xi)), scene.future, probe, HYPER)
+    (exact,) = responses(with_control(scene.control, scene.after(family.xi)), scene.future, [probe], HYPER)
     curvature = mean_loss(scene.references).products(family.xi)
     trajectories = {
         "full_iso": alignment.diagonal(dim1=1, dim2=2),
@@ -257,40 +257,38 @@ def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
 
 def memory(scene: Scene) -> dict[str, xr.Dataset]:
     """Hybrid states by channel, to horizon 128, and the persistence of m and v under other decays."""
+    import xarray as xr
+
     continued = scene.process.after(scene.future[-1], scene.system.generator("extension"))
     long = [*scene.future, *itertools.islice(continued, LONG_HORIZON - HORIZON)]
-    return {
-        name: _channels(scene, probe, long).merge(_persistence(scene, probe))
-        for name, probe in (("standard", scene.standard), ("anisotropic", scene.anisotropic))
+    probes, shocked = list(scene.probes.values()), scene.after(PERSISTENCE_SCALE * scene.xi)
+    hybrids = hybrid_responses(scene.control, scene.after(scene.xi), long, probes, HYPER).numpy()
+    lasting = {
+        channel: persistent_responses(scene.control, shocked, scene.future, probes, HYPER, channel, decays).numpy()
+        for channel, decays in DECAYS.items()
     }
-
-
-def _channels(scene: Scene, probe: Probe, future: Sequence[Quadratic]) -> xr.Dataset:
-    import xarray as xr
-
-    found = hybrid_responses(scene.control, scene.after(scene.xi), future, probe, HYPER).numpy()
+    coords = {
+        "channel": list(HYBRIDS),
+        "channel_change": range(CANDIDATES),
+        "persistence_change": range(CANDIDATES),
+        "horizon": range(1, HORIZON + 1),
+        "long_horizon": range(1, LONG_HORIZON + 1),
+    } | {f"decay_{channel}": list(decays) for channel, decays in DECAYS.items()}
     dims = ("channel", "channel_change")
-    return xr.Dataset(
-        {"channel_exact": ((*dims, "horizon"), found[..., :HORIZON]), "channel_long": ((*dims, "long_horizon"), found)},
-        {
-            "channel": list(HYBRIDS),
-            "channel_change": range(len(scene.xi)),
-            "horizon": range(1, HORIZON + 1),
-            "long_horizon": range(1, len(future) + 2),
-        },
-    )
-
-
-def _persistence(scene: Scene, probe: Probe) -> xr.Dataset:
-    import xarray as xr
-
-    shocked = scene.after(PERSISTENCE_SCALE * scene.xi)
-    data = xr.Dataset(coords={"persistence_change": range(len(scene.xi)), "horizon": range(1, HORIZON + 1)})
-    for channel, decays in (("m", BETA1), ("v", BETA2)):
-        found = persistent_responses(scene.control, shocked, scene.future, probe, HYPER, channel, decays)
-        dims = (f"decay_{channel}", "persistence_change", "horizon")
-        data = data.assign({f"persistence_{channel}": (dims, found.numpy())}).assign_coords({dims[0]: list(decays)})
-    return data
+    return {
+        name: xr.Dataset(
+            {
+                "channel_exact": ((*dims, "horizon"), hybrids[k, ..., :HORIZON]),
+                "channel_long": ((*dims, "long_horizon"), hybrids[k]),
+            }
+            | {
+                f"persistence_{channel}": ((f"decay_{channel}", "persistence_change", "horizon"), found[k])
+                for channel, found in lasting.items()
+            },
+            coords,
+        )
+        for k, name in enumerate(scene.probes)
+    }
 
 
 # --- Experiment 2: unknown futures
@@ -300,7 +298,7 @@ def prospects(scene: Scene, futures: int) -> dict[str, xr.Dataset]:
     """Exact responses under resampled futures, and what is known of them at the time of the shock."""
     import xarray as xr
 
-    probes = {"standard": scene.standard, "anisotropic": scene.anisotropic}
+    probes = scene.probes
     matched = {name: scene.matched(scene.xi, probe).xi for name, probe in probes.items()}
     xi = torch.cat([scene.xi, *matched.values()])
     drawn = scene.process.after(scene.seen[-1], scene.system.generator("futures"), futures)
@@ -404,7 +402,3 @@ def _present_scores(scene: Scene, probe: Probe, xi: Float[Tensor, "change d"]) -
 
 def _coordinates() -> dict[str, Any]:
     return {"change": range(CANDIDATES), "horizon": range(1, HORIZON + 1)}
-
-
-def _merged(fidelity: xr.Dataset, table: xr.Dataset, shared: dict[str, Any]) -> xr.Dataset:
-    return fidelity.merge(table).assign(shared)

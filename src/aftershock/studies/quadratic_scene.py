@@ -60,6 +60,11 @@ class Scene(ShockStep):
     def references(self) -> list[Quadratic]:
         return self.seen[BURN_IN : BURN_IN + REFERENCES]
 
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """The two that the main experiment watches."""
+        return {"standard": self.standard, "anisotropic": self.anisotropic}
+
     @cached_property
     def path(self) -> list[JointState]:
         """The control at h = 1 … H along the realized future."""

@@ -147,35 +147,36 @@ def rollout(start: JointState, batches: Iterable[Loss], hyper: Hyper) -> Iterato
 
 
 def responses(
-    start: JointState, batches: Iterable[Loss], probe: Readout, hyper: Hyper
-) -> Float[Tensor, "*batch row horizon"]:
-    """F of every row less that of the first row, the control, at every horizon."""
-    values = torch.stack([probe.value(state.theta) for state in rollout(start, batches, hyper)], dim=-1)
-    return values[..., 1:, :] - values[..., :1, :]
+    start: JointState, batches: Iterable[Loss], probes: Sequence[Readout], hyper: Hyper
+) -> Float[Tensor, "probe *batch row horizon"]:
+    """F of every row less that of the first row, the control, at every horizon, for each probe: one run."""
+    values = [torch.stack([p.value(state.theta) for p in probes]) for state in rollout(start, batches, hyper)]
+    found = torch.stack(values, dim=-1)
+    return found[..., 1:, :] - found[..., :1, :]
 
 
 def hybrid_responses(
-    control: JointState, shocked: JointState, batches: Iterable[Loss], probe: Readout, hyper: Hyper
-) -> Float[Tensor, "hybrid change horizon"]:
+    control: JointState, shocked: JointState, batches: Iterable[Loss], probes: Sequence[Readout], hyper: Hyper
+) -> Float[Tensor, "probe hybrid change horizon"]:
     """x^c + (a Δθ, b Δm, c Δv) run on exactly, for all eight (a, b, c) of `HYBRIDS`."""
     dx = difference(shocked, control)
     kept = torch.tensor([[float(bit) for bit in hybrid] for hybrid in HYBRIDS]).to(dx.theta)
     parts = [kept[:, i, None, None] * part for i, part in enumerate((dx.theta, dx.m, dx.v))]
     rows = by_channel(torch.add, control, Tangent(*(part.flatten(0, 1) for part in parts)))
     rows.v.clamp_(min=0)  # v + Δv is the shocked v but for rounding, which may fall below zero
-    found = responses(with_control(control, rows), batches, probe, hyper)
-    return found.unflatten(0, (len(HYBRIDS), -1))
+    found = responses(with_control(control, rows), batches, probes, hyper)
+    return found.unflatten(1, (len(HYBRIDS), -1))
 
 
 def persistent_responses(
     control: JointState,
     shocked: JointState,
     batches: Sequence[Loss],
-    probe: Readout,
+    probes: Sequence[Readout],
     hyper: Hyper,
     channel: str,
     decays: Sequence[float],
-) -> Float[Tensor, "decay change horizon"]:
+) -> Float[Tensor, "probe decay change horizon"]:
     """Δm (or Δv) alone under other decays, moved to the same first displacement, the control rerun with each."""
     fresh = batches[0].gradient(control.theta)
     curves = []
@@ -185,5 +186,5 @@ def persistent_responses(
         moment, _ = matched_moment(own, new, control, shocked, fresh, channel)
         rows = rows_of(control, len(moment))
         rows = replace(rows, m=moment) if channel == "m" else replace(rows, v=moment)
-        curves.append(responses(with_control(control, rows), batches, probe, other))
-    return torch.stack(curves)
+        curves.append(responses(with_control(control, rows), batches, probes, other))
+    return torch.stack(curves, dim=1)
