@@ -18,6 +18,7 @@ from ..api.response import provenance
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
 from ..core.probe import own_loss
+from ..core.scores import horizon_adjoints
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from .examples import example_shares
@@ -55,7 +56,8 @@ def explain(
         last finite one before it.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch.
-    verify: how many of the top steps to run again without. examples: in how many of those to look inside.
+    verify: how many steps to run again without: the highest predicted, and some with the largest gradients.
+        examples: in how many of those to look inside.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
     the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for the
@@ -77,12 +79,12 @@ def explain(
     with progress("adjoint sweep", last) as tick:
         swept = sweep(
             path.trajectory, last, readouts.gradient(last),
-            references=references, jump=jump, keep=max(examples, verify), tick=tick,
+            references=references, jump=jump, tick=tick,
         )  # fmt: skip
     spike = Spike.of(replayed)
     proofs = _verify(replayed, swept, spike, references, verify)
     data = _labelled(replayed, swept, proofs, spike, jump, found, step)
-    _add_examples(data, replayed, swept, proofs, examples)
+    _add_examples(data, replayed, readouts, proofs, examples)
     return FlightExplanation(data)
 
 
@@ -173,8 +175,7 @@ def _verify(replayed: Replay, swept: Swept, spike: Spike, references: int, verif
     measured = torch.full((len(CHANGES), last), torch.nan, dtype=torch.float64)
     emergence = torch.full((last, last), torch.nan, dtype=torch.float64)
     main = "replace" if references and last > 1 else "zero"
-    scores = swept.total(main)
-    top = [i for i in scores.argsort(descending=True).tolist() if scores[i] > 0][:verify]
+    top = _candidates(replayed, swept.total(main), verify)
     with progress("running without each of the top steps", len(top)) as tick:
         for at in top:
             edit = edits_at(trajectory, at, last, references)[main]
@@ -193,6 +194,18 @@ def _verify(replayed: Replay, swept: Swept, spike: Spike, references: int, verif
     if jump is not None and verify and jump.at < last:
         held = spike.loss - _without_jump(replayed, jump)
     return Proofs(measured, emergence, held, order)
+
+
+def _candidates(replayed: Replay, scores: Tensor, verify: int) -> list[int]:
+    """Which steps to run without: the highest scores, and a third of the places for the largest gradients.
+
+    A prediction is linear, and a batch that was bad enough is not; what it did at once, its gradient, is another
+    hint. The replay decides between them.
+    """
+    steps = replayed.trajectory.steps[: len(scores)]
+    loudest = sorted(range(len(steps)), key=lambda i: -steps[i].clip.norm)[: verify // 3]
+    highest = [i for i in scores.argsort(descending=True).tolist() if scores[i] > 0 and i not in loudest]
+    return loudest + highest[: verify - len(loudest)]
 
 
 def _verify_best(replayed: Replay, measured: Tensor, best: int) -> None:
@@ -285,14 +298,16 @@ def _has_nan(record: Record) -> bool:
     return any(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _add_examples(data: xr.Dataset, replayed: Replay, swept: Swept, proofs: Proofs, examples: int) -> None:
+def _add_examples(data: xr.Dataset, replayed: Replay, readouts: Readouts, proofs: Proofs, examples: int) -> None:
     trajectory, last = replayed.trajectory, replayed.last
     shares: dict[int, Tensor] = {}
     notes: dict[str, str] = {}
     for at in proofs.order[:examples]:
         steps = trajectory.steps
         other = steps[at - 1 if at else at + 1].batch
-        found, note = example_shares(ControlStep.of(trajectory, at), swept.adjoints[at], steps[at].batch, other)
+        control = ControlStep.of(trajectory, at)
+        adjoint = horizon_adjoints(trajectory, at, [last - at], lambda horizon: readouts.gradient(last), 1)
+        found, note = example_shares(control, adjoint, steps[at].batch, other)
         notes[str(data["step"].values[at])] = note
         if found is not None:
             shares[at] = found

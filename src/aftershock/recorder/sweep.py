@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -50,7 +50,6 @@ class Swept:
     contribution: Float[Tensor, "change step channel layer"]
     held: Float[Tensor, " step"]  # against the rates before the jump, at each step from the jump on
     layers: list[str]
-    adjoints: dict[int, Cotangent] = field(default_factory=dict)  # λ after each of the top steps
 
     def total(self, change: str) -> Float[Tensor, " step"]:
         return self.contribution[CHANGES.index(change)].sum((-1, -2))
@@ -74,7 +73,6 @@ def sweep(
     *,
     references: int,
     jump: Jump | None,
-    keep: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Swept:
     """Contributions to the own loss of step `last`: the loss as it is, less the loss with the change made.
@@ -90,8 +88,6 @@ def sweep(
         layers,
     )
     found.contribution[CHANGES.index("lr"), 1:] = 0.0
-    scores: dict[int, float] = {}
-    main = CHANGES.index("replace" if references and last > 1 else "zero")
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         index = at.step.index
@@ -103,8 +99,6 @@ def sweep(
         if jump is not None and index >= jump.at:
             end = Hypers(jump.before).shock(control).endpoint(1.0)[0]
             found.held[index] = -paired(layout, c, difference(end, control.after)).sum()
-        scores[index] = float(found.contribution[main, index].sum())
-        _keep_top(found.adjoints, scores, keep, index, c)
         tick()
 
     adjoint_sweep(trajectory, last, 0, readout(gradient[None].clone()), visit=visit)
@@ -138,14 +132,6 @@ def _control(trajectory: Trajectory, at: Linearized, before: JointState) -> Cont
         return ControlStep.linearized(trajectory.dynamics, at, before)
     after = trajectory.state(at.step.index + 1)
     return ControlStep(trajectory.dynamics, at.step, before, after, at.graph.raw, at.graph.present, at.linear)
-
-
-def _keep_top(kept: dict[int, Cotangent], scores: Mapping[int, float], keep: int, index: int, c: Cotangent) -> None:
-    """The adjoints of the `keep` highest scores so far."""
-    if keep and (len(kept) < keep or scores[index] > min(scores[i] for i in kept)):
-        kept[index] = c.clone()
-        if len(kept) > keep:
-            del kept[min(kept, key=lambda i: scores[i])]
 
 
 def _layers(layout: Layout) -> tuple[list[str], Tensor]:
