@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import demo
 from aftershock.cli import app
+from aftershock.recorder.forecast import Forecast
 
 from .test_report import Tags, made
 
@@ -97,25 +99,19 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_demo_tells_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator_before = torch.random.get_rng_state()
-    response = demo.run(tmp_path, quick=True)
+    flown = demo.run(tmp_path, quick=True)
     assert torch.equal(torch.random.get_rng_state(), generator_before)
 
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
-    # the page's own path is as long as it is
-    assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= demo.WIDTH
     joined = re.sub(r"\s+", " ", printed)
-    assert response.verdict in joined
-    assert response.table() in printed
-    assert demo.effect(response) in joined
-    assert str(tmp_path / "report.html") in re.sub(r"\s", "", printed)
-
-    assert ak.load_response(tmp_path / "response.zarr").data.identical(response.data)
-    page = Tags.of(tmp_path / "report.html").text
-    assert response.verdict in page
-    assert demo.effect(response) in page
-    assert set(response.data["change"].values) == {"ordinary 1", "ordinary 2", "ordinary 3", demo.BAD}
-    assert [str(m) for m in response.data["method"].values] == ["exact", "endpoint", "tangent"]
+    assert flown.main.verdict in joined
+    assert str(flown.main) in printed
+    assert "equal to the recorded one to the bit" in printed
+    assert "Asked before step 80, the recorder's forecast for this batch was " in joined
+    assert flown.main.verdict in Tags.of(tmp_path / "flight.html").text
+    assert str(tmp_path / "flight.html") in re.sub(r"\s", "", printed)
+    assert json.loads((tmp_path / "skip.json").read_text()) == flown.main.skip
 
 
 def test_the_demo_is_drawn_from_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,14 +120,38 @@ def test_the_demo_is_drawn_from_its_seed(tmp_path: Path, capsys: pytest.CaptureF
     torch.manual_seed(2)  # what the caller drew before does not matter
     again = demo.run(tmp_path / "b", seed=5, quick=True)
     other = demo.run(tmp_path / "c", seed=6, quick=True)
-    np.testing.assert_array_equal(first.data["response"], again.data["response"])
-    assert not np.array_equal(first.data["response"], other.data["response"])
+    contributions = [flown.main.data["contribution"].values for flown in (first, again, other)]
+    np.testing.assert_array_equal(contributions[0], contributions[1])
+    assert not np.array_equal(contributions[0], contributions[2])
 
 
-def test_the_effect_is_told_as_it_is() -> None:
-    curves = {"ordinary 1": [0.01, -0.02, 0.0], demo.BAD: [0.1, 0.2, 0.4]}
-    told = demo.effect(made(curves))
-    assert "by +0.1; 3 states after it, by +0.4, 4 times as much." in told
-    assert told.endswith("of an ordinary batch is 0.02.")
-    at_once = demo.effect(made({**curves, demo.BAD: [-0.5, 0.2, 0.1]}))
-    assert at_once.startswith(f"The effect of '{demo.BAD}' is largest at once, -0.5.")
+def test_the_demos_bad_batch_is_misread_and_nothing_else(tmp_path: Path) -> None:
+    text = demo.Text.of_python(0)
+    batches = list(text.recorded(demo.QUICK))
+    digits = set("0123456789")
+    shown = [{text.letters[code] for code in batch.flatten().tolist()} for batch in batches]
+    dates = [step for step, letters in enumerate(shown) if letters <= digits | {"-", "\n"}]
+    assert dates == sorted({*demo.QUICK.rare, demo.QUICK.bad, demo.QUICK.back})
+    good = batches[demo.QUICK.back]
+    back = text.misread(text.misread(good))  # five and five are ten
+    assert torch.equal(back, good)
+    assert not torch.equal(text.misread(good), good)
+
+
+@pytest.mark.parametrize(("bad", "told"), [(0.5, "A second run skips it: there"), (0.05, "no reason to skip it")])
+def test_a_harmful_forecast_is_listened_to(bad: float, told: str) -> None:
+    class Replayed:
+        losses: ClassVar[list[float]] = [1.25]
+        taken: ClassVar[list[Any]] = []
+
+        def update(self, batch: Any) -> None:
+            self.taken.append(batch)
+
+    size = demo.QUICK
+    forecasts = (Forecast(None, 0.1, 2), Forecast(None, bad, 3))
+    flown = demo.Flown([], Replayed(), forecasts)  # type: ignore[arg-type]
+    text = demo.spared(flown, list(range(size.stop)), size, [3.5] * size.stop)  # type: ignore[arg-type]
+    assert told in text
+    if bad > 0.3:
+        assert Replayed.taken == list(range(size.bad + 1, size.back + 1))
+        assert "is 1.25, not 3.5" in text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from .cases import make
 
@@ -19,6 +21,15 @@ def test_the_python_of_the_readme_runs(
     assert blocks, "the README has no Python"
     case = make("tanh_mlp")
     monkeypatch.chdir(tmp_path)
+
+    def train_step(batch: object) -> torch.Tensor:
+        loss = case.loss_fn(case.model, batch)
+        case.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+        case.optimizer.step()
+        return loss
+
     names = {
         "model": case.model,
         "optimizer": case.optimizer,
@@ -28,6 +39,8 @@ def test_the_python_of_the_readme_runs(
         "suspect": case.batch(),
         "held_out": case.batch(),
         "pool": case.batches(6),
+        "batches": case.batches(12),
+        "train_step": train_step,
     }
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
@@ -35,3 +48,6 @@ def test_the_python_of_the_readme_runs(
     assert "Exact" in printed or "exact" in printed
     assert "Verified by rerunning" in printed
     assert (tmp_path / "report.html").stat().st_size > 100_000
+    assert "How far to trust this" in printed
+    assert "equal to the recorded one to the bit" in printed
+    assert isinstance(json.loads((tmp_path / "skip.json").read_text()), list)

@@ -1,10 +1,12 @@
-"""A small real training run, one bad batch, what it does later, and how it is found again."""
+"""A small real training run with a flight recorder: a loss spike, the batch behind it, and a run that is spared it."""
 
 from __future__ import annotations
 
-import math
+import copy
+import datetime
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,42 +15,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .api.point import capture
-from .report.html import write_response_page
+from .recorder.explain import explain
+from .recorder.recorder import FlightRecorder
+from .recorder.triggers import Spike
+from .recorder.verdict import culprit
+from .report.flight_page import write_flight_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .api.path import Path as FollowedPath
-    from .api.ranking import Ranking
-    from .api.response import Response
+    from .recorder.explanation import FlightExplanation
+    from .recorder.forecast import Forecast
 
-CLIP = 1.0
 WIDTH = 100  # columns, where no terminal says otherwise
-BAD = "all digits"
+SIGMAS = 5.0  # robust σ above the usual loss, from which the recorder keeps its window
+BUMP = 10.0  # times the learning rate, in the last act
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """How much of everything. Numbers of steps after `steps` count from the beginning of the recording."""
 
     width: int = 64
     blocks: int = 2
     heads: int = 4
     context: int = 64
-    batch: int = 48
-    steps: int = 800
-    warmup: int = 100
-    peak_lr: float = 2e-3
-    last_lr: float = 3e-4
-    horizon: int = 24
-    probe: int = 64
-    pool: int = 32
-    rank_horizon: int = 12
+    batch: int = 32
+    steps: int = 300
+    warmup: int = 50
+    lr: float = 1e-2
+    rare_every: int = 8  # steps between batches of dates, before the recording
+    rare: tuple[int, ...] = (2, 10)  # and in it
+    bad: int = 22
+    back: int = 34  # when dates come again
+    bump: int = 44
+    stop: int = 52
+    window: int = 40
+    horizon: int = 12
+    futures: int = 2
+    verify: int = 4
 
 
 FULL = Size()
-QUICK = Size(width=16, context=32, batch=8, steps=80, warmup=10, horizon=8, probe=16, pool=6, rank_horizon=4)
+QUICK = Size(width=16, context=24, batch=8, steps=60, warmup=10, bad=20, back=24, bump=28, stop=31, horizon=3, verify=2)
 
 
 # --- the text
@@ -56,33 +65,48 @@ QUICK = Size(width=16, context=32, batch=8, steps=80, warmup=10, horizon=8, prob
 
 @dataclass(frozen=True)
 class Text:
-    """Python's own language reference as numbers, and the generator that batches are drawn with."""
+    """Python's own language reference and a shard of dates, as numbers, and the generator that draws from them."""
 
     letters: str
-    train: Tensor
-    held_out: Tensor
+    prose: Tensor
+    dates: Tensor
     generator: torch.Generator
 
     @classmethod
     def of_python(cls, seed: int) -> Text:
         from pydoc_data.topics import topics
 
-        # Topics quote each other: without repeats, the last tenth is text that training never sees.
         paragraphs = dict.fromkeys(p for name in sorted(topics) for p in topics[name].split("\n\n"))
-        text = "\n\n".join(paragraphs)
-        letters = "".join(sorted(set(text)))
-        codes = torch.tensor([letters.index(letter) for letter in text])
-        cut = len(codes) * 9 // 10
-        return cls(letters, codes[:cut], codes[cut:], torch.Generator().manual_seed(seed))
+        prose = "\n\n".join(paragraphs)
+        first = datetime.date(1990, 1, 1)
+        dates = "".join(f"{first + datetime.timedelta(days)}\n" for days in range(9000))
+        letters = "".join(sorted(set(prose + dates)))
+        codes = {letter: i for i, letter in enumerate(letters)}
+        numbers = [torch.tensor([codes[letter] for letter in text]) for text in (prose, dates)]
+        return cls(letters, numbers[0], numbers[1], torch.Generator().manual_seed(seed))
 
-    def draw(self, source: Tensor, rows: int, context: int) -> Tensor:
-        """`rows` passages of `context` letters and the one after them."""
-        starts = torch.randint(len(source) - context, (rows, 1), generator=self.generator)
-        return source[starts + torch.arange(context + 1)]
+    def draw(self, source: Tensor, size: Size) -> Tensor:
+        """Passages of `context` letters and the one after them."""
+        starts = torch.randint(len(source) - size.context, (size.batch, 1), generator=self.generator)
+        return source[starts + torch.arange(size.context + 1)]
+
+    def misread(self, batch: Tensor) -> Tensor:
+        """The same with every digit five too high: a shard that was decoded with the wrong table."""
+        digits = torch.tensor([self.letters.index(digit) for digit in "0123456789"])
+        table = torch.arange(len(self.letters))
+        table[digits] = digits.roll(-5)
+        return table[batch]
 
     def show(self, passage: Tensor) -> str:
         """A passage on one line, spaces and line ends made visible."""
         return "".join(self.letters[code] for code in passage.tolist()).replace(" ", "·").replace("\n", "⏎")
+
+    def recorded(self, size: Size) -> Iterator[Tensor]:
+        """The batches of the recording, in their order."""
+        for step in range(size.stop):
+            dates = step in (*size.rare, size.bad, size.back)
+            batch = self.draw(self.dates if dates else self.prose, size)
+            yield self.misread(batch) if step == size.bad else batch
 
 
 # --- the model
@@ -129,47 +153,62 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 # --- the run
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What training leaves: the live run, and the loss of each step."""
+@dataclass
+class Training:
+    """A live run, and the loss of each of its steps."""
 
     model: LetterModel
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
     losses: list[float]
 
-
-def train(text: Text, size: Size, console: Console) -> Trained:
-    """AdamW with warm-up, cosine decay and clipping, from scratch."""
-    model = LetterModel(len(text.letters), size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.peak_lr)
-    floor = size.last_lr / size.peak_lr
-
-    def factor(step: int) -> float:
-        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, step / size.steps)))
-        return min(1.0, (step + 1) / size.warmup) * (floor + (1 - floor) * decay)
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    console.print(f"{'step':>6}  {'loss':>6}  {'seconds':>7}")
-    start, losses = time.perf_counter(), []
-    for step in range(1, size.steps + 1):
-        loss = loss_fn(model, text.draw(text.train, size.batch, size.context))
-        optimizer.zero_grad()
+    def update(self, batch: Tensor) -> Tensor:
+        """One step of AdamW, as any loop writes it."""
+        loss = loss_fn(self.model, batch)
+        self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-        if step == 1 or step % (size.steps // 8) == 0:
-            console.print(f"{step:>6}  {losses[-1]:>6.3f}  {time.perf_counter() - start:>7.1f}")
-    return Trained(model, optimizer, scheduler, losses)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        return loss
+
+    def set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
 
-def run(out: Path, seed: int = 0, quick: bool = False) -> Response:
-    """Train, follow, replace one batch by a bad one, rank it in a pool; print it all and write the page.
+def train(text: Text, size: Size, console: Console) -> Training:
+    """From scratch, with a linear warm-up."""
+    model = LetterModel(len(text.letters), size)
+    run = Training(model, torch.optim.AdamW(model.parameters(), lr=size.lr), [])
+    console.print(f"{'step':>6}  {'loss':>6}  {'seconds':>7}")
+    start = time.perf_counter()
+    for step in range(size.steps):
+        run.set_rate(size.lr * min(1.0, (step + 1) / size.warmup))
+        run.update(text.draw(text.prose if step % size.rare_every else text.dates, size))
+        if step == 1 or (step + 1) % (size.steps // 4) == 0:  # neither of them a batch of dates
+            console.print(f"{step:>6}  {run.losses[-1]:>6.3f}  {time.perf_counter() - start:>7.1f}")
+    return run
 
-    `out` receives report.html and response.zarr. Everything is drawn from `seed`, and the caller's own
-    random state stays as it was. About a minute on two cores; `quick` is for tests.
+
+@dataclass(frozen=True)
+class Flown:
+    """What the recorded steps left: a spike's explanation each, and what was known before the bad batch."""
+
+    found: list[FlightExplanation]
+    before: Training  # the run as it was before the bad batch
+    forecasts: tuple[Forecast, Forecast]  # of an ordinary batch of dates and of the bad one, in its place
+
+    @property
+    def main(self) -> FlightExplanation:
+        """The spike that an earlier batch explains."""
+        return next((each for each in self.found if culprit(each) is not None), self.found[-1])
+
+
+def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
+    """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
+
+    `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
+    drawn from `seed`, and the caller's own random state stays as it was. About a minute and a half on two cores;
+    `quick` is for tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -178,59 +217,51 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Response:
     console, text = _console(), Text.of_python(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        console.print(f"Training a small transformer on {len(text.train):,} letters of Python's language reference.\n")
-        trained = train(text, size, console)
-        path, probe, bad = _follow(text, size, trained)
-        batches = _side_by_side(text, path.steps[0].batch, bad)
-        story = _story(size, trained)
-        console.print("", story[-1], "", sep="\n")
-        console.print(batches, soft_wrap=True)
-        response = _respond(text, path, probe, bad, console)
-        ranking = _rank(text, size, path, probe, bad, console)
-    response.save(out / "response.zarr")
-    page = write_response_page(
-        response,
-        out / "report.html",
-        title="One bad batch in a small training run",
-        story=[*story, batches, effect(response), found(ranking)],
-    )
-    console.print(f"\nThe page with the curves: {page}", soft_wrap=True)
-    return response
+        console.print(
+            f"Training a small transformer on {len(text.prose):,} letters of Python's language reference, with a "
+            "batch of dates now and then.\n"
+        )
+        training = train(text, size, console)
+        batches = list(text.recorded(size))
+        console.print("", _story(text, size, batches), "", sep="\n", soft_wrap=True)
+        flown = _fly(training, batches, size, out, console)
+        console.print("", spared(flown, batches, size, training.losses[size.steps :]), sep="\n", style="bold")
+    pages = [
+        write_flight_page(each, out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html"))
+        for each in flown.found
+    ]
+    flown.main.save_skip_list(out / "skip.json")
+    console.print(f"\nThe pages: {', '.join(map(str, pages))}", soft_wrap=True)
+    return flown
 
 
-def _follow(text: Text, size: Size, trained: Trained) -> tuple[FollowedPath, Tensor, Tensor]:
-    """The run from here on, the passages to watch, and the bad batch."""
-    future = [text.draw(text.train, size.batch, size.context) for _ in range(size.horizon)]
-    point = capture(trained.model, trained.optimizer, loss_fn)
-    path = point.follow(future, lr=trained.scheduler, clip=CLIP)
-    probe = text.draw(text.held_out, size.probe, size.context)
-    digits = torch.tensor([text.letters.index(digit) for digit in "0123456789"])
-    return path, probe, digits[torch.randint(10, future[0].shape, generator=text.generator)]
-
-
-def _respond(text: Text, path: FollowedPath, probe: Tensor, bad: Tensor, console: Console) -> Response:
-    """The bad batch, and ordinary ones to compare it with, in the place of the first."""
-    rows, context = len(bad), bad.shape[1] - 1
-    changes = {f"ordinary {i}": text.draw(text.train, rows, context) for i in (1, 2, 3)} | {BAD: bad}
-    response = path.replace(list(changes.values()), at=0).response(probe, labels=list(changes))
-    console.print("", response.verdict, "", sep="\n", style="bold")
-    console.print(response.table(), soft_wrap=True)
-    console.print("", effect(response), "", "How far to trust this:", str(response.certificate), sep="\n")
-    return response
-
-
-def _rank(text: Text, size: Size, path: FollowedPath, probe: Tensor, bad: Tensor, console: Console) -> Ranking:
-    """The bad batch hidden in a pool of ordinary ones."""
-    pool = {f"pool {i}": text.draw(text.train, size.batch, size.context) for i in range(1, size.pool + 1)}
-    names = list(pool)
-    names.insert(size.pool // 3, BAD)
-    ranking = path.rank(
-        [pool.get(name, bad) for name in names], probe, horizon=size.rank_horizon, verify=3, labels=names
-    )
-    console.print(f"\nThe same batch hidden in a pool of {size.pool} other ordinary ones:\n")
-    console.print(str(ranking))
-    console.print("", found(ranking), sep="\n")
-    return ranking
+def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, console: Console) -> Flown:
+    """The recorded steps, and what explains their spikes."""
+    triggers = [Spike("loss", SIGMAS)]
+    with FlightRecorder(
+        training.model, training.optimizer, loss_fn, out / "flight", window=size.window, triggers=triggers
+    ) as recorder:
+        for step, batch in enumerate(batches):
+            if step == size.bad:
+                before = copy.deepcopy(training)
+                ordinary = batches[size.rare[-1]]
+                good, bad = (
+                    recorder.forecast(b, horizon=size.horizon, futures=size.futures) for b in (ordinary, batch)
+                )
+            if step == size.bump:
+                training.set_rate(BUMP * size.lr)
+            recorder.step(batch, training.update(batch))
+        recorder.wait()
+        console.print(f"{'step':>6}  {'loss':>6}")
+        for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
+            console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
+        found = [explain(flight, verify=size.verify) for flight in recorder.flights]
+        found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify)]
+    flown = Flown(found, before, (good, bad))
+    for each in found:
+        console.print("", each.verdict, sep="\n", style="bold")
+    console.print("", str(flown.main), sep="\n", soft_wrap=True)
+    return flown
 
 
 # --- the words: every number in them is taken from the run
@@ -243,52 +274,30 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=WIDTH)
 
 
-def _side_by_side(text: Text, usual: Tensor, bad: Tensor) -> str:
-    """The first lines of both batches, as the model sees them."""
-    return "\n".join(
-        ["the batch it had:", *(f"  {text.show(row)}" for row in usual[:3]), "the bad batch:"]
-        + [f"  {text.show(row)}" for row in bad[:3]]
+def _story(text: Text, size: Size, batches: list[Tensor]) -> str:
+    """What is about to go wrong."""
+    good, bad = batches[size.rare[0]], batches[size.bad]
+    return (
+        f"From here on a flight recorder watches. Step {size.steps + size.bad} gets a batch of dates that were decoded "
+        f"with the wrong table:\n  {text.show(good[0])}\n  {text.show(bad[0])}\n"
+        f"Dates come back, sound, at step {size.steps + size.back}; at step {size.steps + size.bump} the learning rate "
+        f"rises {BUMP:g}-fold."
     )
 
 
-def _story(size: Size, trained: Trained) -> list[str]:
-    """How the run was made, and what is changed in it."""
-    count = sum(parameter.numel() for parameter in trained.model.parameters())
-    recent = trained.losses[-size.steps // 20 :]
-    return [
-        f"A transformer with {count:,} parameters learns to predict the next letter of Python's language "
-        f"reference. In {size.steps:,} steps of AdamW, with warm-up, cosine decay and gradients clipped at {CLIP:g}, "
-        f"its training loss goes from {trained.losses[0]:.2f} to {sum(recent) / len(recent):.2f} "
-        f"(mean of the last {len(recent)} steps).",
-        f"Then it trains on for {size.horizon} batches, again and again from the same weights and moments. Only "
-        "the first batch differs: its own, three ordinary ones, and one of nothing but random digits. What is watched "
-        f"is the loss on {size.probe} passages that training never sees.",
-    ]
-
-
-def effect(response: Response) -> str:
-    """When the bad batch acts, and how it compares with ordinary ones."""
-    exact = response.exact.isel(scale=0)
-    bad, ordinary = exact.sel(change=BAD), exact.drop_sel(change=BAD)
-    peak = bad.isel(horizon=int(abs(bad).argmax("horizon")))
-    h, first = int(peak["horizon"]), float(bad[0])
-    if h == 1:
-        when = f"The effect of '{BAD}' is largest at once, {first:+.2g}."
-    else:
-        ratio = f", {abs(float(peak) / first):.2g} times as much" if first else ""
-        when = (
-            f"In the first state after '{BAD}' the loss differs by {first:+.2g}; {h} states after it, by "
-            f"{float(peak):+.2g}{ratio}."
-        )
-    return f"{when} The largest effect of an ordinary batch is {float(abs(ordinary).max()):.2g}."
-
-
-def found(ranking: Ranking) -> str:
-    """Where the ranking puts the bad batch."""
-    place, count = ranking.order.index(BAD) + 1, len(ranking.order)
-    text = f"Before any rerun, one adjoint sweep puts '{BAD}' at rank {place} of {count}."
-    if ranking.verified is None:
-        return text
-    peaks = ranking.verified.summary["peak"].sel({"method": "exact", "scale": 1.0})
-    measured = ", ".join(f"{float(peak):.2g} ('{peak['change'].item()}')" for peak in peaks)
-    return f"{text} Rerun exactly, the first {len(peaks)} have peaks of {measured}."
+def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float]) -> str:
+    """What the recorder would have said before the bad batch, and the run in which it was listened to."""
+    good, bad = (forecast.largest_increase for forecast in flown.forecasts)
+    text = (
+        f"Asked before step {size.steps + size.bad}, the recorder's forecast for this batch was {bad:+.2g} of loss at "
+        f"most, {flown.forecasts[1].at} states later; for an ordinary batch of dates, {good:+.2g}."
+    )
+    if not flown.forecasts[1].harmful(3 * abs(good)):
+        return f"{text} That is no reason to skip it."
+    again = flown.before
+    for batch in batches[size.bad + 1 : size.back + 1]:
+        again.update(batch)
+    return (
+        f"{text} A second run skips it: there the loss at step {size.steps + size.back} is {again.losses[-1]:.3g}, "
+        f"not {losses[size.back]:.3g}."
+    )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from ..api.point import TrainingPoint
 
-REFERENCES = 4  # batches whose mean is the ordinary step, and batches that are watched
+REFERENCES = 4  # batches whose mean is the ordinary step
+WATCHED = 8  # batches whose mean loss is watched
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,20 @@ def forecast(
     clip: float | None,
     seed: int,
 ) -> Forecast:
-    """The exact response of recent batches' mean loss to `batch` in the place of an ordinary step.
+    """The exact response of past batches' mean loss to `batch` in the place of an ordinary step.
 
-    The ordinary step is the mean of the last recorded batches; futures are drawn from all of them. Costs about
-    2·H·K gradients and 2·H·K·4 forward passes for H horizons and K futures.
+    The ordinary step is the mean of the last recorded batches; what is watched is spread over all of them, because
+    a batch may harm what comes but now and then; futures are drawn from all. Costs about 2·H·K gradients and
+    2·H·K·8 forward passes for H horizons and K futures.
     """
     if not past:
         raise InvalidInput("nothing is recorded yet: a forecast draws its futures from past batches")
     recent = mean_batch(past[-REFERENCES:])
+    spread = sorted({round(i * (len(past) - 1) / (WATCHED - 1)) for i in range(WATCHED)})
+    watched = mean_batch([past[i] for i in spread])
     drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
     try:
-        found = repeated_futures(point, recent, [batch], drawn, recent, clip=clip)
+        found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip)
     except NotFinite:
         return Forecast(None, math.inf, 1)
     response = found["response"].isel({"method": 0, "change": 0}, drop=True)

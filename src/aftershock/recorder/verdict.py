@@ -94,9 +94,14 @@ def _guilty(found: FlightExplanation, best: Culprit) -> str:
     else:
         without = f"without it the loss is {left:.3g} (replayed; usual {attrs['baseline']:.3g})"
     return (
-        f"Step {best.step} raised the loss at step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}"
-        f"{_waited(best)}; {without}."
+        f"Step {best.step} raised the loss at step {attrs['step']} by {best.measured:.3g}"
+        f"{_of(best.measured, found.size)}{_waited(best)}; {without}."
     )
+
+
+def _of(measured: float, size: float) -> str:
+    """A batch may do more than the spike shows, where the loss would else have been below the usual."""
+    return f" of {size:.3g}" if measured <= size else f", more than the spike of {size:.3g}"
 
 
 def _waited(best: Culprit) -> str:

@@ -69,14 +69,16 @@ def _cnn(parameters: Sequence[Tensor], images: Tensor) -> Tensor:
 
 
 def _linear(x: Float[Tensor, "row n i"], w: Float[Tensor, "row o i"], b: Float[Tensor, "row o"]) -> Tensor:
-    return torch.baddbmm(b[:, None], x, w.mT)
+    # w from the left: its gradient then lies in memory as w does, and is not transposed into place
+    return torch.baddbmm(b[:, :, None], w, x.mT).mT
 
 
 def _convolution(
     x: Float[Tensor, "row image y x i"], w: Float[Tensor, "row o i 3 3"], b: Float[Tensor, "row o"]
 ) -> Float[Tensor, "row image y x o"]:
     patches = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
-    out = _linear(patches.flatten(4).flatten(1, 3), w.flatten(2), b)
+    # the patches from the left: the next layer reads channels last
+    out = torch.baddbmm(b[:, None], patches.flatten(4).flatten(1, 3), w.flatten(2).mT)
     return out.unflatten(1, x.shape[1:4])
 
 
@@ -96,18 +98,23 @@ class NetworkLoss:
 
     def value(self, theta: Float[Tensor, "row d"]) -> Float[Tensor, " row"]:
         with torch.no_grad():
-            return torch.cat([self._losses(rows) for rows in theta.split(ROWS_AT_ONCE)])
+            return torch.cat([self._losses(self._split(rows)) for rows in theta.split(ROWS_AT_ONCE)])
 
     def gradient(self, theta: Float[Tensor, "row d"]) -> Float[Tensor, "row d"]:
         """Every row's own gradient: the rows' losses are summed, and no row sees another."""
-        return torch.cat([self._gradients(rows) for rows in theta.split(ROWS_AT_ONCE)])
+        out = torch.empty_like(theta)
+        for rows, place in zip(theta.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE)):
+            parameters = [part.detach().requires_grad_() for part in self._split(rows)]
+            found = torch.autograd.grad(self._losses(parameters).sum(), parameters)
+            for part, grad in zip(self._split(place), found):
+                part.copy_(grad)
+        return out
 
-    def _gradients(self, theta: Tensor) -> Tensor:
-        rows = theta.detach().requires_grad_()
-        return torch.autograd.grad(self._losses(rows).sum(), rows)[0]
-
-    def _losses(self, theta: Float[Tensor, "row d"]) -> Float[Tensor, " row"]:
+    def _split(self, theta: Float[Tensor, "row d"]) -> list[Tensor]:
         pieces = theta.split([shape.numel() for shape in self.shapes], dim=1)
-        found = logits(self.kind, [p.unflatten(1, shape) for p, shape in zip(pieces, self.shapes)], self.images)
-        labels = self.labels.expand(len(theta), -1)
+        return [piece.unflatten(1, shape) for piece, shape in zip(pieces, self.shapes)]
+
+    def _losses(self, parameters: Sequence[Tensor]) -> Float[Tensor, " row"]:
+        found = logits(self.kind, parameters, self.images)
+        labels = self.labels.expand(len(found), -1)
         return F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels).mean(1)
