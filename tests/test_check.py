@@ -170,3 +170,14 @@ def test_a_linear_loss_has_no_curvature() -> None:
     path = point.follow([torch.randn(5, 4) for _ in range(3)])
     response = path.replace([torch.randn(5, 4)]).response(torch.randn(5, 4), scales=[0.1])
     assert float(response.certificate.errors["nrmse"].sel({"method": "endpoint"}).max()) < 0.2
+
+
+def test_a_batch_is_checked_once_however_many_paths_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    point, batch, other = ak.capture(case.model, case.optimizer, case.loss_fn), case.batch(), case.batch()
+    real, asked = ak.TrainingPoint._check_lifted, []
+    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b: (asked.append(b), real(self, b))[1])
+    first = [point.follow([batch, *case.batches(2)]).check() for _ in range(3)]
+    assert first[0] is first[1] is first[2]
+    point.check(other)
+    assert [any(b is x for x in (batch, other)) for b in asked] == [True, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class TrainingPoint:
     """
 
     captured: Captured
+    _checked: list[tuple[Batch, Check]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def loss(self) -> LossFunction:
@@ -109,8 +110,14 @@ class TrainingPoint:
     def check(self, batch: Batch) -> Check:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
-        It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients.
+        It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients. The
+        batch that was checked last is not checked again: many paths may start from one point with it.
         """
+        if not (self._checked and self._checked[0][0] is batch):
+            self._checked[:] = [(batch, self._check_lifted(batch))]
+        return self._checked[0][1]
+
+    def _check_lifted(self, batch: Batch) -> Check:
         needed = LIFTED_VECTORS * 8 * self.loss.layout.size
         if needed > budget(None, self.loss.layout.device):
             return self._check(batch)
