@@ -11,7 +11,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
-demo: $(VENV)/.installed  ## train a small model, feed it one bad batch, show what it does
+demo: $(VENV)/.installed  ## train a small model with a flight recorder, and name the batch behind its loss spike
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/aftershock demo
 
 test: lint  ## lint, types, import layers, tests
@@ -23,9 +23,10 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed  ## the speed and memory table, each ratio with its bar
+bench: $(VENV)/.installed  ## the speed and memory table, each ratio with its bar; planted culprits
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.culprits
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
