@@ -297,3 +297,14 @@ def test_hooks_of_the_user_stay_silent() -> None:
     case.model[0].register_forward_hook(lambda module, *_: seen.append(module))
     case.path(3).skip(0).response(case.batch())
     assert seen == []
+
+
+def test_a_response_that_does_not_exist_has_no_summary() -> None:
+    nan = float("nan")
+    curves = xr.DataArray([[1.0, -3.0], [nan, nan]], dims=("change", "horizon"), coords={"horizon": [1, 2]})
+    found = summarize(curves)
+    assert found["peak"].values[0] == 3
+    assert found["total_abs"].values[0] == 4
+    for name in ("peak", "total_abs", "total_increase", "total_decrease", "max_increase"):
+        assert np.isnan(found[name].values[1])
+    assert found["peak_sign"].values.tolist() == [-1, 0]

@@ -17,12 +17,14 @@ def summarize(response: xr.DataArray) -> xr.Dataset:
     peak_sign         s* = sign of δF at h*
     max_increase      P+ = max_h [δF]_+        max_decrease    P− = max_h [−δF]_+
     total_abs         ARE = Σ_h |δF|           total_increase, total_decrease: its signed halves AEL±
+
+    A response that is NaN throughout (a candidate that does not exist) has NaN for sizes, and 0 for its sign.
     """
     import numpy as np
     import xarray as xr
 
     size = abs(response)
-    at_peak = size.argmax("horizon")
+    at_peak = size.fillna(-1.0).argmax("horizon")
     horizon = response["horizon"].isel(horizon=at_peak).drop_vars("horizon", errors="ignore")
     at_extremum = response.isel(horizon=at_peak).drop_vars("horizon", errors="ignore")
     up, down = response.clip(min=0), (-response).clip(min=0)
@@ -31,12 +33,12 @@ def summarize(response: xr.DataArray) -> xr.Dataset:
             "peak": size.max("horizon"),
             "peak_horizon": horizon,
             "delayed": horizon > int(response["horizon"][0]),
-            "peak_sign": xr.apply_ufunc(np.sign, at_extremum).astype(int),
+            "peak_sign": xr.apply_ufunc(np.sign, at_extremum.fillna(0.0)).astype(int),
             "max_increase": up.max("horizon"),
             "max_decrease": down.max("horizon"),
-            "total_abs": size.sum("horizon"),
-            "total_increase": up.sum("horizon"),
-            "total_decrease": down.sum("horizon"),
+            "total_abs": size.sum("horizon", min_count=1),
+            "total_increase": up.sum("horizon", min_count=1),
+            "total_decrease": down.sum("horizon", min_count=1),
         }
     )
 

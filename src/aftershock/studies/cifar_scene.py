@@ -57,8 +57,8 @@ class Protocol:
 
 FULL = Protocol()
 QUICK = Protocol(
-    burn_in=100, references=2, candidates=4, horizon=5, batch=16, probe=32, hybrids=2, beta1=(0.5, 0.99),
-    beta2=(0.9, 0.9999), futures=4, futures_per_piece=4, sampled=2,
+    burn_in=60, references=2, candidates=3, horizon=4, batch=8, probe=16, scales=(0.125, 0.25, 1.0), hybrids=2,
+    beta1=(0.5, 0.99), beta2=(0.9, 0.9999), futures=4, futures_per_piece=4, sampled=2,
 )  # fmt: skip
 
 
