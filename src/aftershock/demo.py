@@ -184,8 +184,9 @@ def train(text: Text, size: Size, console: Console) -> Training:
     for step in range(size.steps):
         run.set_rate(size.lr * min(1.0, (step + 1) / size.warmup))
         run.update(text.draw(text.prose if step % size.rare_every else text.dates, size))
-        if step == 1 or (step + 1) % (size.steps // 4) == 0:  # neither of them a batch of dates
-            console.print(f"{step:>6}  {run.losses[-1]:>6.3f}  {time.perf_counter() - start:>7.1f}")
+        if step == 0 or (step + 1) % (size.steps // 4) == 0:
+            recent = run.losses[-size.rare_every :]  # dates once among them
+            console.print(f"{step:>6}  {sum(recent) / len(recent):>6.3f}  {time.perf_counter() - start:>7.1f}")
     return run
 
 
