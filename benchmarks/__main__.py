@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from . import rows, unrolled
+from . import recording, rows, unrolled
 from .table import Growth, Row, Skipped, bars, growths
 from .timing import steady_allocator
 
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, Callable[[torch.device, bool], list]] = {
     "elementwise": rows.elementwise,
     "adjoint": rows.adjoint,
     "unrolled": unrolled.unrolled,
+    "recording": recording.recording,
     "growth": rows.growth,
 }
 

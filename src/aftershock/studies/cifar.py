@@ -57,7 +57,8 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
         **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(protocol).items()},
     }
     branches = range(protocol.futures // protocol.futures_per_piece)
-    pieces = ("fidelity", "ranking", "memory", "present", *(f"futures-{k}" for k in branches))
+    # the longest first, so that workers end together
+    pieces = ("fidelity", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
     run = partial(run_piece, data=data, digest=found.digest, protocol=protocol, device=device)
     return Study("cifar", tuple(system for some in each for system in some), pieces, run, attrs)
 
