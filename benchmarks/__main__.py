@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
+from aftershock.core.memory import keep_freed
+
 from . import recording, rows, unrolled
 from .table import Growth, Row, Skipped, bars, growths
-from .timing import steady_allocator
 
 BENCHMARKS: dict[str, Callable[[torch.device, bool], list]] = {
     "hessian": rows.hessian,
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="one part; may be repeated")
     options = parser.parse_args()
     torch.set_num_threads(1)  # two threads on a busy machine can be far slower than one
-    steady_allocator()
+    keep_freed()
     device = torch.device(options.device)
     began = time.perf_counter()
     found: list[Row | Skipped | Growth] = []

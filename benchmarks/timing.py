@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import io
 import statistics
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 Clock = Callable[[], float]
 
 
@@ -83,18 +81,6 @@ def quiet() -> Iterator[None]:
     """No progress bars: drawing one costs time, and a thread of its own."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def steady_allocator() -> None:
-    """Keep freed memory in the process, for everything that is compared.
-
-    By default glibc hands the top of its heap back and takes it again page by page, at a cost that depends on
-    what was freed before: the same gradient of the MLP was seen to vary by 40 %. Elsewhere this does nothing.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_MMAP_THRESHOLD, 2**30)):
-            mallopt(option, value)
 
 
 def cycled(run: Callable[[int], object], length: int) -> Callable[[], object]:

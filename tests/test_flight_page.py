@@ -17,7 +17,7 @@ from aftershock.recorder.triggers import AtStep
 from aftershock.report.flight_page import flight_text, write_flight_page
 
 from .test_cli import call, failed
-from .test_report import Tags, browser
+from .test_report import Tags, browser, watched
 
 __all__ = ["browser"]  # the fixture
 
@@ -93,16 +93,8 @@ def found(flight: Path) -> Any:
 def opened(browser: Any, found: Any, tmp_path: Path) -> Iterator[Any]:
     """The page; whatever it complains about or asks the network for fails the test."""
     file = write_flight_page(found, tmp_path / "flight.html", title="<script>alert(1)</script>")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
-    page.goto(file.as_uri())
-    yield page
-    page.close()
-    assert trouble == []
+    with watched(browser, file) as page:
+        yield page
 
 
 PLOTS = ("loss", "contribution", "emergence", "channels", "layers", "examples")

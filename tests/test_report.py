@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -294,11 +295,9 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """The page as a reader opens it; whatever it complains about or asks the network for fails the test."""
-    response = made(scales=(0.5, 1.0))
-    file = write_response_page(response, tmp_path / "r.html", story=["<script>alert(2)</script>"])
+@contextlib.contextmanager
+def watched(browser: Any, file: Path) -> Iterator[Any]:
+    """A page as a reader opens it; whatever it complains about or asks the network for fails the test."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     trouble: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
@@ -309,6 +308,15 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     yield page
     page.close()
     assert trouble == []
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """The page as a reader opens it; whatever it complains about or asks the network for fails the test."""
+    response = made(scales=(0.5, 1.0))
+    file = write_response_page(response, tmp_path / "r.html", story=["<script>alert(2)</script>"])
+    with watched(browser, file) as page:
+        yield page
 
 
 def column(page: Any, number: int) -> list[str]:

@@ -17,7 +17,7 @@ from aftershock.report.study_page import kind_of, write_study_page
 from aftershock.studies.tables import Cell, build, verdict
 
 from .study_results import CHANGES, made, slopes, study_of
-from .test_report import Tags, browser  # noqa: F401  (a fixture)
+from .test_report import Tags, browser, watched  # noqa: F401  (a fixture)
 
 EVERYWHERE = {"curves", "scales", "sources", "exponents", "ranking", "channels", "persistence", "ratios", "present"}
 
@@ -101,15 +101,8 @@ def test_what_is_embedded_beside_plotly_stays_small(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def opened(browser: Any, file: Path) -> Iterator[Any]:  # noqa: F811
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
-    page.goto(file.as_uri())
-    yield page
-    page.close()
-    assert trouble == []
+    with watched(browser, file) as page:
+        yield page
 
 
 def shown(page: Any, name: str, trace: int) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 
@@ -11,6 +13,7 @@ from ..errors import InvalidInput
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 FREE_SHARE = 0.7  # of what is free: activations and the user's own process need the rest
 
 
@@ -47,3 +50,15 @@ def readable(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def keep_freed() -> None:
+    """Freed memory stays with this process, for work whose large tensors come and go at every step.
+
+    By default glibc hands it back and takes it again page by page: on the paper's MLP this took a fifth of a study's
+    time, and made the same gradient vary by 40 %. Without glibc this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in MALLOC_OPTIONS.items():
+            mallopt(option, value)

@@ -58,11 +58,6 @@ class Dynamics:
         self.loss = loss
         self.layout = loss.layout
 
-    def gradient_vector(self, step: Step, state: JointState) -> Float[Tensor, " param"]:
-        """ĝ of this step's batch at `state`, before clipping: 1 g."""
-        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        return self.layout.join(found.grads)
-
     def advance(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
         """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass."""
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)

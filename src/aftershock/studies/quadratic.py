@@ -29,6 +29,7 @@ from .rows import (
     by_channel,
     hybrid_responses,
     linear_step,
+    path_of,
     persistent_responses,
     responses,
     rollout,
@@ -382,9 +383,7 @@ def _of_rows(scores: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
 def _present_scores(scene: Scene, probe: Probe, xi: Float[Tensor, "change d"]) -> dict[str, Float[Tensor, " change"]]:
     """Scores at the time of the shock that see no future. `eq:app_present_frozen_iso`"""
     references = [mean_loss(scene.references)] * (HORIZON - 1)
-    surrogate = [scene.control]
-    for batch in references:
-        surrogate.append(step_(rows_of(surrogate[-1], 1), batch.gradient(surrogate[-1].theta), HYPER))
+    surrogate = path_of(scene.control, references, HYPER)
     dx, after = scene.written(xi), scene.after(xi)
     frozen = propagated(dx, surrogate, references, frozen=True)
     first = probe.gradient(scene.control.theta)[0]

@@ -23,7 +23,7 @@ from .quadratic_family import (
     standard_probe,
     start_state,
 )
-from .rows import ShockStep, linear_step, rows_of, step_
+from .rows import ShockStep, linear_step, path_of, step_
 from .study import System
 
 BURN_IN, REFERENCES, CANDIDATES, HORIZON = 40, 4, 16, 32
@@ -68,10 +68,7 @@ class Scene(ShockStep):
     @cached_property
     def path(self) -> list[JointState]:
         """The control at h = 1 … H along the realized future."""
-        states = [self.control]
-        for batch in self.future:
-            states.append(step_(rows_of(states[-1], 1), batch.gradient(states[-1].theta), HYPER))
-        return states
+        return path_of(self.control, self.future, HYPER)
 
     @cached_property
     def rotating(self) -> Probe:

@@ -146,6 +146,11 @@ def rollout(start: JointState, batches: Iterable[Loss], hyper: Hyper) -> Iterato
         yield start
 
 
+def path_of(control: JointState, batches: Iterable[Loss], hyper: Hyper) -> list[JointState]:
+    """The control at h = 1 … H, every state kept."""
+    return [rows_of(state, *state.theta.shape[:-1]) for state in rollout(rows_of(control, 1), batches, hyper)]
+
+
 def responses(
     start: JointState, batches: Iterable[Loss], probes: Sequence[Readout], hyper: Hyper
 ) -> Float[Tensor, "probe *batch row horizon"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..api.progress import progress
+from ..core.memory import keep_freed
 from ..errors import AftershockError, InvalidInput, StudyStopped
 from .results import ResultStore, SystemResults, join_systems, merge_pieces
 from .study import Study, System
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 PATIENCE = 8  # seconds until a scheduler that does not answer is given up
-MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 AHEAD = 16  # units handed out at least, so that a cluster that grows by demand sees some
 
 
@@ -114,18 +113,8 @@ def _choices(study: Study) -> str:
 def work(run: Callable[[System, str], Mapping[str, xr.Dataset]], system: System, piece: str) -> Output:
     """One unit, on whatever machine: one torch thread, because a sum's bits may depend on their number."""
     torch.set_num_threads(1)
-    _keep_memory()
+    keep_freed()
     return Output(run(system, piece), this_machine())
-
-
-@functools.cache
-def _keep_memory() -> None:
-    """Freed memory stays with the process: rows of 100 MB come and go at every step, and clearing their pages anew
-    took a seventh of the time. Without glibc this does nothing."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in MALLOC_OPTIONS.items():
-            mallopt(option, value)
 
 
 @functools.cache
