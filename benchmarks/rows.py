@@ -11,8 +11,8 @@ from torch import Tensor
 from aftershock.api.path import Path
 from aftershock.core.adamw import _absorb_, compiled_absorb
 from aftershock.core.operators import readout
-from aftershock.core.path import Trajectory
 from aftershock.core.sweeps import adjoint_sweep
+from aftershock.core.trajectory import Trajectory
 
 from .models import BATCH_SIZE, System, cnn_system, mlp_system
 from .table import Growth, Row
@@ -122,7 +122,7 @@ def _growth(system: System, path: Path, changes: int, horizons: int, rounds: int
 
 def _tangents(system: System, path: Path, changes: int, horizons: int) -> Work:
     change = path.replace(system.batches(changes, start=24))
-    return Work(lambda: change.response(system.probe, methods=("tangent",), horizon=horizons))
+    return Work(lambda: change.response(system.probe, answers=("tangent",), horizon=horizons))
 
 
 def _checked(system: System, horizons: int) -> Path:

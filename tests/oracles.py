@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.core.batches import Accumulated
-from aftershock.core.path import Step
+from aftershock.core.dynamics import Step
 from aftershock.core.state import JointState
 
 

@@ -54,7 +54,7 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
     kind = setting if study == "cifar" else "quadratic"
     variables = {
         "exact": (("system", "change", "scale", "horizon"), exact),
-        "predicted": (("system", "method", "change", "scale", "horizon"), predicted),
+        "predicted": (("system", "answer", "change", "scale", "horizon"), predicted),
         "identity_residual": ("system", np.full(systems, 2e-17)),
         "readout_cosine": (
             ("system", "horizon"),
@@ -69,7 +69,7 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
         variables["switch_fraction"] = (("system", "change", "scale", "horizon"), shares)
     coords = {
         "system": [f"{kind}-7-{i}" for i in range(systems)],
-        "method": ["tangent", "endpoint", "semilinear"],
+        "answer": ["tangent", "endpoint", "semilinear"],
         "change": np.arange(CHANGES),
         "scale": scales,
         "horizon": np.arange(1, horizons + 1),

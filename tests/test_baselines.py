@@ -11,9 +11,9 @@ import torch
 from scipy.stats import rankdata
 
 import aftershock as ak
-from aftershock.analysis.baselines import STATIC, TRAJECTORIES, readout_null, scores
 from aftershock.core.loss import GradientGraph, LossFunction
 from aftershock.errors import HiddenState, InvalidInput
+from aftershock.theory.baselines import STATIC, TRAJECTORIES, readout_null, scores
 
 from .cases import make
 from .oracles import reverse_jacobian
@@ -68,30 +68,30 @@ def dense(request: pytest.FixtureRequest) -> tuple[System, dict[str, np.ndarray]
     return system, expected, scores(change, system.probe)
 
 
-@pytest.mark.parametrize("method", TRAJECTORIES[:7])
-def test_trajectories_against_dense_matrices(dense: tuple, method: str) -> None:
+@pytest.mark.parametrize("answer", TRAJECTORIES[:7])
+def test_trajectories_against_dense_matrices(dense: tuple, answer: str) -> None:
     _, expected, table = dense
-    size = np.abs(expected[method]).max()
+    size = np.abs(expected[answer]).max()
     assert size > 0
-    found = table["response"].sel({"method": method}).values
-    np.testing.assert_allclose(found, expected[method], rtol=1e-9, atol=1e-9 * size)
-    np.testing.assert_allclose(table["score"].sel({"method": method}), np.abs(expected[method]).max(1), rtol=1e-9)
+    found = table["response"].sel({"answer": answer}).values
+    np.testing.assert_allclose(found, expected[answer], rtol=1e-9, atol=1e-9 * size)
+    np.testing.assert_allclose(table["score"].sel({"answer": answer}), np.abs(expected[answer]).max(1), rtol=1e-9)
 
 
 def test_the_ablations_are_different_things(dense: tuple) -> None:
-    """Where two methods agreed on a case, parity there would prove nothing about either."""
+    """Where two answers agreed on a case, parity there would prove nothing about either."""
     _, expected, _ = dense
-    methods = list(TRAJECTORIES[:7])
-    for i, a in enumerate(methods):
-        for b in methods[i + 1 :]:
+    answers = list(TRAJECTORIES[:7])
+    for i, a in enumerate(answers):
+        for b in answers[i + 1 :]:
             assert np.abs(expected[a] - expected[b]).max() > 1e-6 * np.abs(expected[a]).max(), (a, b)
 
 
-@pytest.mark.parametrize("method", ["gradient_norm", "write_norm", "curvature"])
-def test_static_scores_against_dense_matrices(dense: tuple, method: str) -> None:
+@pytest.mark.parametrize("answer", ["gradient_norm", "write_norm", "curvature"])
+def test_static_scores_against_dense_matrices(dense: tuple, answer: str) -> None:
     _, expected, table = dense
-    np.testing.assert_allclose(table["score"].sel({"method": method}), expected[method], rtol=1e-9)
-    assert table["response"].sel({"method": method}).isnull().all()
+    np.testing.assert_allclose(table["score"].sel({"answer": answer}), expected[answer], rtol=1e-9)
+    assert table["response"].sel({"answer": answer}).isnull().all()
 
 
 def test_alignment_and_cosines_against_dense_matrices(dense: tuple) -> None:
@@ -109,15 +109,15 @@ def test_ours_are_the_engines_answers(name: str) -> None:
     case = make(name)
     change, probe = case.path(5).replace(case.batches(2), at=1), case.batch()
     table = scores(change, probe)
-    methods = ("exact", "semilinear", "endpoint", "tangent")
-    response = change.response(probe, methods=methods).data["response"].isel(scale=0)
+    answers = ("exact", "semilinear", "endpoint", "tangent")
+    response = change.response(probe, answers=answers).data["response"].isel(scale=0)
     for ours, theirs in (("full_iso", "tangent"), ("endpoint", "endpoint"), ("semilinear", "semilinear")):
-        truth = response.sel({"method": theirs}).values
-        found = table["response"].sel({"method": ours}).values
+        truth = response.sel({"answer": theirs}).values
+        found = table["response"].sel({"answer": ours}).values
         # the difference of two losses: a few roundings of a loss of order one
         np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-14)
-    exact = abs(response.sel({"method": "exact"}).isel(horizon=0)).values
-    np.testing.assert_allclose(table["score"].sel({"method": "exact_one_step"}).values, exact, rtol=1e-12, atol=1e-16)
+    exact = abs(response.sel({"answer": "exact"}).isel(horizon=0)).values
+    np.testing.assert_allclose(table["score"].sel({"answer": "exact_one_step"}).values, exact, rtol=1e-12, atol=1e-16)
 
 
 def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -170,8 +170,8 @@ def test_memory_does_not_change_the_table() -> None:
     np.testing.assert_allclose(short["response"], whole["response"].isel(horizon=[0, 1]), rtol=1e-12, atol=1e-18)
     single = scores(change, probe, horizon=1)
     for name in ("no_propagation", "initial_theta", "clamped_theta", "frozen_dynamics", "frozen_readout"):
-        row = single["score"].sel({"method": name}).values
-        np.testing.assert_allclose(row, single["score"].sel({"method": "full_iso"}).values)
+        row = single["score"].sel({"answer": name}).values
+        np.testing.assert_allclose(row, single["score"].sel({"answer": "full_iso"}).values)
 
 
 def test_a_change_without_xi_says_which_scores_it_lacks() -> None:
@@ -179,12 +179,12 @@ def test_a_change_without_xi_says_which_scores_it_lacks() -> None:
     change, probe = case.path(4).skip(1), case.batch()
     table = scores(change, probe)
     missing = table["score"].isel(change=0).isnull()
-    assert [str(m) for m in table["method"].values[missing.values]] == ["gradient_norm", "curvature"]
+    assert [str(m) for m in table["answer"].values[missing.values]] == ["gradient_norm", "curvature"]
     assert "gradient_norm and curvature" in table.attrs["undefined"]
     assert "skip" in table.attrs["undefined"]
     tangent = change.response(probe).tangent.isel(scale=0).values
-    np.testing.assert_allclose(table["response"].sel({"method": "full_iso"}).values, tangent, rtol=1e-12)
-    assert list(table["method"].values) == [*TRAJECTORIES, *STATIC]
+    np.testing.assert_allclose(table["response"].sel({"answer": "full_iso"}).values, tangent, rtol=1e-12)
+    assert list(table["answer"].values) == [*TRAJECTORIES, *STATIC]
 
 
 # --- readout permutations
@@ -194,7 +194,7 @@ def test_a_change_without_xi_says_which_scores_it_lacks() -> None:
 def ranked() -> tuple[Any, np.ndarray]:
     case = make("tanh_mlp")
     change, probe = case.path(6).replace(case.batches(8)), case.batch()
-    exact = change.response(probe, methods=("exact",)).summary["peak"].isel(method=0, scale=0)
+    exact = change.response(probe, answers=("exact",)).summary["peak"].isel(answer=0, scale=0)
     return scores(change, probe), exact.values
 
 

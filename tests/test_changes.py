@@ -129,7 +129,7 @@ def test_exact_response_is_a_second_training_run(name: str, kind: str) -> None:
     path = case.path(STEPS)
     probe, other = case.batch(), case.batch()
     change, by_hand, scale = CHANGES[kind]
-    response = change(path, other).response(probe, scales=[scale], methods=("exact",))
+    response = change(path, other).response(probe, scales=[scale], answers=("exact",))
     control = run_by_hand(case, path, probe, None)
     shocked = run_by_hand(case, path, probe, by_hand(other))
     expected = torch.tensor(shocked, dtype=torch.float64) - torch.tensor(control, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_endpoint_equals_exact_at_the_first_horizon(name: str) -> None:
     path = case.path(3)
     response = path.replace(case.batches(2)).response(case.batch(), scales=[0.3, 1.0])
     first = response.data["response"].isel(horizon=0)
-    exact, endpoint = first.sel({"method": "exact"}).values, first.sel({"method": "endpoint"}).values
+    exact, endpoint = first.sel({"answer": "exact"}).values, first.sel({"answer": "endpoint"}).values
     # θ^c + (θ^s − θ^c) rounds once
     torch.testing.assert_close(torch.tensor(exact), torch.tensor(endpoint), rtol=1e-7, atol=1e-14)
 
@@ -158,7 +158,7 @@ def test_tangent_error_falls_quadratically(name: str) -> None:
     path = case.path(4)
     scales = [2.0**-k for k in range(6, 11)]
     # untouched coordinates bend over gradients of size eps, and a loose clip jumps: the probe stays inside both
-    response = path.replace([case.batch()]).response(case.batch(), scales=scales, methods=("exact", "tangent"))
+    response = path.replace([case.batch()]).response(case.batch(), scales=scales, answers=("exact", "tangent"))
     error = abs(response.exact - response.tangent).isel(change=0).values
     log_scale = torch.tensor(scales).log()
     slopes = []
@@ -177,7 +177,7 @@ def test_skip_zero_and_minus_g_are_three_changes() -> None:
     skip = path.skip(0).response(probe).data["response"].isel(change=0, scale=0)
     zero = path.zero(0).response(probe).data["response"].isel(change=0, scale=0)
     minus = path.perturb(-raw, 0).response(probe).data["response"].isel(change=0, scale=0)
-    exact = {"method": "exact"}
+    exact = {"answer": "exact"}
     assert abs(skip.sel(exact) - zero.sel(exact)).max() > 0.1 * abs(zero.sel(exact)).max()
     # g − g = 0: in an exact pair the last two meet; linearized, ξ = −g writes twice the second moment
     torch.testing.assert_close(torch.tensor(zero.sel(exact).values), torch.tensor(minus.sel(exact).values))
@@ -192,7 +192,7 @@ def test_perturb_takes_vectors_mappings_and_lists() -> None:
     mapping = dict(zip(layout.names, pieces))
     probe = case.batch()
     answers = [
-        path.perturb(form).response(probe, methods=("tangent",)).tangent.values[0, 0]
+        path.perturb(form).response(probe, answers=("tangent",)).tangent.values[0, 0]
         for form in (xi, xi[None], mapping, pieces, [xi], [mapping])
     ]
     for answer in answers[1:]:

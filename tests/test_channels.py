@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import aftershock as ak
-from aftershock.analysis.channels import HYBRIDS, channel_responses
 from aftershock.errors import HiddenState, InvalidInput
+from aftershock.theory.channels import HYBRIDS, channel_responses
 
 from .cases import Case, make
 from .test_baselines import counters
@@ -55,7 +55,7 @@ def test_exact_hybrids_are_training_by_hand(name: str) -> None:
     case = make(name)
     path = case.path(5)
     others, probe = case.batches(2), case.batch()
-    found = channel_responses(path.replace(others, at=1), probe, methods=("exact",))["response"].isel(method=0)
+    found = channel_responses(path.replace(others, at=1), probe, answers=("exact",))["response"].isel(answer=0)
     assert list(found["channel"].values) == list(HYBRIDS)
     control = hybrid_by_hand(case, path, others[0], probe, [], 1)
     for hybrid, i in itertools.product(HYBRIDS, range(2)):
@@ -72,7 +72,7 @@ def test_tangent_hybrids_are_dense_blocks(name: str) -> None:
     system = System(name)
     d = system.layout.size
     xi = torch.randn(2, d, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = channel_responses(system.path.perturb(xi), system.probe, methods=("tangent",), scale=0.5)
+    found = channel_responses(system.path.perturb(xi), system.probe, answers=("tangent",), scale=0.5)
     write_in = system.oracle(0).write_in(system.exact_oracle)
     readouts, transitions = system.dense_readouts(), [system.dense_transition(s) for s in range(1, H + 1)]
     for hybrid in HYBRIDS:
@@ -80,7 +80,7 @@ def test_tangent_hybrids_are_dense_blocks(name: str) -> None:
         x = keep[:, None] * (0.5 * write_in @ xi.mT)
         for h in range(1, H + 2):
             x = x if h == 1 else transitions[h - 2] @ x
-            value = found["response"].isel(method=0).sel(channel=hybrid, horizon=h).values
+            value = found["response"].isel(answer=0).sel(channel=hybrid, horizon=h).values
             expected = (readouts[h - 1] @ x).numpy()
             np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-9 * float(x.norm()))
     size = float(abs(found["response"]).max())
@@ -94,11 +94,11 @@ def test_interactions_peaks_and_the_whole_change() -> None:
     change = path.replace(case.batches(3), at=1)
     data = channel_responses(change, probe)
     whole = change.response(probe)
-    for method, answer in (("exact", whole.exact), ("tangent", whole.tangent)):
-        total = data["response"].sel({"method": method, "channel": "theta+m+v"})
+    for name, answer in (("exact", whole.exact), ("tangent", whole.tangent)):
+        total = data["response"].sel({"answer": name, "channel": "theta+m+v"})
         np.testing.assert_allclose(total.values, answer.isel(scale=0).values, rtol=1e-9, atol=1e-16)
-    r = data["response"].sel({"method": "exact"})
-    i = data["interaction"].sel({"method": "exact"})
+    r = data["response"].sel({"answer": "exact"})
+    i = data["interaction"].sel({"answer": "exact"})
     t, m, v, tm, tv, mv, all_three = (r.sel(channel=name).values for name in HYBRIDS[1:])
     np.testing.assert_allclose(i.sel(channel="m").values, m)
     np.testing.assert_allclose(i.sel(channel="m+v").values, mv - m - v, atol=1e-17)
@@ -106,11 +106,11 @@ def test_interactions_peaks_and_the_whole_change() -> None:
     assert np.abs(three).max() > 1e-8
     np.testing.assert_allclose(i.sel(channel="theta+m+v").values, three, atol=1e-17)
     expected = np.abs(m).argmax(-1) + 1
-    np.testing.assert_array_equal(data["peak_horizon"].sel({"method": "exact", "channel": "m"}).values, expected)
+    np.testing.assert_array_equal(data["peak_horizon"].sel({"answer": "exact", "channel": "m"}).values, expected)
     assert (data["peak_horizon"].sel(channel="none") == 1).all()
     assert not data["no_derivative"].any()
     assert not data["counts_differ"].any()
-    assert data["response"].dims == ("method", "channel", "change", "horizon")
+    assert data["response"].dims == ("answer", "channel", "change", "horizon")
 
 
 def test_horizon_and_memory_do_not_change_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_m_without_its_v_has_no_derivative_and_says_so() -> None:
     """New tokens: the shock puts m on rows whose v is zero; a hybrid with m but not v is where no slope exists."""
     case = make("untouched_rows")
     path = case.path(4)
-    data = channel_responses(path.replace([torch.full((4, 6), 5)]), case.batch(), methods=("exact",))
+    data = channel_responses(path.replace([torch.full((4, 6), 5)]), case.batch(), answers=("exact",))
     broken = data["no_derivative"].isel(change=0)
     # the row of token 5 in the embedding, whose later gradients are exactly zero; token 4's is not touched
     assert [int(broken.sel(channel=c)) for c in HYBRIDS] == [3 * (c in ("m", "theta+m")) for c in HYBRIDS]
@@ -146,7 +146,7 @@ def test_a_skip_leaves_its_step_count_behind() -> None:
     data = channel_responses(change, probe)
     assert data["counts_differ"].all()
     whole = change.response(probe).exact.isel(scale=0).values
-    hybrid = data["response"].sel({"method": "exact", "channel": "theta+m+v"}).values
+    hybrid = data["response"].sel({"answer": "exact", "channel": "theta+m+v"}).values
     assert np.abs(hybrid[:, 1:] - whole[:, 1:]).max() > 1e-9
     np.testing.assert_array_equal(hybrid[:, 0], whole[:, 0])  # no step yet, so no count yet
 
@@ -157,11 +157,11 @@ def test_a_hybrid_that_diverges_is_infinite_from_there_on() -> None:
     batch = torch.ones(1, 1, dtype=torch.float64)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     path = ak.capture(model, optimizer, lambda m, b: m(b).square().exp().sum()).follow([zero, zero, zero])
-    data = channel_responses(path.replace([batch]), batch, methods=("exact",))
-    alone = data["response"].isel(method=0, change=0).sel(channel="m").values
+    data = channel_responses(path.replace([batch]), batch, answers=("exact",))
+    alone = data["response"].isel(answer=0, change=0).sel(channel="m").values
     assert alone[0] == 0
     assert (alone[1:] == math.inf).all()
-    assert int(data["peak_horizon"].isel(method=0, change=0).sel(channel="m")) == 2
+    assert int(data["peak_horizon"].isel(answer=0, change=0).sel(channel="m")) == 2
 
 
 def test_refusals() -> None:
@@ -171,9 +171,9 @@ def test_refusals() -> None:
     evaluating = ak.Probe(batch=batch, evaluating=True)
     with pytest.raises(HiddenState, match="outside"):
         channel_responses(change, evaluating)
-    assert np.isfinite(channel_responses(change, evaluating, methods=("exact",))["response"]).all()
-    with pytest.raises(InvalidInput, match="methods are"):
-        channel_responses(change, batch, methods=("adjoint",))
+    assert np.isfinite(channel_responses(change, evaluating, answers=("exact",))["response"]).all()
+    with pytest.raises(InvalidInput, match="answers are"):
+        channel_responses(change, batch, answers=("adjoint",))
     with pytest.raises(InvalidInput, match="can be followed for 3"):
         channel_responses(change, batch, horizon=4)
     with pytest.raises(InvalidInput, match="no scale"):

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from aftershock.errors import InvalidFile, InvalidInput
-from aftershock.studies import cifar, networks
-from aftershock.studies.cifar import cifar_study, run_piece
-from aftershock.studies.cifar_data import load_cifar
-from aftershock.studies.cifar_scene import FULL, QUICK, Protocol, Scene, build, prepare
-from aftershock.studies.networks import Network
+from aftershock.studies.cifar import networks
+from aftershock.studies.cifar import recipe as cifar
+from aftershock.studies.cifar.data import load_cifar
+from aftershock.studies.cifar.networks import Network
+from aftershock.studies.cifar.recipe import cifar_study, run_piece
+from aftershock.studies.cifar.scene import FULL, QUICK, Protocol, Scene, build, prepare
 from aftershock.studies.results import merge_pieces
 from aftershock.studies.study import System
 
@@ -165,7 +166,7 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     merged = merge_pieces([{"mlp": piece(data, name)} for name in PIECES])["mlp"]
     expected = {
         "exact": ("change", "scale", "horizon"),
-        "predicted": ("method", "change", "scale", "horizon"),
+        "predicted": ("answer", "change", "scale", "horizon"),
         "identity_residual": (),
         "score": ("family", "score_method", "change"),
         "magnitude": ("family", "change"),
@@ -191,7 +192,7 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     np.testing.assert_allclose(merged["channel_exact"].sel(channel="111"), full["exact"][:1], rtol=1e-9)
     np.testing.assert_allclose(
         merged["score"].sel(family="natural", score_method="full_iso"),
-        abs(full["predicted"].sel({"method": "tangent"})).max("horizon"), rtol=1e-9,
+        abs(full["predicted"].sel({"answer": "tangent"})).max("horizon"), rtol=1e-9,
     )  # fmt: skip
     one_step = merged["present_score"].sel(family="natural", present_method="exact_one_step")
     np.testing.assert_allclose(one_step, abs(full["exact"].sel(horizon=1)), rtol=1e-9)

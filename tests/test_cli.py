@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import aftershock as ak
-from aftershock import demo
-from aftershock.cli import app
+from aftershock.commands import demo
+from aftershock.commands.cli import app
 from aftershock.recorder.forecast import Forecast
 
 from .test_report import Tags, made

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aftershock.building import Built
-from aftershock.doctor import Finding, examine
+from aftershock.commands.building import Built
+from aftershock.commands.doctor import Finding, examine
 from aftershock.recorder.records import decode, encode
 
 from .cases import TinyTransformer

@@ -100,10 +100,10 @@ CALLS = {
         "no scale",
     ),
     "zero scale": (lambda c: c.path(2).zero(0).response(c.batch(), scales=[0.0]), InvalidInput, "nonzero"),
-    "unknown method": (
-        lambda c: c.path(2).skip(0).response(c.batch(), methods=("magic",)),
+    "unknown answer": (
+        lambda c: c.path(2).skip(0).response(c.batch(), answers=("magic",)),
         InvalidInput,
-        "methods are",
+        "answers are",
     ),
     "labels": (
         lambda c: c.path(2).skip(0).response(c.batch(), labels=["a", "b"]),
@@ -208,4 +208,4 @@ def test_a_shocked_run_that_diverges_names_the_change_and_the_step(case: Case) -
     point = ak.capture(case.model, case.optimizer, exploding)
     path = point.follow(case.batches(3))
     with pytest.raises(NotFinite, match=r"change 0 diverged: the (loss|gradient)"):
-        path.set(0, lr=1e4).response(lambda m: m[0].weight.sum(), methods=("exact",))
+        path.set(0, lr=1e4).response(lambda m: m[0].weight.sum(), answers=("exact",))

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.signal import lfilter
 
-from aftershock.analysis.frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
 from aftershock.errors import InvalidInput, NotFinite
 from aftershock.report.memory_figure import memory_figure
+from aftershock.theory.frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
 
 from .cases import Case, make
 from .oracles import StepOracle

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import aftershock as ak
-from aftershock.analysis.futures import (
+from aftershock.errors import InvalidInput
+from aftershock.results.statistics import spearman
+from aftershock.theory.futures import (
     present_frozen,
     prospective_ratio,
     prospective_structure,
@@ -21,9 +23,7 @@ from aftershock.analysis.futures import (
     repeated_futures,
     sampled_future,
 )
-from aftershock.analysis.samplers import FittedProcess, fit_process, sample_futures
-from aftershock.analysis.statistics import spearman
-from aftershock.errors import InvalidInput
+from aftershock.theory.samplers import FittedProcess, fit_process, sample_futures
 
 from .cases import Quadratic, make
 
@@ -148,14 +148,14 @@ def test_each_branch_is_an_exact_pair_on_its_own_path() -> None:
     case = make("tanh_mlp")
     point, control, candidates = case.point(), case.batch(), case.batches(3)
     futures, probe = [case.batches(3) for _ in range(2)], case.batch()
-    found = repeated_futures(point, control, candidates, futures, probe, methods=("exact", "tangent"), clip=0.2)
-    assert dict(found["response"].sizes) == {"method": 2, "change": 3, "future": 2, "horizon": 4}
+    found = repeated_futures(point, control, candidates, futures, probe, answers=("exact", "tangent"), clip=0.2)
+    assert dict(found["response"].sizes) == {"answer": 2, "change": 3, "future": 2, "horizon": 4}
     for k, future in enumerate(futures):
         alone = point.follow([control, *future], clip=0.2).replace(candidates).response(probe)
-        for method in ("exact", "tangent"):
-            expected = getattr(alone, method).isel(scale=0)
+        for answer in ("exact", "tangent"):
+            expected = getattr(alone, answer).isel(scale=0)
             # another number of rows at once: sums of another order
-            np.testing.assert_allclose(found["response"].sel({"method": method, "future": k}), expected, rtol=1e-11)
+            np.testing.assert_allclose(found["response"].sel({"answer": answer, "future": k}), expected, rtol=1e-11)
         np.testing.assert_array_equal(found["control"].sel(future=k), alone.data["control"])
     np.testing.assert_allclose(found["mean_response"], found["response"].values.mean(2))
     assert abs(found["response"].isel(future=0) - found["response"].isel(future=1)).max() > 0
@@ -185,7 +185,7 @@ def test_structure_of_quadratics_with_independent_and_correlated_batches() -> No
     for rho in (0.0, PERSISTENCE):
         system = System(3, rho)
         data = system.repeated(6, 6)
-        exact = data["response"].sel({"method": "exact"})
+        exact = data["response"].sel({"answer": "exact"})
         found = prospective_structure(exact)
         peaks = np.abs(exact.transpose("change", "future", "horizon").values).max(-1)
         between, within = peaks.mean(1).var(), peaks.var(1).mean()
@@ -227,12 +227,12 @@ def test_reference_surrogate_rolls_out_the_references() -> None:
     control = ak.accumulate(references)
     found = reference_surrogate(case.point(), control, candidates, probe, horizon=4, references=references)
     path = case.point().follow([control, references[0], references[1], references[0]])
-    expected = path.replace(candidates).response(probe, methods=("tangent",)).tangent.isel(scale=0)
+    expected = path.replace(candidates).response(probe, answers=("tangent",)).tangent.isel(scale=0)
     np.testing.assert_array_equal(found["response"].isel(future=0), expected)
     np.testing.assert_allclose(found["score"], abs(expected).max("horizon"))
     mean = reference_surrogate(case.point(), control, candidates, probe, horizon=3, by="total_abs")
     path = case.point().follow([control] * 3)
-    expected = path.replace(candidates).response(probe, methods=("tangent",)).tangent.isel(scale=0)
+    expected = path.replace(candidates).response(probe, answers=("tangent",)).tangent.isel(scale=0)
     np.testing.assert_allclose(mean["score"], abs(expected).sum("horizon"))
 
 
@@ -241,11 +241,11 @@ def test_sampled_future_is_the_mean_summary_over_its_futures() -> None:
     control, candidates, past, probe = case.batch(), case.batches(3), case.batches(5), case.batch()
     generator = torch.Generator().manual_seed(7)
     found = sampled_future(
-        case.point(), control, candidates, past, probe, horizon=3, samples=4, method="exact", generator=generator
+        case.point(), control, candidates, past, probe, horizon=3, samples=4, answer="exact", generator=generator
     )
     futures = sample_futures(past, 4, 2, torch.Generator().manual_seed(7))
     by_hand = [
-        case.point().follow([control, *future]).replace(candidates).response(probe, methods=("exact",)).exact
+        case.point().follow([control, *future]).replace(candidates).response(probe, answers=("exact",)).exact
         for future in futures
     ]
     peaks = np.stack([np.abs(response.isel(scale=0).values).max(1) for response in by_hand])
@@ -262,13 +262,13 @@ def test_sampled_future_beats_the_reference_surrogate_on_correlated_batches() ->
     sampled, surrogate = [], []
     for seed in range(3):
         system, horizon = System(seed, PERSISTENCE), 10
-        mean = prospective_structure(system.repeated(32, horizon, methods=("semilinear",))["response"])["mean"]
+        mean = prospective_structure(system.repeated(32, horizon, answers=("semilinear",))["response"])["mean"]
         arguments = (system.point, system.control, system.candidates)
         process = fit_process(system.seen)
         ours = sampled_future(*arguments, process, system.probe, horizon=horizon, samples=6)
         papers = reference_surrogate(*arguments, system.probe, horizon=horizon)
-        sampled.append(float(spearman(ours["score"], mean.isel({"method": 0}))["rho"]))
-        surrogate.append(float(spearman(papers["score"], mean.isel({"method": 0}))["rho"]))
+        sampled.append(float(spearman(ours["score"], mean.isel({"answer": 0}))["rho"]))
+        surrogate.append(float(spearman(papers["score"], mean.isel({"answer": 0}))["rho"]))
     assert np.median(sampled) > 0.9, sampled
     assert np.median(sampled) > np.median(surrogate) + 0.05, (sampled, surrogate)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import aftershock as ak
+from aftershock.core.dynamics import same_bits
 from aftershock.core.gates import Pattern, recording, replaying
 from aftershock.core.kinks import PIECEWISE, WINDOWS
-from aftershock.core.path import same_bits
 from aftershock.errors import UnfrozenGate
 
 from .cases import CASES, make

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 
 import aftershock as ak
-from aftershock.analysis.channels import channel_responses
-from aftershock.analysis.matching import match_first_step, persistence, residuals
+from aftershock.core.dynamics import Dynamics
 from aftershock.core.loss import LossFunction
-from aftershock.core.path import Dynamics
 from aftershock.errors import InvalidInput
+from aftershock.theory.channels import channel_responses
+from aftershock.theory.matching import match_first_step, persistence, residuals
 
 from .cases import Case, make
 from .test_changes import clip_and_step, gradients, probe_loss
@@ -85,9 +85,9 @@ def test_later_responses_differ_and_are_never_used(monkeypatch: pytest.MonkeyPat
     once, again = (match_first_step(path, xis, probe) for path in paths)
     assert calls == ["gradient", "gradient"] * 2  # the control's and the probe's; no later step, no curvature
     assert torch.equal(once.xi, again.xi), "another future gave another match"
-    response = paths[0].perturb(once.xi).response(probe, methods=("exact",))
+    response = paths[0].perturb(once.xi).response(probe, answers=("exact",))
     np.testing.assert_allclose(abs(response.exact.isel(scale=0, horizon=0)), once.data.attrs["target"], rtol=TOLERANCE)
-    peak = response.summary["peak"].isel(method=0, scale=0)
+    peak = response.summary["peak"].isel(answer=0, scale=0)
     assert float(peak.std(ddof=0) / peak.mean()) > 0.02
 
 
@@ -112,7 +112,7 @@ def test_every_candidate_is_matched_or_named(seed: int, count: int, target: floa
     for i, good in enumerate(matched.accepted.values):
         if good:
             assert not matched.data["reason"].values[i]
-            response = path.perturb(matched.xi[i], at=1).response(probe, methods=("exact",)).exact
+            response = path.perturb(matched.xi[i], at=1).response(probe, answers=("exact",)).exact
             assert float(response.squeeze()) == pytest.approx((-1) ** i * mu, rel=TOLERANCE)
             assert 0 < float(matched.gamma[i]) <= 64
         else:
@@ -270,7 +270,7 @@ def test_the_paths_own_beta_is_the_isolated_channel(name: str, channel: str) -> 
     change = path.replace(case.batches(2), at=1)
     own = getattr(path.steps[0].hypers[0], name)
     found = persistence(change, probe, **{name: [own]})["response"].isel(system=0).values
-    hybrid = channel_responses(change, probe, methods=("exact",), scale=0.25)["response"].sel(channel=channel)
+    hybrid = channel_responses(change, probe, answers=("exact",), scale=0.25)["response"].sel(channel=channel)
     np.testing.assert_allclose(found, hybrid.values[0], rtol=1e-7, atol=1e-13)
 
 

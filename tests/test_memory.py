@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from aftershock.core.memory import budget, free, readable
 from aftershock.core.operators import readout
-from aftershock.core.path import Trajectory
 from aftershock.core.sweeps import adjoint_sweep
+from aftershock.core.trajectory import Trajectory
 from aftershock.errors import InvalidInput
 
 from .cases import make

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import aftershock as ak
-from aftershock import analysis
-from aftershock.studies import quadratic
-from aftershock.studies.quadratic import mechanism, memory, prospects, quadratic_study
-from aftershock.studies.quadratic_family import (
+from aftershock import theory
+from aftershock.studies.quadratic import recipe as quadratic
+from aftershock.studies.quadratic.family import (
     DIMENSION,
     HYPER,
     LINEAR_SPREAD,
@@ -19,7 +18,8 @@ from aftershock.studies.quadratic_family import (
     mean_loss,
     start_state,
 )
-from aftershock.studies.quadratic_scene import BURN_IN, CANDIDATES, HORIZON, Scene
+from aftershock.studies.quadratic.recipe import mechanism, memory, prospects, quadratic_study
+from aftershock.studies.quadratic.scene import BURN_IN, CANDIDATES, HORIZON, Scene
 from aftershock.studies.study import System, systems_of
 
 SYSTEM = System("quadratic", 11, 1)  # κ = 4
@@ -118,20 +118,20 @@ def test_the_control_is_torchs_own_training(scene: Scene, path: ak.Path) -> None
 @pytest.mark.parametrize("setting", ["standard", "anisotropic"])
 def test_responses_are_the_engines(found: dict, scene: Scene, change: ak.Change, setting: str) -> None:
     probe = getattr(scene, setting).loss
-    theirs = change.response(probe, scales=[0.125, 1.0], methods=("exact", "endpoint", "tangent")).data["response"]
+    theirs = change.response(probe, scales=[0.125, 1.0], answers=("exact", "endpoint", "tangent")).data["response"]
     ours = found[setting].sel(scale=[0.125, 1.0]).isel(change=slice(0, 3))
     dims = ("change", "scale", "horizon")
-    close(ours["exact"].transpose(*dims).values, theirs.sel({"method": "exact"}).transpose(*dims).values, 1e-7)
-    for method in ("tangent", "endpoint"):
-        mine = ours["predicted"].sel({"method": method}).transpose(*dims).values
-        close(mine, theirs.sel({"method": method}).transpose(*dims).values, 1e-7)
+    close(ours["exact"].transpose(*dims).values, theirs.sel({"answer": "exact"}).transpose(*dims).values, 1e-7)
+    for answer in ("tangent", "endpoint"):
+        mine = ours["predicted"].sel({"answer": answer}).transpose(*dims).values
+        close(mine, theirs.sel({"answer": answer}).transpose(*dims).values, 1e-7)
 
 
 def test_scores_are_the_engines(found: dict, scene: Scene, change: ak.Change) -> None:
-    table = analysis.scores(change, scene.standard.loss)
+    table = theory.scores(change, scene.standard.loss)
     ours = found["standard"]["score"].sel(family="natural").isel(change=slice(0, 3))
-    for method in ours["score_method"].values:
-        close(ours.sel(score_method=method).values, table["score"].sel({"method": method}).values, 1e-7)
+    for answer in ours["score_method"].values:
+        close(ours.sel(score_method=answer).values, table["score"].sel({"answer": answer}).values, 1e-7)
     close(found["standard"]["readout_cosine"].values, table["readout_cosine"].values, 1e-9)
 
 
@@ -151,19 +151,19 @@ def test_matched_candidates_have_equal_first_steps_and_unequal_futures(found: di
 
 
 def test_matched_candidates_are_the_engines(found: dict, scene: Scene, path: ak.Path) -> None:
-    matched = analysis.match_first_step(path, scene.xi, scene.standard.loss)
+    matched = theory.match_first_step(path, scene.xi, scene.standard.loss)
     ours = scene.matched(scene.xi, scene.standard)
     close(ours.xi, matched.xi, 1e-6)
 
 
 def test_channels_and_persistence_are_the_engines(scene: Scene, change: ak.Change) -> None:
     data = memory(scene)["standard"]
-    theirs = analysis.channel_responses(change, scene.standard.loss, methods=("exact",))["response"]
+    theirs = theory.channel_responses(change, scene.standard.loss, answers=("exact",))["response"]
     for bits, name in (("100", "theta"), ("010", "m"), ("001", "v"), ("110", "theta+m"), ("111", "theta+m+v")):
         mine = data["channel_exact"].sel(channel=bits).isel(channel_change=slice(0, 3)).values
         close(mine, theirs.sel(channel=name).squeeze().transpose("change", "horizon").values, 1e-6)
     for channel, name, betas in (("m", "beta1", [0.5, 0.99]), ("v", "beta2", [0.9, 0.999])):
-        swept = analysis.persistence(change, scene.standard.loss, scale=0.25, **{name: betas})["response"]
+        swept = theory.persistence(change, scene.standard.loss, scale=0.25, **{name: betas})["response"]
         mine = data[f"persistence_{channel}"].sel({f"decay_{channel}": betas}).isel(persistence_change=slice(0, 3))
         close(mine.values, swept.transpose("system", "change", "horizon").values, 1e-5)
     short, long = data["channel_exact"], data["channel_long"]
@@ -175,9 +175,9 @@ def test_present_scores_are_the_engines(scene: Scene, path: ak.Path) -> None:
     ours = prospects(scene, 2)["standard"]["present_score"].sel(family="natural").isel(change=slice(0, 3))
     point, control, candidates = path.point, mean_loss(scene.references), scene.seen[-CANDIDATES:][:3]
     arguments = (point, control, candidates, scene.standard.loss)
-    frozen = analysis.present_frozen(*arguments, horizon=HORIZON)
+    frozen = theory.present_frozen(*arguments, horizon=HORIZON)
     close(ours.sel(present_method="present_frozen").values, frozen["score"].values, 1e-7)
-    surrogate = analysis.reference_surrogate(*arguments, horizon=HORIZON)
+    surrogate = theory.reference_surrogate(*arguments, horizon=HORIZON)
     close(ours.sel(present_method="reference_surrogate").values, surrogate["score"].values, 1e-7)
 
 

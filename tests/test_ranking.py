@@ -22,14 +22,14 @@ def test_adjoint_equals_forward(name: str, at: int) -> None:
     pool, probe = case.batches(5), case.batch()
     ranking = path.rank(pool, probe, at=at, exact_write=True)
     by_name = ranking.data.sel(change=[f"batch {i}" for i in range(5)])["response"]
-    response = path.replace(pool, at).response(probe, methods=("tangent",))
+    response = path.replace(pool, at).response(probe, answers=("tangent",))
     forward = response.tangent.isel(scale=0).values
     assert np.abs(forward).max() > 0
     sizes = ranking.data["xi_norm"].sel(change=by_name["change"]).values
     np.testing.assert_allclose(sizes, response.data["xi_norm"].values, rtol=1e-6)
-    adjoint = by_name.sel({"method": "tangent"}).values
+    adjoint = by_name.sel({"answer": "tangent"}).values
     np.testing.assert_allclose(adjoint, forward, rtol=1e-8, atol=1e-10 * np.abs(forward).max())
-    written = by_name.sel({"method": "write"}).values
+    written = by_name.sel({"answer": "write"}).values
     differences = path.replace(pool, at).difference()
     for i, dx in enumerate(differences):
         gradient = path.response_operator(probe, at).readouts
@@ -45,7 +45,7 @@ def test_order_and_summaries() -> None:
     scores = ranking.data["score"].values
     assert (np.diff(scores) <= 0).all()
     assert len(set(ranking.order)) == 9
-    response = ranking.data["response"].isel(method=0)
+    response = ranking.data["response"].isel(answer=0)
     np.testing.assert_allclose(scores, response.clip(min=0).max("horizon").values)
     assert "Not verified" in str(ranking)
 
@@ -59,7 +59,7 @@ def test_verification_is_the_exact_response() -> None:
     top = ranking.order[:2]
     assert list(ranking.verified.data["change"].values) == top
     index = int(top[0].split()[1])
-    exact = path.replace([pool[index]]).response(probe, methods=("exact",)).exact.values[0, 0]
+    exact = path.replace([pool[index]]).response(probe, answers=("exact",)).exact.values[0, 0]
     np.testing.assert_array_equal(ranking.verified.exact.sel(change=top[0]).values[0], exact)
     assert "Verified by rerunning the top 2" in str(ranking)
 
@@ -105,7 +105,7 @@ def test_example_shares_against_per_example_gradients(reduction: str) -> None:
     base = float(row @ control.raw)
     for b in range(3):
         total = float(ranking.data["share"].where(ranking.data["batch"] == b).sum())
-        expected = float(tangent["response"].isel(method=0, change=b, horizon=-1))
+        expected = float(tangent["response"].isel(answer=0, change=b, horizon=-1))
         assert total - base == pytest.approx(expected, rel=1e-7, abs=1e-13)
     predicted, measured = ranking.data["share"].values[:2], [ranking.verified[k] for k in range(2)]
     np.testing.assert_allclose(measured, predicted, rtol=0.5)
@@ -179,7 +179,7 @@ def test_explanation_is_close_to_the_rerun_and_says_so() -> None:
     # a whole gradient is not a small change: the adjoint has the sign and the size, not the digits
     np.testing.assert_allclose(measured.values[top], explanation.total.values[top], rtol=0.5)
     step = int(top[0])
-    exact = path.zero(step).response(ak.own_loss, methods=("exact",), horizon=5 - step).exact.values[0, 0, -1]
+    exact = path.zero(step).response(ak.own_loss, answers=("exact",), horizon=5 - step).exact.values[0, 0, -1]
     assert measured.values[step] == -exact
     assert "Contribution of each step" in str(explanation)
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import aftershock as ak
-from aftershock.api.tensorfile import digest_of, read_tensors, write_tensors
 from aftershock.errors import InvalidFile
 from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import AtStep
+from aftershock.results.files import digest_of, read_tensors, write_tensors
 
 from .cases import cross_entropy, mlp
 

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.analysis import envelopes
-from aftershock.analysis.envelopes import curvature_bound, error_bounds, operator_norm, write_in_bound
-from aftershock.analysis.remainder import PARTS, decompose, joint
-from aftershock.analysis.switching import (
+from aftershock.core.adamw import Run
+from aftershock.core.operators import as_rows
+from aftershock.core.state import Tangent, difference
+from aftershock.errors import HiddenState, InvalidInput, UnfrozenGate
+from aftershock.theory import envelopes
+from aftershock.theory.envelopes import curvature_bound, error_bounds, operator_norm, write_in_bound
+from aftershock.theory.remainder import PARTS, decompose, joint
+from aftershock.theory.switching import (
     SmoothExtension,
     activation_margin,
     joint_norm,
@@ -28,10 +32,6 @@ from aftershock.analysis.switching import (
     start_pair,
     telescoped_defects,
 )
-from aftershock.core.adamw import Run
-from aftershock.core.operators import as_rows
-from aftershock.core.state import Tangent, difference
-from aftershock.errors import HiddenState, InvalidInput, UnfrozenGate
 
 from .cases import make, mlp
 from .oracles import StepOracle
@@ -103,7 +103,7 @@ def test_responses_are_those_of_the_response() -> None:
     path, probe = case.path(5), case.batch()
     change = path.replace([case.batch()])
     data = decompose(change, scale=0.5, probe=probe).data
-    response = change.response(probe, scales=[0.5], methods=("exact", "tangent"))
+    response = change.response(probe, scales=[0.5], answers=("exact", "tangent"))
     np.testing.assert_allclose(data["response"], response.exact.values[0, 0], atol=1e-15)
     np.testing.assert_allclose(data["predicted"], response.tangent.values[0, 0], rtol=1e-10)
 

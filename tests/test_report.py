@@ -16,10 +16,10 @@ import pytest
 import xarray as xr
 
 import aftershock as ak
-from aftershock.core.respond import METHODS
+from aftershock.core.rollout import ANSWERS
 from aftershock.errors import InvalidInput
 from aftershock.report import figures
-from aftershock.report.html import trust_level, write_response_page
+from aftershock.report.response_page import trust_level, write_response_page
 
 HORIZONS = 6
 CURVES = {
@@ -35,16 +35,16 @@ def made(
     scales: tuple[float, ...] = (1.0,),
     **factors: float,
 ) -> ak.Response:
-    """A response whose exact curves are given, times the scale, and whose other methods are multiples of them."""
-    methods = factors or {"exact": 1.0, "semilinear": 1.0, "endpoint": 1.1, "tangent": 3.0}
+    """A response whose exact curves are given, times the scale, and whose other answers are multiples of them."""
+    answers = factors or {"exact": 1.0, "semilinear": 1.0, "endpoint": 1.1, "tangent": 3.0}
     exact = np.array(list(curves.values()))[:, None, :] * np.array(scales)[None, :, None]
     # an approximation's relative error grows with the scale, as a linearization's does
-    grown = [exact * (1 + (factor - 1) * np.abs(np.array(scales))[None, :, None]) for factor in methods.values()]
+    grown = [exact * (1 + (factor - 1) * np.abs(np.array(scales))[None, :, None]) for factor in answers.values()]
     count, horizons = len(curves), exact.shape[-1]
     zeros = np.zeros(count, dtype=int)
     data = xr.Dataset(
         {
-            "response": (("method", "change", "scale", "horizon"), np.stack(grown)),
+            "response": (("answer", "change", "scale", "horizon"), np.stack(grown)),
             "control": ("horizon", np.linspace(2.0, 1.0, horizons)),
             "noise_floor": ("horizon", np.full(horizons, 1e-9)),
             "clip_switched": (("change", "scale"), np.zeros((count, len(scales)), dtype=bool)),
@@ -54,7 +54,7 @@ def made(
             "xi_norm": ("change", zeros.astype(float)),
         },
         coords={
-            "method": list(methods),
+            "answer": list(answers),
             "change": list(curves),
             "scale": list(scales),
             "horizon": list(range(1, horizons + 1)),
@@ -74,12 +74,12 @@ def traces(figure: Any, dash: str, mode: str = "lines") -> list[Any]:
 def test_every_method_is_drawn_in_its_dash_and_every_change_in_its_colour() -> None:
     response = made()
     figure = response.plot()
-    assert set(figures.DASHES) == set(METHODS)
-    for method, dash in figures.DASHES.items():
+    assert set(figures.DASHES) == set(ANSWERS)
+    for answer, dash in figures.DASHES.items():
         drawn = traces(figure, dash)
         assert len(drawn) == len(CURVES)
         assert len({t.line.color for t in drawn}) == len(CURVES)
-        wanted = response.data["response"].sel({"method": method, "scale": 1.0, "change": figures.strongest(response)})
+        wanted = response.data["response"].sel({"answer": answer, "scale": 1.0, "change": figures.strongest(response)})
         np.testing.assert_array_equal(np.array([t.y for t in drawn]), wanted.values)
     assert figure.layout.xaxis.title.text == "states after the change (h)"
     assert figure.layout.yaxis.title.text == "change of the probe's loss"
@@ -131,7 +131,7 @@ def test_what_cannot_be_drawn_is_named() -> None:
         figures.response_figure(made(), changes=["nobody"])
     with pytest.raises(InvalidInput, match=r"scale 0\.3 was not run; choose from 1"):
         figures.response_figure(made(), scale=0.3)
-    with pytest.raises(InvalidInput, match="more than one method"):
+    with pytest.raises(InvalidInput, match="more than one answer"):
         figures.error_figure(made(exact=1.0))
     with pytest.raises(InvalidInput, match="one scale was run"):
         figures.scale_figure(made())
@@ -265,7 +265,8 @@ def test_the_certificate_has_the_colour_of_its_words(factors: dict[str, float], 
 
 def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
     code = (
-        "import sys, aftershock, aftershock.cli; print([m for m in ('plotly', 'xarray', 'zarr') if m in sys.modules])"
+        "import sys, aftershock, aftershock.commands.cli; "
+        "print([m for m in ('plotly', 'xarray', 'zarr') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -327,7 +328,7 @@ def test_the_figures_are_drawn(opened: Any) -> None:
     for name in ("response", "loss", "error", "scales"):
         assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
     lines = opened.locator("#plot-response .scatterlayer path.js-line")
-    assert lines.count() == len(METHODS) * len(CURVES)
+    assert lines.count() == len(ANSWERS) * len(CURVES)
     assert all("L" in (lines.nth(i).get_attribute("d") or "") for i in range(3))
     assert opened.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 

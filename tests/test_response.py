@@ -12,9 +12,9 @@ import xarray as xr
 from torch import nn
 
 import aftershock as ak
-from aftershock.analysis.certificate import certify
-from aftershock.analysis.summaries import crossing, spike_margin, summarize
 from aftershock.errors import HiddenState, InvalidFile, InvalidInput
+from aftershock.results.certificate import certify
+from aftershock.results.summaries import crossing, spike_margin, summarize
 
 from .cases import Case, classes, cross_entropy, make, mlp
 
@@ -23,9 +23,9 @@ def array(rows: list[list[float]]) -> xr.DataArray:
     values = np.array(rows)[None, :, None, :]
     return xr.DataArray(
         values,
-        dims=("method", "change", "scale", "horizon"),
+        dims=("answer", "change", "scale", "horizon"),
         coords={
-            "method": ["exact"],
+            "answer": ["exact"],
             "change": [f"c{i}" for i in range(len(rows))],
             "scale": [1.0],
             "horizon": list(range(1, len(rows[0]) + 1)),
@@ -34,7 +34,7 @@ def array(rows: list[list[float]]) -> xr.DataArray:
 
 
 def test_summaries_by_hand() -> None:
-    summary = summarize(array([[0.5, -2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])).isel(method=0, scale=0)
+    summary = summarize(array([[0.5, -2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]])).isel(answer=0, scale=0)
     first, nothing = summary.isel(change=0), summary.isel(change=1)
     expected = {
         "peak": 2.0,
@@ -58,7 +58,7 @@ def test_spike_margin_and_crossing() -> None:
     control = xr.DataArray([1.0, 1.2, 5.0], dims="horizon", coords={"horizon": [1, 2, 3]})
     margin = spike_margin(control, 1.5)
     np.testing.assert_allclose(margin.values, [0.5, 0.3, -3.5])
-    found = crossing(response, margin).isel(method=0, scale=0).values
+    found = crossing(response, margin).isel(answer=0, scale=0).values
     assert found[0] == 2  # horizon 3 does not count: the control itself is over the threshold there
     assert np.isnan(found[1])
 
@@ -68,13 +68,13 @@ def dataset(exact: list[float], tangent: list[float], noise: float = 1e-12, **ex
     counts = {"zero_v": 0, "zero_v_touched": 0, "no_derivative": 0, **extra}
     return xr.Dataset(
         {
-            "response": (("method", "change", "scale", "horizon"), np.array([exact, tangent])[:, None, None]),
+            "response": (("answer", "change", "scale", "horizon"), np.array([exact, tangent])[:, None, None]),
             "control": ("horizon", np.ones(len(exact))),
             "noise_floor": ("horizon", np.full(len(exact), noise)),
             "clip_switched": (("change", "scale"), np.zeros((1, 1), bool)),
             **{name: ("change", [value]) for name, value in counts.items()},
         },
-        coords={"method": ["exact", "tangent"], "change": ["bad"], "scale": [1.0], "horizon": horizon},
+        coords={"answer": ["exact", "tangent"], "change": ["bad"], "scale": [1.0], "horizon": horizon},
         attrs={"dtype": "float64", "refused": ""},
     )
 
@@ -82,7 +82,7 @@ def dataset(exact: list[float], tangent: list[float], noise: float = 1e-12, **ex
 def test_certificate_numbers_by_hand() -> None:
     errors = certify(dataset([1.0, 2.0, -4.0], [1.0, 1.0, 4.0])).errors
     assert errors is not None
-    at = errors.isel(method=0, change=0, scale=0)
+    at = errors.isel(answer=0, change=0, scale=0)
     np.testing.assert_allclose(at["symmetric_error"].values, [0, 1 / 3, 1])
     assert at["nrmse"].item() == pytest.approx(np.sqrt((1 + 64) / 21))
     assert at["sign_agreement"].item() == pytest.approx(2 / 3)
@@ -119,13 +119,13 @@ def test_validity_radius_is_the_largest_good_scale() -> None:
     good = errors["symmetric_error"].median("horizon") <= 0.2
     expected = (good * errors["scale"]).max("scale")
     np.testing.assert_array_equal(errors["validity_radius"].values, expected.values)
-    assert float(errors["validity_radius"].sel({"method": "tangent"}).max()) < 64
+    assert float(errors["validity_radius"].sel({"answer": "tangent"}).max()) < 64
     assert float(errors["validity_radius"].min()) > 0
 
 
 def test_without_the_exact_pair_nothing_is_called_proved() -> None:
     case = make("tanh_mlp")
-    response = case.path(3).replace(case.batches(2)).response(case.batch(), methods=("tangent",))
+    response = case.path(3).replace(case.batches(2)).response(case.batch(), answers=("tangent",))
     assert "Not verified" in str(response)
     assert "Do not trust" in str(response.certificate)
 
@@ -206,13 +206,13 @@ def test_eval_probe_of_batch_norm_has_an_exact_answer_only() -> None:
     probe = ak.Probe(case.batch(), evaluating=True)
     change = path.replace([case.batch()])
     response = change.response(probe)
-    assert list(response.data["method"].values) == ["exact"]
+    assert list(response.data["answer"].values) == ["exact"]
     assert "Only the exact response is given" in str(response)
     with pytest.raises(HiddenState, match="buffers that training moves"):
-        change.response(probe, methods=("tangent",))
+        change.response(probe, answers=("tangent",))
     with pytest.raises(HiddenState):
         path.rank([case.batch()], probe)
-    assert list(change.response(case.batch()).data["method"].values) == ["exact", "endpoint", "tangent"]
+    assert list(change.response(case.batch()).data["answer"].values) == ["exact", "endpoint", "tangent"]
 
 
 def test_eval_mode_turns_dropout_off_for_the_probe_alone() -> None:
@@ -282,7 +282,7 @@ def test_import_is_light() -> None:
 def test_estimate_before_the_work() -> None:
     case = make("tanh_mlp")
     change = case.path(6).replace(case.batches(5))
-    small = change.estimate(case.batch(), methods=("exact",))
+    small = change.estimate(case.batch(), answers=("exact",))
     large = change.estimate(case.batch(), scales=[0.5, 1.0])
     assert 0 < small.gradients < large.gradients
     assert 0 < small.seconds < large.seconds

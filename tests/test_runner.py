@@ -27,9 +27,10 @@ import xarray as xr
 import zarr
 from typer.testing import CliRunner
 
-from aftershock import cli, studies
+from aftershock import studies
 from aftershock.api import progress as progress_module
 from aftershock.api.progress import progress
+from aftershock.commands import cli
 from aftershock.errors import AftershockError, InvalidFile, InvalidInput, NotFinite, StudyStopped
 from aftershock.studies import runner
 from aftershock.studies.results import ResultStore, digest, merge_pieces

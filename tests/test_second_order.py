@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import aftershock as ak
-from aftershock.analysis.second_order import clip_curvature, d2theta_dg2, second_order, write_curvature
 from aftershock.core.clipping import Clip
 from aftershock.errors import HiddenState, InvalidInput
+from aftershock.theory.second_order import clip_curvature, d2theta_dg2, second_order, write_curvature
 
 from .cases import CASES, make
 from .oracles import StepOracle
@@ -129,7 +129,7 @@ def test_exact_is_the_engines_exact_pair() -> None:
     change, probe = case.path(2).replace(case.batches(2)), case.batch()
     scales = [0.25, 1.0]
     data = second_order(change, probe, scales=scales)
-    pair = change.response(probe, scales=scales, methods=("exact", "tangent"), horizon=1)
+    pair = change.response(probe, scales=scales, answers=("exact", "tangent"), horizon=1)
     np.testing.assert_allclose(data["exact"], pair.exact.isel(horizon=0), rtol=1e-12)
     np.testing.assert_allclose(data["linear"] * data["scale"], pair.tangent.isel(horizon=0), rtol=1e-10)
 

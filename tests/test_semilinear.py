@@ -29,7 +29,7 @@ def test_exact_for_quadratic_losses(change: str, clip: float | None) -> None:
         "reset v": path.reset(1, "v"),
         "set": path.set(1, lr=0.1),
     }
-    response = changes[change].response(case.batch(), scales=SCALES, methods=("exact", "semilinear", "endpoint"))
+    response = changes[change].response(case.batch(), scales=SCALES, answers=("exact", "semilinear", "endpoint"))
     exact, found = response.exact.values, response.semilinear.values
     assert np.abs(exact).max() > 0
     np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-12)
@@ -64,8 +64,8 @@ def test_new_tokens_early_in_training() -> None:
     path = case.path(6)
     change = path.replace([torch.randint(3, 6, (4, 6))])
     probe = torch.randint(2, 6, (4, 6))  # it sees the new rows
-    response = change.response(probe, methods=("exact", "semilinear", "endpoint", "tangent"))
+    response = change.response(probe, answers=("exact", "semilinear", "endpoint", "tangent"))
     error = response.certificate.errors["nrmse"].isel(change=0, scale=0)
-    assert float(error.sel({"method": "tangent"})) > 10
-    assert float(error.sel({"method": "semilinear"})) < 0.2
+    assert float(error.sel({"answer": "tangent"})) > 10
+    assert float(error.sel({"answer": "semilinear"})) < 0.2
     assert "Semilinear at scale 1: trust it" in str(response)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from aftershock.analysis import certificate, statistics
 from aftershock.errors import InvalidInput
+from aftershock.results import certificate, statistics
 
 drawn = settings(derandomize=True, deadline=None, max_examples=30)
 seeds = st.integers(0, 2**16)
@@ -38,12 +38,12 @@ def middle(values: list[float]) -> float:
 @drawn
 @given(seeds, st.integers(1, 6), st.integers(1, 5), st.integers(1, 7))
 def test_horizons_then_candidates_then_systems(seed: int, systems: int, changes: int, horizons: int) -> None:
-    values = draw(seed, horizon=horizons, system=systems, method=2, change=changes)
+    values = draw(seed, horizon=horizons, system=systems, answer=2, change=changes)
     found = statistics.aggregate(values)
-    assert found["median"].dims == ("method",)
+    assert found["median"].dims == ("answer",)
     for j in range(2):
         per_system = [middle([middle(list(values.values[:, s, j, c])) for c in range(changes)]) for s in range(systems)]
-        here = found.isel(method=j)
+        here = found.isel(answer=j)
         assert float(here["median"]) == pytest.approx(middle(per_system))
         assert int(here["systems"]) == systems
         low, high = np.percentile(per_system, [25, 75])
@@ -277,11 +277,11 @@ def signed_rank_p(gap: np.ndarray) -> float:
 @drawn
 @given(seeds)
 def test_comparisons_are_paired_by_system_and_corrected_together(seed: int) -> None:
-    values = draw(seed, system=8, method=3).assign_coords(method=["norm", "iso", "frozen"])
+    values = draw(seed, system=8, answer=3).assign_coords(answer=["norm", "iso", "frozen"])
     values[:, 1] += 1.0
     values += 5.0 * draw(seed + 1, system=8)  # what systems share cancels in pairs
-    found = statistics.compare_methods(values, "iso")
-    assert found["method"].values.tolist() == ["norm", "frozen"]
+    found = statistics.compare_answers(values, "iso")
+    assert found["answer"].values.tolist() == ["norm", "frozen"]
     gaps = [values.values[:, 1] - values.values[:, j] for j in (0, 2)]
     p = [signed_rank_p(gap) for gap in gaps]
     np.testing.assert_allclose(found["p"], p)
@@ -293,25 +293,25 @@ def test_comparisons_are_paired_by_system_and_corrected_together(seed: int) -> N
 
 
 def test_comparisons_that_cannot_be_made_say_why() -> None:
-    values = draw(3, system=6, method=4).assign_coords(method=["iso", "same", "absent", "other"])
+    values = draw(3, system=6, answer=4).assign_coords(answer=["iso", "same", "absent", "other"])
     values[:, 1] = values[:, 0]
     values[:, 2] = math.nan
     values[0, 3] = math.nan
-    found = statistics.compare_methods(values, "iso", alternative="greater")
+    found = statistics.compare_answers(values, "iso", alternative="greater")
     assert found["reason"].values.tolist() == ["no pair differs", "no system has both numbers", ""]
     assert found["pairs"].values.tolist() == [6, 0, 5]
     truth = stats.wilcoxon(values.values[1:, 0], values.values[1:, 3], alternative="greater").pvalue
     np.testing.assert_allclose(found["p_holm"], [math.nan, math.nan, truth])  # one comparison: nothing to correct
-    for bad, methods in (("exact", slice(None)), ("iso", [0])):
+    for bad, answers in (("exact", slice(None)), ("iso", [0])):
         with pytest.raises(InvalidInput, match="nothing to compare"):
-            statistics.compare_methods(values.isel(method=methods), bad)
+            statistics.compare_answers(values.isel(answer=answers), bad)
 
 
 # --- intervals
 
 
 def test_the_interval_of_a_median_is_its_bootstrap_distribution() -> None:
-    values = draw(5, system=15, method=2)
+    values = draw(5, system=15, answer=2)
     generator = np.random.default_rng(0)
     before = generator.bit_generator.state["state"]
     found = statistics.median_interval(values, generator, level=0.9)
@@ -334,7 +334,7 @@ def test_the_interval_of_a_median_is_its_bootstrap_distribution() -> None:
 
 def test_the_interval_covers_the_median_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(2)
-    values = xr.DataArray(rng.exponential(size=(15, 60)), dims=("system", "method"))
+    values = xr.DataArray(rng.exponential(size=(15, 60)), dims=("system", "answer"))
     found = statistics.median_interval(values, np.random.default_rng(3))
     covered = ((found["low"] <= math.log(2)) & (found["high"] >= math.log(2))).mean()
     assert 0.85 <= float(covered) <= 1.0  # 60 draws of about 0.95: three standard errors are 0.085
@@ -342,7 +342,7 @@ def test_the_interval_covers_the_median_about_as_often_as_it_says() -> None:
 
 def test_intervals_that_do_not_exist_say_why() -> None:
     nan = math.nan
-    values = xr.DataArray([[1.0, nan, 2.0], [nan, nan, 2.0], [nan, nan, 2.0]], dims=("system", "method"))
+    values = xr.DataArray([[1.0, nan, 2.0], [nan, nan, 2.0], [nan, nan, 2.0]], dims=("system", "answer"))
     found = statistics.median_interval(values, np.random.default_rng(0))
     np.testing.assert_allclose(found["median"], [1.0, nan, 2.0])
     np.testing.assert_allclose(found["low"], [nan, nan, 2.0])

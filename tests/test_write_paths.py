@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import aftershock as ak
-from aftershock.analysis.write_paths import PATHS, split_write, write_paths
 from aftershock.errors import HiddenState, InvalidInput
+from aftershock.theory.write_paths import PATHS, split_write, write_paths
 
 from .cases import CASES, make
 from .oracles import StepOracle, reverse_jacobian
@@ -56,7 +56,7 @@ def test_dataset_adds_up(name: str) -> None:
     path = case.path(2)
     change, probe = path.replace(case.batches(3)), case.batch()
     data = write_paths(change, probe)
-    tangent = change.response(probe, methods=("tangent",), horizon=1).tangent.isel(scale=0, horizon=0)
+    tangent = change.response(probe, answers=("tangent",), horizon=1).tangent.isel(scale=0, horizon=0)
     assert abs(tangent).min() > 0
     np.testing.assert_allclose(data["response"].sum("channel"), tangent, rtol=1e-9)
     np.testing.assert_allclose(data["layer_response"].sum("layer"), data["response"], rtol=1e-9)
@@ -113,7 +113,7 @@ def test_moving_buffers_are_refused() -> None:
 def test_own_loss_at_a_later_step() -> None:
     case = make("tanh_mlp")
     change = case.path(4).replace([case.batch()], at=1)
-    tangent = change.response(ak.own_loss, methods=("tangent",), horizon=1).tangent.isel(scale=0, horizon=0)
+    tangent = change.response(ak.own_loss, answers=("tangent",), horizon=1).tangent.isel(scale=0, horizon=0)
     np.testing.assert_allclose(write_paths(change, ak.own_loss)["response"].sum("channel"), tangent, rtol=1e-9)
 
 

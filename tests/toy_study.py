@@ -80,7 +80,7 @@ def units(log: Path) -> list[tuple[str, str, int]]:
 
 def main() -> None:
     """`reproduce` with this study in the place of the paper's: LOG DELAY OUT."""
-    from aftershock import cli
+    from aftershock.commands import cli
 
     log, delay, out = sys.argv[1:]
     cli._recipe = lambda *_: study(Path(log), float(delay))  # type: ignore[assignment]

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 from .api.change import Change
 from .api.path import Path
 from .api.point import TrainingPoint, capture, from_checkpoint, load_point
@@ -12,6 +10,7 @@ from .api.response import Response, load_response
 from .core.batches import accumulate
 from .core.probe import Probe, own_loss
 from .errors import AftershockError
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .recorder.explain import explain

@@ -12,7 +12,7 @@ import torch
 from ..core.changes import Edit
 from ..core.memory import budget
 from ..core.probe import Probe
-from ..core.respond import METHODS, Responses, respond
+from ..core.rollout import ANSWERS, Responses, respond
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput
 from .probing import Readouts
@@ -22,7 +22,7 @@ from .response import Response, labelled
 if TYPE_CHECKING:
     from .path import Path
 
-DEFAULT_METHODS = ("exact", "endpoint", "tangent")
+DEFAULT_ANSWERS = ("exact", "endpoint", "tangent")
 PRODUCT_COST = 1.7  # a Hessian product in gradients: 1.1–1.3 (MLP) to 1.6–2.0 (CNN)
 GRAPH_COST = 1.3
 FORWARD_COST = 0.35
@@ -56,7 +56,7 @@ class Change:
         probe: Any,
         *,
         scales: Sequence[float] = (1.0,),
-        methods: Sequence[str] | None = None,
+        answers: Sequence[str] | None = None,
         horizon: int | None = None,
         labels: Sequence[str] | None = None,
         memory: str | int | None = None,
@@ -65,23 +65,23 @@ class Change:
 
         probe: a batch, `ak.own_loss`, a function of the model, or a `Probe`.
         scales: α between the control (0) and the change (1).
-        methods: "exact" (the truth: a second run), "endpoint" (exact write-in and readout, linear
+        answers: "exact" (the truth: a second run), "endpoint" (exact write-in and readout, linear
             propagation), "tangent" (all linear), and "semilinear" (AdamW exact, only the network's gradient
             linear); default: the first three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
         """
         readouts = Readouts(self.path, Probe.of(probe), self.at, horizon)
         scales = self._scales(scales)
-        methods, refused = self._methods(methods, readouts)
+        answers, refused = self._answers(answers, readouts)
         names = self._labels(labels)
-        size = self._chunk(len(scales), methods, memory)
+        size = self._chunk(len(scales), answers, memory)
         chunks = [self.edits[i : i + size] for i in range(0, len(self.edits), size)]
         control = self.path.control(self.at)
         horizons = len(readouts.horizons)
-        estimate = self.estimate(probe, scales=scales, methods=methods, horizon=horizon, memory=memory)
+        estimate = self.estimate(probe, scales=scales, answers=answers, horizon=horizon, memory=memory)
         with progress("response", len(chunks) * horizons, estimate) as tick:
             parts = [
-                respond(self.path.trajectory, control, chunk, readouts.probe, scales, methods, horizons, tick)
+                respond(self.path.trajectory, control, chunk, readouts.probe, scales, answers, horizons, tick)
                 for chunk in chunks
             ]
         return labelled(self, readouts, _joined(parts), names, scales, refused)
@@ -91,35 +91,35 @@ class Change:
         probe: Any,
         *,
         scales: Sequence[float] = (1.0,),
-        methods: Sequence[str] = DEFAULT_METHODS,
+        answers: Sequence[str] = DEFAULT_ANSWERS,
         horizon: int | None = None,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `response` will cost, before any of it is done."""
         horizons = len(Readouts(self.path, Probe.of(probe), self.at, horizon).horizons)
-        size = self._chunk(len(scales), methods, memory)
+        size = self._chunk(len(scales), answers, memory)
         chunks = math.ceil(len(self) / size)
-        to_probe = ("endpoint" in methods) + ("semilinear" in methods)
-        rows = len(self) * (("tangent" in methods) + len(scales) * to_probe)
-        pairs = len(self) * len(scales) * ("exact" in methods)
-        forwards = len(self) * len(scales) * (to_probe + ("exact" in methods))
+        to_probe = ("endpoint" in answers) + ("semilinear" in answers)
+        rows = len(self) * (("tangent" in answers) + len(scales) * to_probe)
+        pairs = len(self) * len(scales) * ("exact" in answers)
+        forwards = len(self) * len(scales) * (to_probe + ("exact" in answers))
         gradients = len(self) + horizons * (
             pairs + rows * PRODUCT_COST + chunks * (GRAPH_COST * (rows > 0) + 1) + forwards * FORWARD_COST
         )
-        used = min(size, len(self)) * self._bytes_per_change(len(scales), methods)
+        used = min(size, len(self)) * self._bytes_per_change(len(scales), answers)
         return Estimate(gradients, gradients * self.path.trajectory.seconds_per_step, used, chunks)
 
     # --- inside
 
-    def _bytes_per_change(self, scales: int, methods: Sequence[str]) -> int:
+    def _bytes_per_change(self, scales: int, answers: Sequence[str]) -> int:
         layout = self.path.point.loss.layout
         vector = layout.padded_size * layout.dtype.itemsize
-        rows = ("tangent" in methods) + scales * (("endpoint" in methods) + 2 * ("semilinear" in methods))
+        rows = ("tangent" in answers) + scales * (("endpoint" in answers) + 2 * ("semilinear" in answers))
         return vector * (2 + 3 * scales + 6 * rows)  # ξ and a work vector; states; δx, products, work
 
-    def _chunk(self, scales: int, methods: Sequence[str], memory: str | int | None) -> int:
+    def _chunk(self, scales: int, answers: Sequence[str], memory: str | int | None) -> int:
         available = budget(self.path.memory if memory is None else memory, self.path.point.loss.layout.device)
-        return max(1, available // self._bytes_per_change(scales, methods))
+        return max(1, available // self._bytes_per_change(scales, answers))
 
     def _scales(self, scales: Sequence[float]) -> list[float]:
         values = [float(scale) for scale in scales]
@@ -129,12 +129,12 @@ class Change:
             raise InvalidInput(f"a {self.kind} has no scale between control and change; leave scales at 1")
         return values
 
-    def _methods(self, methods: Sequence[str] | None, readouts: Readouts) -> tuple[list[str], str]:
-        """The methods to run, and why others are not."""
-        wanted = list(DEFAULT_METHODS if methods is None else methods)
-        unknown = [method for method in wanted if method not in METHODS]
+    def _answers(self, answers: Sequence[str] | None, readouts: Readouts) -> tuple[list[str], str]:
+        """The answers to run, and why others are not."""
+        wanted = list(DEFAULT_ANSWERS if answers is None else answers)
+        unknown = [answer for answer in wanted if answer not in ANSWERS]
         if unknown or not wanted:
-            raise InvalidInput(f"methods are {', '.join(METHODS)}; got {wanted}")
+            raise InvalidInput(f"answers are {', '.join(ANSWERS)}; got {wanted}")
         hidden = self.path.check().hidden or readouts.hidden()
         if wanted == ["exact"] or not hidden:
             return wanted, ""
@@ -142,8 +142,8 @@ class Change:
             f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
             "are state outside (θ, m, v), so the linear answers would be wrong"
         )
-        if methods is not None:
-            raise HiddenState(f"{reason}; ask for methods=('exact',), or probe in training mode")
+        if answers is not None:
+            raise HiddenState(f"{reason}; ask for answers=('exact',), or probe in training mode")
         return ["exact"], reason
 
     def _labels(self, labels: Sequence[str] | None) -> list[str]:
@@ -158,7 +158,7 @@ class Change:
 def _joined(parts: Sequence[Responses]) -> Responses:
     first = parts[0]
     return Responses(
-        {method: torch.cat([part.values[method] for part in parts]) for method in first.values},
+        {answer: torch.cat([part.values[answer] for part in parts]) for answer in first.values},
         first.control,
         first.noise,
         torch.cat([part.clip_switched for part in parts]),

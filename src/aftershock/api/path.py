@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_structure
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
-from ..core.check import Check
+from ..core.dynamics import Step
+from ..core.guards import Check
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
-from ..core.path import Step, Trajectory
 from ..core.probe import Probe
+from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .change import Change
-from .explanation import Explanation, explain
+from .contributions import Explanation, explain
 from .probing import Readouts
 from .ranking import ExampleRanking, Ranking, rank, rank_examples
 

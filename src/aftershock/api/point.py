@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_map
 from ..core import capture as reading
 from ..core.batches import Batch
 from ..core.capture import Captured
-from ..core.check import Check, check
 from ..core.checkpoint import overwrite
+from ..core.dynamics import Dynamics, Step
+from ..core.guards import Check, check
 from ..core.loss import LossFunction
 from ..core.memory import budget
-from ..core.path import Dynamics, Keep, Step, Trajectory
 from ..core.randomness import RandomState
+from ..core.trajectory import Keep, Trajectory
 from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
 from .schedule import LearningRate, schedule
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.check import hidden_buffers
+from ..core.guards import hidden_buffers
 from ..core.probe import Probe
 from ..errors import HiddenState, InvalidInput
 
@@ -59,5 +59,5 @@ def require_linear(path: Path, readouts: Readouts) -> None:
         raise HiddenState(
             f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
             "are state outside (θ, m, v), so an adjoint would be wrong; probe in training mode, or use "
-            "change.response(..., methods=('exact',))"
+            "change.response(..., answers=('exact',))"
         )

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..analysis.certificate import TRUST_NRMSE, nrmse, sign_agreement
-from ..analysis.summaries import summarize
 from ..core.batches import Batch, example_count, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.memory import budget
@@ -18,10 +16,13 @@ from ..core.operators import WriteIn
 from ..core.probe import Probe
 from ..core.scores import batch_scores, example_scores, example_weight, horizon_adjoints
 from ..errors import InvalidInput
+from ..results.certificate import TRUST_NRMSE, nrmse, sign_agreement
+from ..results.provenance import provenance
+from ..results.summaries import summarize
 from .change import GRAPH_COST, PRODUCT_COST, Change
 from .probing import Readouts, require_linear
 from .progress import Estimate, progress
-from .response import Response, provenance, sparkline
+from .response import Response, sparkline
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -47,11 +48,11 @@ class Ranking:
         return [str(name) for name in self.data["change"].values]
 
     def __str__(self) -> str:
-        predicted = self.data["response"].isel(method=-1)
+        predicted = self.data["response"].isel(answer=-1)
         width = max(6, *(len(name) for name in self.order[:SHOWN]))
         lines = [
             f"{self.data.sizes['change']} changes at step {self.data.attrs['at']} ranked by {self.by} "
-            f"({self.data['method'].values[-1]}, one adjoint sweep), strongest first:",
+            f"({self.data['answer'].values[-1]}, one adjoint sweep), strongest first:",
             f"{'rank':>4}  {'change':<{width}}  {self.by:>12}  {'measured':>12}  predicted response by horizon",
         ]
         measured = self._measured()
@@ -65,7 +66,7 @@ class Ranking:
     def _measured(self) -> dict[str, float]:
         if self.verified is None:
             return {}
-        values = self.verified.summary[self.by].sel({"method": "exact", "scale": 1.0})
+        values = self.verified.summary[self.by].sel({"answer": "exact", "scale": 1.0})
         return {str(name): float(values.sel(change=name)) for name in values["change"].values}
 
     def _proof(self) -> str:
@@ -73,7 +74,7 @@ class Ranking:
         if self.verified is None:
             return "Not verified: pass verify=k to rerun the top k exactly. Do not trust it blindly."
         exact = self.verified.exact.sel(scale=1.0, drop=True)
-        predicted = self.data["response"].isel(method=-1).sel(change=exact["change"], horizon=exact["horizon"])
+        predicted = self.data["response"].isel(answer=-1).sel(change=exact["change"], horizon=exact["horizon"])
         error = nrmse(exact, predicted)
         signs = sign_agreement(exact, predicted, self.verified.data["noise_floor"])
         measured = list(self._measured().values())
@@ -133,14 +134,14 @@ def rank(
     if len(names) != len(batches) or len(set(names)) != len(names):
         raise InvalidInput(f"{len(batches)} batches need as many different labels")
     data = _score(path, batches, readouts, names, exact_write, memory)
-    data["score"] = summarize(data["response"].isel(method=-1))[by]
+    data["score"] = summarize(data["response"].isel(answer=-1))[by]
     data = data.isel(change=data["score"].argsort().values[::-1])
     verified = None
     if verify:
         top = [str(name) for name in data["change"].values[:verify]]
         change = path.replace([batches[names.index(name)] for name in top], readouts.at)
         verified = change.response(
-            readouts.probe, methods=("exact",), horizon=len(readouts.horizons), labels=top, memory=memory
+            readouts.probe, answers=("exact",), horizon=len(readouts.horizons), labels=top, memory=memory
         )
     return Ranking(data, by, verified)
 
@@ -197,11 +198,16 @@ def _score(
     values = torch.stack(list(found.values())).double().cpu()
     return xr.Dataset(
         {
-            "response": (("method", "change", "horizon"), values.numpy()),
+            "response": (("answer", "change", "horizon"), values.numpy()),
             "xi_norm": ("change", torch.cat([norm for _, _, norm in chunks]).double().cpu().numpy()),
         },
-        coords={"method": list(found), "change": list(names), "horizon": horizons},
-        attrs={**provenance(path), "at": readouts.at, "probe": readouts.probe.name},
+        coords={"answer": list(found), "change": list(names), "horizon": horizons},
+        attrs={
+            **provenance(path.trajectory),
+            "check": str(path.check()),
+            "at": readouts.at,
+            "probe": readouts.probe.name,
+        },
     )
 
 
@@ -233,7 +239,13 @@ def rank_examples(
             "batch": ("example", batch_of.numpy()),
             "index": ("example", index_of.numpy()),
         },
-        attrs={**provenance(path), "at": readouts.at, "horizon": outcome, "probe": readouts.probe.name},
+        attrs={
+            **provenance(path.trajectory),
+            "check": str(path.check()),
+            "at": readouts.at,
+            "horizon": outcome,
+            "probe": readouts.probe.name,
+        },
     )
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(verify, len(share)))]
     measured = _verify_examples(path, control, batches, readouts, chosen, weight)
@@ -258,7 +270,7 @@ def _verify_examples(
         found = path.point.loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
         edits.append(Perturb(path.point.loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
     response = Change(path, readouts.at, "example", tuple(edits)).response(
-        readouts.probe, methods=("exact",), horizon=readouts.horizons[-1]
+        readouts.probe, answers=("exact",), horizon=readouts.horizons[-1]
     )
     last = response.exact.isel(horizon=-1, scale=0)
     return {k: float(last.isel(change=k)) for k in range(len(chosen))}

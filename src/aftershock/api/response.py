@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import html
-import platform
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..analysis.certificate import Certificate, certify
-from ..analysis.summaries import crossing, spike_margin, summarize
-from ..core.respond import METHODS, Responses
+from ..core.rollout import ANSWERS, Responses
 from ..errors import InvalidFile
+from ..results.certificate import Certificate, certify
+from ..results.files import save_dataset
+from ..results.provenance import provenance
+from ..results.summaries import crossing, spike_margin, summarize
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from .change import Change
-    from .path import Path
     from .probing import Readouts
 
 SHOWN_CHANGES = 12
@@ -31,7 +30,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Response:
-    """δF by method, change, scale and horizon. Positive means that the loss goes up.
+    """δF by answer, change, scale and horizon. Positive means that the loss goes up.
 
     `data` is an `xarray.Dataset`; h = 1 is the first state after the change.
     """
@@ -41,26 +40,26 @@ class Response:
     @property
     def exact(self) -> xr.DataArray:
         """The truth: the difference of two real runs."""
-        return self.data["response"].sel({"method": "exact"})
+        return self.data["response"].sel({"answer": "exact"})
 
     @property
     def endpoint(self) -> xr.DataArray:
         """Exact write-in and readout, linear propagation."""
-        return self.data["response"].sel({"method": "endpoint"})
+        return self.data["response"].sel({"answer": "endpoint"})
 
     @property
     def semilinear(self) -> xr.DataArray:
         """AdamW exact at every step, only the network's gradient linear."""
-        return self.data["response"].sel({"method": "semilinear"})
+        return self.data["response"].sel({"answer": "semilinear"})
 
     @property
     def tangent(self) -> xr.DataArray:
         """The paper's linear response c Φ B ξ, times the scale."""
-        return self.data["response"].sel({"method": "tangent"})
+        return self.data["response"].sel({"answer": "tangent"})
 
     @cached_property
     def summary(self) -> xr.Dataset:
-        """Peak, its horizon and sign, largest increase and decrease, totals; for every method."""
+        """Peak, its horizon and sign, largest increase and decrease, totals; for every answer."""
         return summarize(self.data["response"])
 
     @cached_property
@@ -88,7 +87,7 @@ class Response:
 
     def report(self, path: str | FilePath = "report.html") -> FilePath:
         """One self-contained page: verdict, curves, summaries, certificate."""
-        from ..report.html import write_response_page
+        from ..report.response_page import write_response_page
 
         return write_response_page(self, FilePath(path))
 
@@ -99,15 +98,15 @@ class Response:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
-    def best_method(self) -> str:
-        """The most exact method that was run."""
-        return next(m for m in METHODS if m in self.data["method"].values)
+    def best_answer(self) -> str:
+        """The most exact answer that was run."""
+        return next(m for m in ANSWERS if m in self.data["answer"].values)
 
     @property
     def verdict(self) -> str:
         """What the largest change does, in a sentence."""
         scale = float(self.data["scale"].values.max())
-        best = self.summary.sel({"method": self.best_method, "scale": scale})
+        best = self.summary.sel({"answer": self.best_answer, "scale": scale})
         top = best.isel(change=int(best["peak"].argmax("change")))
         h, sign = int(top["peak_horizon"]), int(top["peak_sign"])
         word = "raises" if sign > 0 else "lowers"
@@ -124,25 +123,25 @@ class Response:
         return text + "."
 
     def _first(self, scale: float) -> float:
-        first = self.data["response"].sel({"method": self.best_method, "scale": scale})
+        first = self.data["response"].sel({"answer": self.best_answer, "scale": scale})
         return float(first.isel(horizon=0, change=0))
 
     def table(self) -> str:
-        """One line per change and method at the largest scale."""
+        """One line per change and answer at the largest scale."""
         scale = float(self.data["scale"].values.max())
         summary = self.summary.sel(scale=scale)
-        order = summary.sel({"method": self.best_method})["peak"].argsort().values[::-1][:SHOWN_CHANGES]
+        order = summary.sel({"answer": self.best_answer})["peak"].argsort().values[::-1][:SHOWN_CHANGES]
         width = max(6, *(len(str(name)) for name in self.data["change"].values))
         lines = [
-            f"{'change':<{width}}  {'method':<10}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
+            f"{'change':<{width}}  {'answer':<10}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
         ]
         for i in order:
-            for k, method in enumerate(self.data["method"].values):
-                row = summary.sel({"method": method}).isel(change=i)
-                curve = self.data["response"].sel({"method": method, "scale": scale}).isel(change=i).values
+            for k, answer in enumerate(self.data["answer"].values):
+                row = summary.sel({"answer": answer}).isel(change=i)
+                curve = self.data["response"].sel({"answer": answer, "scale": scale}).isel(change=i).values
                 name = str(row["change"].item()) if k == 0 else ""
                 lines.append(
-                    f"{name:<{width}}  {method:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
+                    f"{name:<{width}}  {answer:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
                     f"{int(row['peak_horizon']):>4}  {float(row['total_abs']):>10.3g}  {sparkline(curve)}"
                 )
         hidden = self.data.sizes["change"] - len(order)
@@ -174,13 +173,13 @@ def labelled(
     """Tensors become labelled data."""
     import xarray as xr
 
-    methods = list(found.values)
+    answers = list(found.values)
     zero_v = torch.tensor(found.zero_v)
     data = xr.Dataset(
         {
             "response": (
-                ("method", "change", "scale", "horizon"),
-                torch.stack([found.values[method] for method in methods]).numpy(),
+                ("answer", "change", "scale", "horizon"),
+                torch.stack([found.values[answer] for answer in answers]).numpy(),
             ),
             "control": ("horizon", found.control.numpy()),
             "noise_floor": ("horizon", found.noise.numpy()),
@@ -191,13 +190,14 @@ def labelled(
             "xi_norm": ("change", found.xi_norm),
         },
         coords={
-            "method": methods,
+            "answer": answers,
             "change": list(names),
             "scale": list(scales),
             "horizon": readouts.horizons,
         },
         attrs={
-            **provenance(change.path),
+            **provenance(change.path.trajectory),
+            "check": str(change.path.check()),
             "kind": change.kind,
             "at": change.at,
             "probe": readouts.probe.name,
@@ -205,50 +205,6 @@ def labelled(
         },
     )
     return Response(data)
-
-
-def provenance(path: Path) -> dict[str, Any]:
-    """What made a result, so that it explains itself years later."""
-    from .. import __version__
-
-    layout, step = path.point.loss.layout, path.steps[0]
-    return {
-        "aftershock": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(layout.device),
-        "dtype": str(layout.dtypes[0]).removeprefix("torch."),
-        "parameters": layout.size,
-        "training_step": path.point.step,
-        "path_steps": len(path),
-        "clip": "none" if step.max_norm is None else step.max_norm,
-        "lr": float(step.hypers[0].lr),
-        "attention": "path: as trained; Hessian products: math",
-        "check": str(path.check()),
-    }
-
-
-def save_dataset(data: xr.Dataset, path: FilePath) -> None:
-    """zarr beside its place, then moved there."""
-    import shutil
-    import tempfile
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = FilePath(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
-            data.to_zarr(part, mode="w", consolidated=False)
-        if path.exists():
-            old = FilePath(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            path.rename(old / "old")
-            part.rename(path)
-            shutil.rmtree(old)
-        else:
-            part.rename(path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def load_response(path: str | FilePath) -> Response:

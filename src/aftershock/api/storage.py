@@ -18,7 +18,7 @@ from ..core.loss import Autocast, LossFunction
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
-from .tensorfile import read_tensors, write_tensors
+from ..results.files import read_tensors, write_tensors
 
 FORMAT = "aftershock-point-1"
 

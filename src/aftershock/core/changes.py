@@ -17,8 +17,9 @@ from torch import Tensor
 from .adamw import Hyper, LinearStep
 from .batches import Batch
 from .clipping import Clip
-from .path import Dynamics, Linearized, Step, Trajectory
+from .dynamics import Dynamics, Linearized, Step
 from .state import JointState
+from .trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import LinearStep
+from .dynamics import Linearized
 from .layout import Layout
-from .path import Linearized, Trajectory
 from .state import Cotangent, Tangent, pair
 from .sweeps import adjoint_sweep, retreat_, tangent_sweep, transit_
+from .trajectory import Trajectory
 
 
 class LinearOperator(ABC):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..errors import InvalidInput
 from .batches import Batch
 from .loss import Gradient, LossFunction
-from .path import Trajectory
 from .randomness import RandomState
 from .state import JointState
+from .trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 from ..errors import ExamplesCouple
 from .batches import Batch, example_count, take_examples
 from .changes import ControlStep, Edit
+from .dynamics import Linearized
 from .operators import readout
-from .path import Linearized, Trajectory
 from .state import Cotangent, JointState, difference, pair, pair_channels, stack
 from .sweeps import adjoint_sweep
+from .trajectory import Trajectory
 
 SAMPLE = 8  # examples on which independence is tested
 EXAMPLES_AT_ONCE = 512

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .path import Linearized, Trajectory
+from .dynamics import Linearized
 from .state import Cotangent, JointState, Tangent
+from .trajectory import Trajectory
 
 
 def transit_(at: Linearized, dx: Tangent) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ..api.probing import Readouts, require_linear
 from ..api.progress import progress
-from ..api.response import provenance
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
 from ..core.probe import own_loss
 from ..core.scores import horizon_adjoints
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
+from ..results.provenance import provenance
 from .examples import example_shares
 from .explanation import FlightExplanation
 from .recorder import LIVE, FlightRecorder
@@ -259,7 +259,8 @@ def _labelled(
         },
     )
     data.attrs = {
-        **provenance(replayed.path),
+        **provenance(replayed.path.trajectory),
+        "check": str(replayed.path.check()),
         "kind": "flight",
         "reason": flight.reason,
         "asked": asked,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..api.tensorfile import write_whole
+from ..results.files import write_whole
 from . import verdict as words
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..analysis.futures import repeated_futures
-from ..analysis.samplers import sample_futures
 from ..core.batches import Batch
 from ..errors import InvalidInput, NotFinite
+from ..theory.futures import repeated_futures
+from ..theory.samplers import sample_futures
 from .neighbours import mean_batch
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def forecast(
         found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip)
     except NotFinite:
         return Forecast(None, math.inf, 1)
-    response = found["response"].isel({"method": 0, "change": 0}, drop=True)
+    response = found["response"].isel({"answer": 0, "change": 0}, drop=True)
     mean = response.mean("future")
     peak = mean.isel(horizon=int(mean.argmax("horizon")))
     return Forecast(response, float(peak), int(peak["horizon"]))

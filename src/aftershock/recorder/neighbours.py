@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.batches import Accumulated, Batch, accumulate
-from ..core.path import Step
+from ..core.dynamics import Step
 from .triggers import robust_z
 
 FAR = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference

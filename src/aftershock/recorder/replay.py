@@ -15,10 +15,11 @@ from ..api.storage import load_captured
 from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.changes import ControlStep, Edit
+from ..core.dynamics import Dynamics, Step
 from ..core.loss import Autocast
 from ..core.memory import budget
-from ..core.path import Dynamics, Keep, Step, Trajectory
 from ..core.state import JointState
+from ..core.trajectory import Keep, Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .records import Forward, Record, Source
 

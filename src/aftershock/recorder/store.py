@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ..api.storage import hyper_from_json, hyper_to_json, save_point
-from ..api.tensorfile import digest_of, read_tensors, write_tensors
 from ..core.capture import Captured
 from ..core.randomness import RandomState
 from ..errors import InvalidFile, InvalidInput
+from ..results.files import digest_of, read_tensors, write_tensors
 from .records import Fed, Forward, Record
 
 STEP_FORMAT = "aftershock-step-1"

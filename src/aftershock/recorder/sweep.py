@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
+from ..core.dynamics import Linearized
 from ..core.layout import Layout
 from ..core.operators import readout
-from ..core.path import Linearized, Trajectory
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference
 from ..core.sweeps import adjoint_sweep
+from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
 
 CHANGES = ("replace", "zero", "skip", "lr", "reset m", "reset v")  # resets are measured only

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.certificate import TRUST_ERROR, TRUST_NRMSE
 from ..errors import InvalidInput
+from ..results.certificate import TRUST_ERROR, TRUST_NRMSE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,7 +28,7 @@ HORIZON_TITLE = "states after the change (h)"
 
 
 def response_figure(response: Response, *, changes: Sequence[str] | None = None, scale: float | None = None) -> Figure:
-    """Signed response by horizon: a colour per change, a dash per method, the peak marked.
+    """Signed response by horizon: a colour per change, a dash per answer, the peak marked.
 
     changes: labels to show; default: the eight with the largest peaks.
     scale: one of the scales that were run; default: the largest.
@@ -46,7 +46,7 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
     style(figure, HORIZON_TITLE, "change of the probe's loss")
     whole_horizons(figure, data.sizes["horizon"])
-    frame = _frame(data, response.best_method)
+    frame = _frame(data, response.best_answer)
     figure.update_yaxes(range=frame)
     _key_beside(figure)
     notes = []
@@ -63,11 +63,11 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     """The probe's loss along the path, without the change and with the strongest one."""
     import plotly.graph_objects as go
 
-    name, scale, method = strongest(response)[0], pick_scale(response, scale), response.best_method
+    name, scale, answer = strongest(response)[0], pick_scale(response, scale), response.best_answer
     control = response.data["control"]
-    changed = control + response.data["response"].sel({"method": method, "scale": scale, "change": name})
+    changed = control + response.data["response"].sel({"answer": answer, "scale": scale, "change": name})
     horizons = control["horizon"].values
-    word = "with" if method == "exact" else f"with ({method}, not verified)"
+    word = "with" if answer == "exact" else f"with ({answer}, not verified)"
     figure = go.Figure()
     figure.add_scatter(
         x=horizons,
@@ -81,7 +81,7 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
         y=changed.values,
         name=f"{word} {escape(name)}",
         mode="lines",
-        line={"color": COLOURS[0], "width": 2.5, "dash": DASHES[method]},
+        line={"color": COLOURS[0], "width": 2.5, "dash": DASHES[answer]},
         fill="tonexty",
         fillcolor="rgba(200, 67, 43, 0.08)",
     )
@@ -92,7 +92,7 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
 
 
 def error_figure(response: Response, *, scale: float | None = None) -> Figure:
-    """Symmetric error |d − d̂| / (|d| + |d̂|) of each approximate method by horizon, with the bar of trust."""
+    """Symmetric error |d − d̂| / (|d| + |d̂|) of each approximate answer by horizon, with the bar of trust."""
     import plotly.graph_objects as go
 
     errors = _errors(response)["symmetric_error"].sel({"scale": pick_scale(response, scale)})
@@ -130,7 +130,7 @@ def scale_figure(response: Response) -> Figure:
 
 def strongest(response: Response) -> list[str]:
     """Labels by the most exact peak at the largest scale, strongest first."""
-    peaks = response.summary["peak"].sel({"method": response.best_method, "scale": pick_scale(response, None)})
+    peaks = response.summary["peak"].sel({"answer": response.best_answer, "scale": pick_scale(response, None)})
     return [str(name) for name in peaks["change"].values[peaks.argsort().values[::-1]]]
 
 
@@ -156,13 +156,13 @@ def _known(response: Response, changes: Sequence[str]) -> list[str]:
 def _errors(response: Response) -> xr.Dataset:
     errors = response.certificate.errors
     if errors is None:
-        raise InvalidInput("errors need the exact response beside an approximate one; run more than one method")
+        raise InvalidInput("errors need the exact response beside an approximate one; run more than one answer")
     return errors
 
 
 def _frame(data: xr.DataArray, best: str) -> list[float]:
     """A vertical range around the truth, where an approximation that runs away cannot flatten it."""
-    limit = FRAME * float(abs(data.sel({"method": best})).max()) or 1.0
+    limit = FRAME * float(abs(data.sel({"answer": best})).max()) or 1.0
     low = min(0.0, max(-limit, float(data.min())))
     high = max(0.0, min(limit, float(data.max())))
     margin = 0.08 * (high - low)
@@ -173,23 +173,23 @@ def _frame(data: xr.DataArray, best: str) -> list[float]:
 
 
 def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: str, *, named: bool) -> None:
-    """Every method's curve of one change, and a ring around its true peak, with its numbers where `named`."""
-    horizons, best = data["horizon"].values, response.best_method
+    """Every answer's curve of one change, and a ring around its true peak, with its numbers where `named`."""
+    horizons, best = data["horizon"].values, response.best_answer
     name = escape(str(data["change"].item()))  # plotly reads names as markup
-    for method in (str(m) for m in data["method"].values):
+    for answer in (str(m) for m in data["answer"].values):
         figure.add_scatter(
             x=horizons,
-            y=data.sel({"method": method}).values,
+            y=data.sel({"answer": answer}).values,
             name=name,
             legendgroup=name,
-            showlegend=method == best,
-            mode="lines+markers" if method == best and len(horizons) <= MARKED else "lines",
-            line={"color": colour, "width": 2.5 if method == best else 1.5, "dash": DASHES[method]},
+            showlegend=answer == best,
+            mode="lines+markers" if answer == best and len(horizons) <= MARKED else "lines",
+            line={"color": colour, "width": 2.5 if answer == best else 1.5, "dash": DASHES[answer]},
             marker={"size": 4},
-            opacity=1.0 if method == best else 0.75,
-            hovertemplate=f"h = %{{x}}, {method}: %{{y:+.4g}}<extra>%{{fullData.name}}</extra>",
+            opacity=1.0 if answer == best else 0.75,
+            hovertemplate=f"h = %{{x}}, {answer}: %{{y:+.4g}}<extra>%{{fullData.name}}</extra>",
         )
-    truth = data.sel({"method": best})
+    truth = data.sel({"answer": best})
     peak = truth.isel(horizon=int(abs(truth).argmax("horizon")))
     h, value = int(peak["horizon"]), float(peak)
     figure.add_scatter(
@@ -219,47 +219,47 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
 
 def _add_method_key(figure: Figure, response: Response) -> None:
     """A second key that says what the dashes mean; it holds no data, so clicking it does nothing."""
-    for method in (str(m) for m in response.data["method"].values):
+    for answer in (str(m) for m in response.data["answer"].values):
         figure.add_scatter(
             x=[None],
             y=[None],
-            name=method if method != "exact" else "exact (two real runs)",
+            name=answer if answer != "exact" else "exact (two real runs)",
             mode="lines",
             legend="legend2",
             line={
                 "color": INK,
-                "dash": DASHES[method],
-                "width": 2.5 if method == response.best_method else 1.5,
+                "dash": DASHES[answer],
+                "width": 2.5 if answer == response.best_answer else 1.5,
             },
         )
 
 
 def _add_spread(figure: Figure, errors: xr.DataArray, over: str, x: Any, names: Sequence[str]) -> None:
-    """The median over changes as a strong line per method, single changes as faint ones."""
+    """The median over changes as a strong line per answer, single changes as faint ones."""
     several = errors.sizes["change"] > 1
-    for method in (str(m) for m in errors["method"].values):
-        colour, data = METHOD_COLOURS[method], errors.sel({"method": method})
+    for answer in (str(m) for m in errors["answer"].values):
+        colour, data = METHOD_COLOURS[answer], errors.sel({"answer": answer})
         for name in names if several else []:
             figure.add_scatter(
                 x=x,
                 y=data.sel({"change": name}).values,
                 name=escape(name),
-                legendgroup=method,
+                legendgroup=answer,
                 showlegend=False,
                 mode="lines",
-                line={"color": colour, "width": 1, "dash": DASHES[method]},
+                line={"color": colour, "width": 1, "dash": DASHES[answer]},
                 opacity=0.4,
-                hovertemplate=f"{method}, {over} %{{x}}: %{{y:.3g}}<extra>%{{fullData.name}}</extra>",
+                hovertemplate=f"{answer}, {over} %{{x}}: %{{y:.3g}}<extra>%{{fullData.name}}</extra>",
             )
         figure.add_scatter(
             x=x,
             y=data.median("change").values,
-            name=f"{method}, median of {errors.sizes['change']} changes" if several else method,
-            legendgroup=method,
+            name=f"{answer}, median of {errors.sizes['change']} changes" if several else answer,
+            legendgroup=answer,
             mode="lines+markers",
             marker={"size": 5},
             line={"color": colour, "width": 2.5},
-            hovertemplate=f"{method}, {over} %{{x}}: %{{y:.3g}}<extra></extra>",
+            hovertemplate=f"{answer}, {over} %{{x}}: %{{y:.3g}}<extra></extra>",
         )
 
 
@@ -327,7 +327,7 @@ def _key_beside(figure: Figure) -> None:
             "y": 0,
             "xanchor": "left",
             "yanchor": "bottom",
-            "title": {"text": "method"},
+            "title": {"text": "answer"},
             "itemclick": False,
             "itemdoubleclick": False,
         },

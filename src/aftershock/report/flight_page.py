@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import flight_figures as figures
-from .page import plot, provenance_table, section, write_page
+from .shell import plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation

@@ -10,7 +10,7 @@ from .figures import COLOURS, FAINT, FONT, HORIZON_TITLE, INK, MARKED, RULE
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from ..analysis.frozen import FrozenMemory
+    from ..theory.frozen import FrozenMemory
 
 CHANNEL_COLOURS = {"m": COLOURS[1], "v": COLOURS[3]}
 MARGIN = 0.12  # of the complex plane, around the unit circle and whatever lies outside it

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.tensorfile import write_whole
+from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import METHODS
+from ..studies.measures import ANSWERS
 from . import study_data
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
         for row, scale in enumerate((scales[scales <= 0.125].max(initial=scales.min()), scales.max())):
             axis, one = axes[row][column], data.isel(system=0, change=0).sel(scale=scale)
             axis.plot(one["horizon"], one["exact"], color="black", lw=2, label="exact")
-            for method, (colour, dash) in _methods(data):
-                axis.plot(one["horizon"], one["predicted"].sel({"method": method}), dash, color=colour, label=method)
+            for answer, (colour, dash) in _answers(data):
+                axis.plot(one["horizon"], one["predicted"].sel({"answer": answer}), dash, color=colour, label=answer)
             axis.axhline(0, color="0.6", lw=0.8)
             _finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
     axes[0][0].legend(frameon=False, fontsize=7)
@@ -92,11 +92,11 @@ def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
 def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
     found = study_data.error_by_scale(data)
     scales = found["scale"].values
-    for method, (colour, dash) in _methods(data):
-        row = found.sel({"method": method})
-        label = f"{method} (slope {float(row['slope']):.2f})"
+    for answer, (colour, dash) in _answers(data):
+        row = found.sel({"answer": answer})
+        label = f"{answer} (slope {float(row['slope']):.2f})"
         axis.loglog(scales, row["error"], dash, color=colour, marker="o", ms=3, label=label)
-    start = float(found["error"].sel({"method": "tangent"})[0])
+    start = float(found["error"].sel({"answer": "tangent"})[0])
     axis.loglog(scales, start * (scales / scales[0]) ** 2, color="0.6", lw=0.8, label="slope 2")
     axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axis.set_xticks([], minor=True)
@@ -105,9 +105,9 @@ def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
 
 def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
     found = study_data.error_by_horizon(data).sel(scale=data["scale"].max())
-    for method, (colour, dash) in _methods(data):
-        row = found.sel({"method": method})
-        axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=method)
+    for answer, (colour, dash) in _answers(data):
+        row = found.sel({"answer": answer})
+        axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=answer)
     _finish(axis, "", HORIZON, "error over the response's size, α = 1")
 
 
@@ -158,10 +158,10 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
                 axis.set_axis_off()
                 continue
             clouds = study_data.clouds(data, family, CLOUD_SYSTEMS)
-            for colour, method, sign in (("#E69F00", "full_iso", "o"), ("#0072B2", "endpoint", "x")):
-                if method in clouds:
-                    cloud = clouds[method]
-                    label = f"{METHODS[method]}: ρ = {cloud.rho:.3f}"
+            for colour, answer, sign in (("#E69F00", "full_iso", "o"), ("#0072B2", "endpoint", "x")):
+                if answer in clouds:
+                    cloud = clouds[answer]
+                    label = f"{ANSWERS[answer]}: ρ = {cloud.rho:.3f}"
                     axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
             axis.legend(frameon=False, fontsize=7)
             _plain_decades(axis)
@@ -217,8 +217,8 @@ def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
     return figure
 
 
-def _methods(data: xr.Dataset) -> list[tuple[str, tuple[str, str]]]:
-    return [(method, look) for method, look in PREDICTIONS.items() if method in data["method"].values]
+def _answers(data: xr.Dataset) -> list[tuple[str, tuple[str, str]]]:
+    return [(answer, look) for answer, look in PREDICTIONS.items() if answer in data["answer"].values]
 
 
 def _finish(axis: Axes, title: str, x: str, y: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..analysis.statistics import across_systems, error_exponents
+from ..results.statistics import across_systems, error_exponents
 from ..studies.future_measures import futures
 from ..studies.measures import LOCAL, NAMES, exponents, nested, rankings
 from ..studies.paper import TABLES
@@ -25,7 +25,7 @@ def having(results: Results, *names: str) -> dict[str, xr.Dataset]:
 
 
 def error_by_scale(data: xr.Dataset) -> xr.Dataset:
-    """‖d(α) − d̂(α)‖ over ‖d(1)‖: `error[method, scale]`, medians over candidates and systems, and its `slope`.
+    """‖d(α) − d̂(α)‖ over ‖d(1)‖: `error[answer, scale]`, medians over candidates and systems, and its `slope`.
 
     The size at α = 1 divides every scale, so that a quadratic remainder has slope 2. Slopes are over local scales.
     """
@@ -40,7 +40,7 @@ def error_by_scale(data: xr.Dataset) -> xr.Dataset:
 
 
 def error_by_horizon(data: xr.Dataset) -> xr.DataArray:
-    """|d_h − d̂_h| over the root mean square of d, [method, scale, horizon], medians over candidates and systems."""
+    """|d_h − d̂_h| over the root mean square of d, [answer, scale, horizon], medians over candidates and systems."""
     size = (data["exact"] ** 2).mean("horizon") ** 0.5
     return (abs(data["predicted"] - data["exact"]) / size.where(size > 0)).median("change").median("system")
 
@@ -70,11 +70,11 @@ def clouds(data: xr.Dataset, family: str, systems: int) -> dict[str, Cloud]:
     some = data.sel(family=family).isel(system=slice(systems))
     magnitude = some["magnitude"] / some["magnitude"].median("change")
     found = {}
-    for method in [str(m) for m in some["score_method"].values]:
-        score = some["score"].sel(score_method=method)
+    for answer in [str(m) for m in some["score_method"].values]:
+        score = some["score"].sel(score_method=answer)
         relative = (score / score.median("change")).transpose("system", "change")
         flat = magnitude.transpose("system", "change").values.ravel().tolist()
-        found[method] = Cloud(relative.values.ravel().tolist(), flat, float(rho.sel(score_method=method)))
+        found[answer] = Cloud(relative.values.ravel().tolist(), flat, float(rho.sel(score_method=answer)))
     return found
 
 

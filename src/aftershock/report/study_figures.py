@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import METHODS
+from ..studies.measures import ANSWERS
 from . import study_data
 from .drawing import Drawing, Frame, add_band, lines, positive, ramp, short
 from .figures import COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, METHOD_COLOURS, key_above, style
@@ -66,13 +66,13 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
     for setting, data in settings.items():
         some = data.isel(system=slice(SHOWN_SYSTEMS), change=slice(SHOWN_CHANGES))
         horizons = some["horizon"].values.tolist()
-        methods = [m for m in PREDICTIONS if m in some["method"].values]
+        answers = [m for m in PREDICTIONS if m in some["answer"].values]
         for system in some["system"].values:
             for change in some["change"].values:
                 for scale in some["scale"].values[::-1]:
                     at = {"system": system, "change": change, "scale": scale}
                     exact, predicted = some["exact"].sel(at), some["predicted"].sel(at)
-                    curves = [exact, *(predicted.sel({"method": m}) if m in methods else None for m in PREDICTIONS)]
+                    curves = [exact, *(predicted.sel({"answer": m}) if m in answers else None for m in PREDICTIONS)]
                     key = f"{setting}|{system}|candidate {change}|α = {scale:g}"
                     frames[key] = {
                         "x": [horizons if c is not None else [] for c in curves],
@@ -86,7 +86,7 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
     figure.update_yaxes(exponentformat="power")
     key_above(figure)
     caption = (
-        "The exact response to one candidate and what each method predicts. Choose the probe or network, the system, "
+        "The exact response to one candidate and what each answer predicts. Choose the probe or network, the system, "
         f"the candidate and the scale α of the shock ({SHOWN_SYSTEMS} systems and {SHOWN_CHANGES} candidates are here)."
     )
     choices = ("setting", "system", "candidate", "scale")
@@ -98,19 +98,19 @@ def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
     for setting, data in settings.items():
         found = study_data.error_by_scale(data)
         scales = found["scale"].values
-        methods = [m for m in PREDICTIONS if m in found["method"].values]
-        tangent = found["error"].sel({"method": "tangent"}).values
-        rows = [found.sel({"method": m}) for m in methods]
-        missing = len(PREDICTIONS) - len(methods)
+        answers = [m for m in PREDICTIONS if m in found["answer"].values]
+        tangent = found["error"].sel({"answer": "tangent"}).values
+        rows = [found.sel({"answer": m}) for m in answers]
+        missing = len(PREDICTIONS) - len(answers)
         frames[setting] = {
-            "x": [*[scales.tolist()] * len(methods), *[[]] * missing, scales.tolist()],
+            "x": [*[scales.tolist()] * len(answers), *[[]] * missing, scales.tolist()],
             "y": [
                 *(short(row["error"].values) for row in rows),
                 *[[]] * missing,
                 short(tangent[0] * (scales / scales[0]) ** 2),
             ],
             "name": [
-                *(f"{m}: slope {float(row['slope']):.2f}" for m, row in zip(methods, rows)),
+                *(f"{m}: slope {float(row['slope']):.2f}" for m, row in zip(answers, rows)),
                 *[" "] * missing,
                 "slope 2",
             ],
@@ -132,12 +132,12 @@ def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         found = study_data.error_by_horizon(data)
-        methods = [m for m in PREDICTIONS if m in found["method"].values]
+        answers = [m for m in PREDICTIONS if m in found["answer"].values]
         for scale in found["scale"].values[::-1]:
             horizons, at = found["horizon"].values.tolist(), found.sel(scale=scale)
             frames[f"{setting}|α = {scale:g}"] = {
-                "x": [horizons if m in methods else [] for m in PREDICTIONS],
-                "y": [positive(at.sel({"method": m}).values) if m in methods else [] for m in PREDICTIONS],
+                "x": [horizons if m in answers else [] for m in PREDICTIONS],
+                "y": [positive(at.sel({"answer": m}).values) if m in answers else [] for m in PREDICTIONS],
             }
     figure = lines(frames, PREDICTIONS, [METHOD_COLOURS[m] for m in PREDICTIONS])
     style(figure, HORIZON_TITLE, "error over the response's size", HEIGHT)
@@ -187,9 +187,9 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         for family in [str(f) for f in data["family"].values]:
-            for method, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
+            for answer, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
                 word = "tied: no rank correlation" if math.isnan(cloud.rho) else f"median ρ = {cloud.rho:.3f}"
-                frames[f"{setting}|{family}|{METHODS[method]}"] = {
+                frames[f"{setting}|{family}|{ANSWERS[answer]}"] = {
                     "x": [positive(cloud.score)],
                     "y": [positive(cloud.magnitude)],
                     "name": [word],

@@ -12,7 +12,7 @@ from ..studies.paper import TABLES
 from ..studies.tables import Cell, agreement, by_table, mark, provenance, verdict
 from ..studies.verdicts import RULES, TRIVIAL
 from .drawing import Drawing
-from .page import plot, provenance_table, section, write_page
+from .shell import plot, provenance_table, section, write_page
 from .study_figures import drawings
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..analysis.futures import prospective_ratio, prospective_structure, summary_of
-from ..analysis.statistics import coefficient_of_variation, spearman
+from ..results.statistics import coefficient_of_variation, spearman
+from ..theory.futures import prospective_ratio, prospective_structure, summary_of
 from .measures import (
     CV_ROUNDING,
     Results,
@@ -58,10 +58,10 @@ def _structure(data: xr.Dataset, row: str, name: str) -> Iterator[Measure]:
     yield measured(primary, row, "Branch ρ", found["branch_correlation"])
     if "present_score" in data:
         rho = spearman(data["present_score"], found["mean"])["rho"]
-        for method in [method for method in PRESENT if method in rho["present_method"].values]:
-            values = rho.sel(present_method=method)
-            if method not in ("sampled_true", "forecast") or values.notnull().any():
-                yield measured("tab:app_exp2_present_scores", row, PRESENT[method], values)
+        for answer in [answer for answer in PRESENT if answer in rho["present_method"].values]:
+            values = rho.sel(present_method=answer)
+            if answer not in ("sampled_true", "forecast") or values.notnull().any():
+                yield measured("tab:app_exp2_present_scores", row, PRESENT[answer], values)
     if str(data["family"].values) == "matched":
         yield measured("tab:app_exp2_variance_components", name, "Between candidates", found["between"])
         yield measured("tab:app_exp2_variance_components", name, "Within futures", found["within"])

@@ -10,14 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ..analysis.certificate import nrmse, sign_agreement, symmetric_error, validity_radius
-from ..analysis.statistics import (
-    across_candidates,
-    error_exponents,
-    extremum_sign_accuracy,
-    spearman,
-)
-from ..analysis.summaries import summarize
+from ..results.certificate import nrmse, sign_agreement, symmetric_error, validity_radius
+from ..results.statistics import across_candidates, error_exponents, extremum_sign_accuracy, spearman
+from ..results.summaries import summarize
 from .verdicts import Measure
 
 if TYPE_CHECKING:
@@ -33,7 +28,7 @@ NAMES = {
     "cnn": "CNN–ReLU",
     "mlp": "MLP–GELU",
 }
-METHODS = {
+ANSWERS = {
     "full_iso": "Full ISO",
     "frozen_dynamics": "Frozen dynamics",
     "clamped_theta": "Clamped parameter state",
@@ -73,10 +68,10 @@ def fidelity(
         data = results[setting]
         errors = _errors(data)
         found = {name: errors[key] for key, name in columns.items()}
-        for method in OURS:
-            if method in data["method"].values:
-                error = nrmse(data["exact"], data["predicted"].sel({"method": method}))
-                found[f"NRMSE, {METHODS[method]}"] = across_candidates(error)
+        for answer in OURS:
+            if answer in data["answer"].values:
+                error = nrmse(data["exact"], data["predicted"].sel({"answer": answer}))
+                found[f"NRMSE, {ANSWERS[answer]}"] = across_candidates(error)
         for scale in data["scale"].values:
             label = str(Fraction(scale)) if setting in ("standard", "anisotropic") else f"{scale:g}"
             for name, values in found.items():
@@ -93,7 +88,7 @@ def _errors(data: xr.Dataset) -> dict[str, xr.DataArray]:
     """Each error of the tangent, [system, scale]."""
     import xarray as xr
 
-    exact, tangent = data["exact"], data["predicted"].sel({"method": "tangent"}, drop=True)
+    exact, tangent = data["exact"], data["predicted"].sel({"answer": "tangent"}, drop=True)
     own, other = summarize(exact), summarize(tangent)
     return {
         "nrmse": across_candidates(nrmse(exact, tangent)),
@@ -114,7 +109,7 @@ def pooled_fidelity(results: Results, table: str, settings: Sequence[str]) -> It
     errors, signs = [], []
     for setting in settings:
         data = results[setting].sel(scale=results[setting]["scale"] <= LOCAL)
-        tangent = data["predicted"].sel({"method": "tangent"}, drop=True)
+        tangent = data["predicted"].sel({"answer": "tangent"}, drop=True)
         errors.append(nrmse(data["exact"], tangent))
         signs.append(sign_agreement(data["exact"], tangent, xr.DataArray(0.0)))
     if settings:
@@ -138,14 +133,14 @@ def _identity(results: Results, table: str) -> Iterator[Measure]:
 
 def exponents(data: xr.Dataset) -> xr.Dataset:
     """Exponent and R² of the tangent's error over the local scales, median over candidates: [system, horizon]."""
-    tangent = data["predicted"].sel({"method": "tangent"}, drop=True)
+    tangent = data["predicted"].sel({"answer": "tangent"}, drop=True)
     found = error_exponents(data["exact"], tangent, LOCAL)
     return found[["exponent", "r_squared"]].map(across_candidates)
 
 
 def radii(data: xr.Dataset) -> xr.DataArray:
     """Validity radius of each candidate, [system, change]."""
-    return validity_radius(symmetric_error(data["exact"], data["predicted"].sel({"method": "tangent"}, drop=True)))
+    return validity_radius(symmetric_error(data["exact"], data["predicted"].sel({"answer": "tangent"}, drop=True)))
 
 
 def rankings(data: xr.Dataset, family: str) -> xr.DataArray:
@@ -157,12 +152,12 @@ def rankings(data: xr.Dataset, family: str) -> xr.DataArray:
 def ranking(
     results: Results, table: str, settings: Sequence[str], family: str, shown: Sequence[str]
 ) -> Iterator[Measure]:
-    """Rank correlations: a row per method, a column per setting."""
+    """Rank correlations: a row per answer, a column per setting."""
     found = {s: rankings(results[s], family) for s in settings if has_family(results, s, family)}
-    for method in shown:
+    for answer in shown:
         for setting, rho in found.items():
-            if method in rho["score_method"].values:
-                yield measured(table, METHODS[method], NAMES[setting], rho.sel(score_method=method))
+            if answer in rho["score_method"].values:
+                yield measured(table, ANSWERS[answer], NAMES[setting], rho.sel(score_method=answer))
 
 
 def percentile(data: xr.Dataset, family: str) -> xr.DataArray:

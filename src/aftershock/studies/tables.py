@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.tensorfile import write_whole
 from ..errors import InvalidInput
-from .cifar_measures import cifar_measures
+from ..results.files import write_whole
+from .cifar.measures import cifar_measures
 from .paper import TABLES, Quote
-from .quadratic_measures import quadratic_measures
+from .quadratic.measures import quadratic_measures
 from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, spread
 
 if TYPE_CHECKING:

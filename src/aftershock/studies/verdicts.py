@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..analysis.statistics import across_systems, median_interval
+from ..results.statistics import across_systems, median_interval
 from .paper import Quote
 
 if TYPE_CHECKING:

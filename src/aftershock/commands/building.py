@@ -1,0 +1,89 @@
+"""The user's own code, named on the command line: `module:function` builds what a file cannot hold."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.batches import Batch
+from ..errors import InvalidInput
+
+SHAPES = {
+    2: ("model", "loss_fn"),
+    3: ("model", "optimizer", "loss_fn"),
+    4: ("model", "optimizer", "loss_fn", "batch"),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build function returned: a dict with these names, or a tuple as in `SHAPES`."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Batch], Tensor]
+    optimizer: Optimizer | None = None
+    batch: Batch = None
+    dataset: Any = None
+
+
+def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:
+    """Import `module:function` as a script in this folder would, call it, and read what it returns."""
+    name, _, function = reference.partition(":")
+    if not name or not function.isidentifier():
+        raise InvalidInput(f"{reference!r} names no build function: write module:function, such as train:build")
+    made = _called(reference, _imported(name), function)
+    if isinstance(made, tuple | list) and len(made) in SHAPES:
+        made = dict(zip(SHAPES[len(made)], made))
+    known = {field.name for field in fields(Built)}
+    if not isinstance(made, dict) or not set(made) <= known:
+        raise InvalidInput(
+            f"{reference} must return (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, loss_fn, "
+            f"batch), or a dict with names among {', '.join(sorted(known))}; it returned {_described(made)}"
+        )
+    missing = [key for key in needed if made.get(key) is None]
+    if missing:
+        raise InvalidInput(f"{reference} does not return {' and '.join(missing)}, which this command needs")
+    if not isinstance(made["model"], nn.Module) or not callable(made["loss_fn"]):
+        raise InvalidInput(f"{reference} must return a torch.nn.Module and a function loss_fn(model, batch)")
+    return Built(**made)
+
+
+def _imported(name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise InvalidInput(f"there is no module {name!r} in {here} or among the installed packages") from error
+        raise InvalidInput(f"importing {name!r} failed: {error}") from error
+    except Exception as error:
+        raise InvalidInput(f"importing {name!r} failed: {_first_line(error)}") from error
+
+
+def _called(reference: str, module: Any, function: str) -> Any:
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise InvalidInput(f"{reference}: the module has no function {function!r}")
+    try:
+        return found()
+    except Exception as error:
+        raise InvalidInput(f"{reference} failed: {_first_line(error)}") from error
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, dict):
+        return f"a dict with {', '.join(map(str, made))}"
+    return f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,229 @@
+"""Words on a terminal: the `aftershock` command."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import AftershockError, InvalidInput
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..studies.study import Study
+
+# Everything else is imported inside its command, so that --version and --help answer at once.
+
+app = typer.Typer(
+    help="What one minibatch does to a training run after the step that saw it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextlib.contextmanager
+def _plain_errors(failed: str) -> Iterator[None]:
+    """What the user can act on is one message and exit code 1; a bug keeps its traceback.
+
+    failed: what a file that cannot be read or written means here, in the user's words.
+    """
+    try:
+        yield
+    except AftershockError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{failed}: {error.strerror or error}")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"aftershock: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"aftershock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What one minibatch does to a training run after the step that saw it."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for flight.html, the recorded flights and skip.json.")] = Path(),
+    seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 0,
+) -> None:
+    """Train a small model with a flight recorder; name the batch behind its loss spike (a minute and a half)."""
+    with _plain_errors(f"cannot write to {out}"):
+        from .demo import run
+
+        run(out, seed)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A response saved with response.save().")],
+    out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("report.html"),
+) -> None:
+    """Turn a saved response into one self-contained page."""
+    from ..api.response import load_response
+    from ..report.response_page import write_response_page
+
+    with _plain_errors(f"cannot read {results}"):
+        response = load_response(results)
+    page = out / "report.html" if out.is_dir() else out
+    with _plain_errors(f"cannot write {page}"):
+        typer.echo(f"wrote {write_response_page(response, page)}")
+
+
+class StudyName(enum.StrEnum):
+    quadratic = "quadratic"
+    cifar = "cifar"
+
+
+class Device(enum.StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def reproduce(
+    study: Annotated[StudyName, typer.Argument(help="Which of the paper's studies.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for everything.", show_default="reproduction/STUDY")] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(help="3 (the first three), mlp, mlp:2, a name; commas between.", show_default="all"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, to see that it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 2026,
+    data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
+    device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
+    workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
+) -> None:
+    """Regenerate a study of the paper, every number beside the paper's. Run again, it goes on where it was stopped."""
+    from ..api.progress import duration
+    from ..studies.runner import machine_kinds, run_study, select
+
+    start, out = time.monotonic(), out or Path("reproduction") / study.value
+    with _plain_errors("cannot read the data"):
+        recipe = _recipe(study, seed, quick, data, device)
+        wanted = recipe.systems if systems is None else select(recipe, systems)
+    try:
+        with _plain_errors(f"cannot write to {out}"):
+            results = run_study(recipe, out, wanted, workers=workers, cluster=cluster)
+            _publish(recipe, results, out)
+            typer.echo(f"took {duration(time.monotonic() - start)} on {' | '.join(machine_kinds(results))}")
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\naftershock: stopped; finished systems are kept in {out}: run the same command again to go on", err=True
+        )
+        raise typer.Exit(130) from None
+
+
+def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device: Device) -> Study:
+    if study is StudyName.cifar:
+        from ..studies.cifar.recipe import cifar_study
+
+        # workers may run in another folder
+        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value)
+    from ..studies.quadratic.recipe import quadratic_study
+
+    if data is not None or device is not Device.cpu:
+        raise InvalidInput("--data and --device belong to cifar: the quadratic study has no data and runs on the CPU")
+    return quadratic_study(seed=seed, quick=quick)
+
+
+def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
+    """Tables, page and figures from results, and a few words on them."""
+    from ..report.paper_figures import write_figures
+    from ..report.study_page import write_study_page
+    from ..studies import tables
+    from ..studies.runner import machine_kinds
+
+    cells = tables.build(study.name, results)
+    tables.write(cells, out, results, study)
+    write_study_page(study, results, cells, out / "report.html")
+    write_figures(results, out / "figures")
+
+    kinds = machine_kinds(results)
+    if len(kinds) > 1:
+        typer.echo(f"aftershock: systems ran on different machines, so bits may differ: {' | '.join(kinds)}", err=True)
+    typer.echo(tables.verdict(cells))
+    done, whole = (next(iter(results.values())).attrs[key] for key in ("systems", "systems_in_study"))
+    if done < whole:
+        typer.echo(f"partial: {done} of {whole} systems")
+    if study.attrs.get("quick"):
+        typer.echo("partial: --quick is a small version of the study")
+    typer.echo(f"wrote tables.md, tables.json, report.html, figures/ and results.zarr to {out}")
+
+
+@app.command()
+def explain(
+    flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
+    build: Annotated[str, typer.Option(help="module:function that returns (model, loss_fn) as training builds them.")],
+    step: Annotated[int | None, typer.Option(help="The step to explain; default: the one that triggered.")] = None,
+    window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="How many steps to verify by running again without them.")] = 5,
+    out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("flight.html"),
+    skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
+) -> None:
+    """Name the batch that raised a recorded loss, prove it by running again without it, and write a page."""
+    from ..recorder.explain import explain as explain_flight
+    from ..report.flight_page import flight_text, write_flight_page
+    from .building import build as built_by
+
+    with _plain_errors(f"cannot read {flight}"):
+        built = built_by(build)
+        found = explain_flight(
+            flight, step, model=built.model, loss_fn=built.loss_fn, dataset=built.dataset, window=window, verify=top
+        )
+    typer.echo(flight_text(found))
+    page = out / "flight.html" if out.is_dir() else out
+    with _plain_errors(f"cannot write {page}"):
+        typer.echo(f"\nwrote {write_flight_page(found, page)}")
+    if skip_list is not None:
+        with _plain_errors(f"cannot write {skip_list}"):
+            typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
+
+
+@app.command()
+def doctor(
+    build: Annotated[str, typer.Argument(help="module:function that returns (model, optimizer, loss_fn, batch).")],
+) -> None:
+    """Run a model once and say what is supported, what is approximated, and what recording it costs."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from .building import build as built_by
+    from .doctor import examine
+
+    with _plain_errors("cannot run the model"):
+        findings = examine(built_by(build, needed=("model", "optimizer", "loss_fn", "batch")))
+    colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        table.add_row(finding.subject, f"[{colours[finding.level]}]{finding.level}[/]", escape(finding.text))
+    Console().print(table)
+    if any(finding.level == "refused" for finding in findings):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

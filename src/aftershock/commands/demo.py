@@ -1,0 +1,304 @@
+"""A small real training run with a flight recorder: a loss spike, the batch behind it, and a run that is spared it."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recorder.explain import explain
+from ..recorder.recorder import FlightRecorder
+from ..recorder.triggers import Spike
+from ..recorder.verdict import culprit
+from ..report.flight_page import write_flight_page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..recorder.explanation import FlightExplanation
+    from ..recorder.forecast import Forecast
+
+WIDTH = 100  # columns, where no terminal says otherwise
+SIGMAS = 5.0  # robust σ above the usual loss, from which the recorder keeps its window
+BUMP = 10.0  # times the learning rate, in the last act
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. Numbers of steps after `steps` count from the beginning of the recording."""
+
+    width: int = 64
+    blocks: int = 2
+    heads: int = 4
+    context: int = 64
+    batch: int = 32
+    steps: int = 300
+    warmup: int = 50
+    lr: float = 1e-2
+    rare_every: int = 8  # steps between batches of dates, before the recording
+    rare: tuple[int, ...] = (2, 10)  # and in it
+    bad: int = 22
+    back: int = 34  # when dates come again
+    bump: int = 44
+    stop: int = 52
+    window: int = 40
+    horizon: int = 12
+    futures: int = 2
+    verify: int = 4
+
+
+FULL = Size()
+QUICK = Size(width=16, context=24, batch=8, steps=60, warmup=10, bad=20, back=24, bump=28, stop=31, horizon=3, verify=2)
+
+
+# --- the text
+
+
+@dataclass(frozen=True)
+class Text:
+    """Python's own language reference and a shard of dates, as numbers, and the generator that draws from them."""
+
+    letters: str
+    prose: Tensor
+    dates: Tensor
+    generator: torch.Generator
+
+    @classmethod
+    def of_python(cls, seed: int) -> Text:
+        from pydoc_data.topics import topics
+
+        paragraphs = dict.fromkeys(p for name in sorted(topics) for p in topics[name].split("\n\n"))
+        prose = "\n\n".join(paragraphs)
+        first = datetime.date(1990, 1, 1)
+        dates = "".join(f"{first + datetime.timedelta(days)}\n" for days in range(9000))
+        letters = "".join(sorted(set(prose + dates)))
+        codes = {letter: i for i, letter in enumerate(letters)}
+        numbers = [torch.tensor([codes[letter] for letter in text]) for text in (prose, dates)]
+        return cls(letters, numbers[0], numbers[1], torch.Generator().manual_seed(seed))
+
+    def draw(self, source: Tensor, size: Size) -> Tensor:
+        """Passages of `context` letters and the one after them."""
+        starts = torch.randint(len(source) - size.context, (size.batch, 1), generator=self.generator)
+        return source[starts + torch.arange(size.context + 1)]
+
+    def misread(self, batch: Tensor) -> Tensor:
+        """The same with every digit five too high: a shard that was decoded with the wrong table."""
+        digits = torch.tensor([self.letters.index(digit) for digit in "0123456789"])
+        table = torch.arange(len(self.letters))
+        table[digits] = digits.roll(-5)
+        return table[batch]
+
+    def show(self, passage: Tensor) -> str:
+        """A passage on one line, spaces and line ends made visible."""
+        return "".join(self.letters[code] for code in passage.tolist()).replace(" ", "·").replace("\n", "⏎")
+
+    def recorded(self, size: Size) -> Iterator[Tensor]:
+        """The batches of the recording, in their order."""
+        for step in range(size.stop):
+            dates = step in (*size.rare, size.bad, size.back)
+            batch = self.draw(self.dates if dates else self.prose, size)
+            yield self.misread(batch) if step == size.bad else batch
+
+
+# --- the model
+
+
+class Block(nn.Module):
+    """Causal attention, then an MLP, each after a LayerNorm and added to its input."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.read, self.write = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.read(self.norm1(x)).chunk(3, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.write(seen.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norm2(x))
+
+
+class LetterModel(nn.Module):
+    """A transformer that predicts the next letter."""
+
+    def __init__(self, letters: int, size: Size) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(letters, size.width), nn.Embedding(size.context, size.width)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.blocks)), nn.LayerNorm(size.width))
+        self.head = nn.Linear(size.width, letters, bias=False)
+
+    def forward(self, letters: Tensor) -> Tensor:
+        return self.head(self.blocks(self.token(letters) + self.place.weight))
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+# --- the run
+
+
+@dataclass
+class Training:
+    """A live run, and the loss of each of its steps."""
+
+    model: LetterModel
+    optimizer: torch.optim.Optimizer
+    losses: list[float]
+
+    def update(self, batch: Tensor) -> Tensor:
+        """One step of AdamW, as any loop writes it."""
+        loss = loss_fn(self.model, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        return loss
+
+    def set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+
+def train(text: Text, size: Size, console: Console) -> Training:
+    """From scratch, with a linear warm-up."""
+    model = LetterModel(len(text.letters), size)
+    run = Training(model, torch.optim.AdamW(model.parameters(), lr=size.lr), [])
+    console.print(f"{'step':>6}  {'loss':>6}  {'seconds':>7}")
+    start = time.perf_counter()
+    for step in range(size.steps):
+        run.set_rate(size.lr * min(1.0, (step + 1) / size.warmup))
+        run.update(text.draw(text.prose if step % size.rare_every else text.dates, size))
+        if step == 0 or (step + 1) % (size.steps // 4) == 0:
+            recent = run.losses[-size.rare_every :]  # dates once among them
+            console.print(f"{step:>6}  {sum(recent) / len(recent):>6.3f}  {time.perf_counter() - start:>7.1f}")
+    return run
+
+
+@dataclass(frozen=True)
+class Flown:
+    """What the recorded steps left: a spike's explanation each, and what was known before the bad batch."""
+
+    found: list[FlightExplanation]
+    before: Training  # the run as it was before the bad batch
+    forecasts: tuple[Forecast, Forecast]  # of an ordinary batch of dates and of the bad one, in its place
+
+    @property
+    def main(self) -> FlightExplanation:
+        """The spike that an earlier batch explains."""
+        return next((each for each in self.found if culprit(each) is not None), self.found[-1])
+
+
+def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
+    """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
+
+    `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
+    drawn from `seed`, and the caller's own random state stays as it was. About a minute and a half on two cores;
+    `quick` is for tests.
+    """
+    size, out = QUICK if quick else FULL, Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out):
+        pass  # a folder that cannot be written to is better known before the training than after it
+    console, text = _console(), Text.of_python(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        console.print(
+            f"Training a small transformer on {len(text.prose):,} letters of Python's language reference, with a "
+            "batch of dates now and then.\n"
+        )
+        training = train(text, size, console)
+        batches = list(text.recorded(size))
+        console.print("", _story(text, size, batches), "", sep="\n", soft_wrap=True)
+        flown = _fly(training, batches, size, out, console)
+        console.print("", spared(flown, batches, size, training.losses[size.steps :]), sep="\n", style="bold")
+    pages = [
+        write_flight_page(each, out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html"))
+        for each in flown.found
+    ]
+    flown.main.save_skip_list(out / "skip.json")
+    console.print(f"\nThe pages: {', '.join(map(str, pages))}", soft_wrap=True)
+    return flown
+
+
+def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, console: Console) -> Flown:
+    """The recorded steps, and what explains their spikes."""
+    triggers = [Spike("loss", SIGMAS)]
+    with FlightRecorder(
+        training.model, training.optimizer, loss_fn, out / "flight", window=size.window, triggers=triggers
+    ) as recorder:
+        for step, batch in enumerate(batches):
+            if step == size.bad:
+                before = copy.deepcopy(training)
+                ordinary = batches[size.rare[-1]]
+                good, bad = (
+                    recorder.forecast(b, horizon=size.horizon, futures=size.futures) for b in (ordinary, batch)
+                )
+            if step == size.bump:
+                training.set_rate(BUMP * size.lr)
+            recorder.step(batch, training.update(batch))
+        recorder.wait()
+        console.print(f"{'step':>6}  {'loss':>6}")
+        for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
+            console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
+        found = [explain(flight, verify=size.verify) for flight in recorder.flights]
+        found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify)]
+    flown = Flown(found, before, (good, bad))
+    for each in found:
+        console.print("", each.verdict, sep="\n", style="bold")
+    console.print("", str(flown.main), sep="\n", soft_wrap=True)
+    return flown
+
+
+# --- the words: every number in them is taken from the run
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=WIDTH)
+
+
+def _story(text: Text, size: Size, batches: list[Tensor]) -> str:
+    """What is about to go wrong."""
+    good, bad = batches[size.rare[0]], batches[size.bad]
+    return (
+        f"From here on a flight recorder watches. Step {size.steps + size.bad} gets a batch of dates that were decoded "
+        f"with the wrong table:\n  {text.show(good[0])}\n  {text.show(bad[0])}\n"
+        f"Dates come back, sound, at step {size.steps + size.back}; at step {size.steps + size.bump} the learning rate "
+        f"rises {BUMP:g}-fold."
+    )
+
+
+def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float]) -> str:
+    """What the recorder would have said before the bad batch, and the run in which it was listened to."""
+    good, bad = (forecast.largest_increase for forecast in flown.forecasts)
+    text = (
+        f"Asked before step {size.steps + size.bad}, the recorder's forecast for this batch was {bad:+.2g} of loss at "
+        f"most, {flown.forecasts[1].at} states later; for an ordinary batch of dates, {good:+.2g}."
+    )
+    if not flown.forecasts[1].harmful(3 * abs(good)):
+        return f"{text} That is no reason to skip it."
+    again = flown.before
+    for batch in batches[size.bad + 1 : size.back + 1]:
+        again.update(batch)
+    return (
+        f"{text} A second run skips it: there the loss at step {size.steps + size.back} is {again.losses[-1]:.3g}, "
+        f"not {losses[size.back]:.3g}."
+    )

@@ -1,0 +1,111 @@
+"""The exact step map of training, equal to the bit to torch's, and its linearization.
+
+The record owns its time index: a `Step` knows its batch, random state, hyperparameters and what was seen of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .adamw import Hyper, LinearStep, adamw_step
+from .batches import Batch
+from .clipping import Clip, clip_, global_norm
+from .loss import Gradient, GradientGraph, LossFunction
+from .randomness import RandomState
+from .state import JointState
+
+NOT_TAKEN = Clip(math.nan, 1.0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update of the path: everything that made it, and what was seen of it."""
+
+    index: int  # position in the path, from 0
+    batch: Batch
+    random: RandomState  # before the forward pass
+    hypers: tuple[Hyper, ...]
+    max_norm: float | None
+    own_random: bool = False  # recorded, rather than left by the step before
+    loss: float = math.nan
+    clip: Clip = NOT_TAKEN
+
+    @property
+    def where(self) -> str:
+        return f"step {self.index} (batch {self.index} of the path)"
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """A step's derivative at the control: closed form (`linear`) and Hessian products (`graph`)."""
+
+    step: Step
+    linear: LinearStep
+    graph: GradientGraph
+
+
+class Dynamics:
+    """f_s: the exact step map, from any state, and its linearization."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self.loss = loss
+        self.layout = loss.layout
+
+    def advance(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+        """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass."""
+        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        return self._advance_with(found, step, state)
+
+    def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState, Linearized]:
+        """The same, keeping the gradient's graph for later products.
+
+        `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's
+        must be the plain one: the model's first step finds out whether they agree, and where they do
+        not, every step computes both.
+        """
+        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        found = graph.gradient
+        if not self.loss.graph_is_plain:
+            plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+            if self.loss.graph_is_plain is None:
+                self.loss.graph_is_plain = same_bits(plain.grads, found.grads)
+            found = plain
+        found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
+        after, seen, random = self._advance_with(found, step, state)
+        linear = self.linear_step(seen, state, graph.raw, graph.present)
+        return after, seen, random, Linearized(seen, linear, graph)
+
+    def _advance_with(self, found: Gradient, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+        clip = clip_(found.grads, found.norm, step.max_norm)
+        new = adamw_step(self.layout, state, found.grads, step.hypers)
+        seen = replace(step, loss=float(found.loss), clip=clip)
+        return replace(new, buffers=found.buffers), seen, found.random
+
+    def apply(
+        self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]
+    ) -> tuple[JointState, Clip]:
+        """The same step with another raw gradient: one elementwise pass. Buffers stay as they are."""
+        views = [v.clone() if ok else None for v, ok in zip(self.layout.typed_views(raw), present)]
+        clip = clip_(views, global_norm(views, self.layout.model_order), step.max_norm)
+        return adamw_step(self.layout, state, views, step.hypers), clip
+
+    def linearize(self, step: Step, state: JointState) -> Linearized:
+        """A_s at `state`: about 1.2 g, then 1 to 2 g per vector."""
+        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        return Linearized(step, self.linear_step(step, state, graph.raw, graph.present), graph)
+
+    def linear_step(
+        self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]
+    ) -> LinearStep:
+        """The closed-form part alone, where the raw gradient is already known."""
+        return LinearStep.at(self.layout, state, raw, present, step.clip, step.hypers)
+
+
+def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b))

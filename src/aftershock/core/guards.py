@@ -1,0 +1,155 @@
+"""The proof before the first answer: does this model's Hessian product equal a difference of gradients?
+
+One central difference of the gradient catches every known silent error: weight_norm,
+`detach` inside a model, spectral_norm, straight-through estimators, private random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import Nondeterministic, NotFinite, WrongHessian
+from .batches import Batch
+from .dynamics import same_bits
+from .loss import LossFunction
+from .randomness import RandomState
+from .state import JointState
+
+# Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
+# and 1e-2 in float32 at the best step. The known silent errors start at 6e-3 (spectral_norm).
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-2}
+# The usual best step first. A network of millions of ReLUs crosses kinks unless the step is tiny, and their
+# jumps do not shrink with it; models that compute parts in float32 need large steps even in float64.
+RELATIVE_STEPS = {
+    torch.float64: (1e-6, 1e-8, 1e-9, 1e-4, 1e-3, 1e-2),
+    torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3),
+}
+NOISE_LIMIT = 1e-3
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found. Made only where the Hessian products are right."""
+
+    error: float  # ‖H u − central difference‖ / ‖H u‖, at the best step size
+    asymmetry: float  # |⟨w, H u⟩ − ⟨u, H w⟩| / (‖w‖ ‖H u‖ + ‖u‖ ‖H w‖)
+    replay_noise: float  # relative difference of the same gradient run twice; 0 where it is deterministic
+    hidden: tuple[str, ...]  # buffers that a step moves and the loss depends on
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        text = (
+            f"Hessian products agree with central differences of the gradient to {self.error:.1e} "
+            f"(in {str(self.dtype).removeprefix('torch.')}) and are symmetric to {self.asymmetry:.1e}; "
+        )
+        text += "replay is exact to the bit" if self.replay_noise == 0 else f"replay noise {self.replay_noise:.1e}"
+        if self.hidden:
+            text += f"; the loss depends on moving buffers ({', '.join(self.hidden[:3])})"
+        return text + "."
+
+
+def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> Check:
+    """Compare one Hessian product with a central difference and test its symmetry: about 8 g, up to 16.
+
+    Raises `WrongHessian` or `Nondeterministic`.
+    """
+    where = "the check"
+    graph = loss.graph(state.theta, state.buffers, batch, random, where)
+    once, twice = (loss.gradient(state.theta, state.buffers, batch, random, where) for _ in range(2))
+    noise = 0.0 if same_bits(once.grads, twice.grads) else _relative(loss, once.grads, twice.grads)
+    if noise > NOISE_LIMIT:
+        raise Nondeterministic(
+            f"the same gradient, run twice from the same random state, differs by {noise:.1%}. The model or "
+            "loss_fn draws random numbers that torch.manual_seed does not control (its own Generator, NumPy, "
+            "Python's random); draw them from torch's global generator, or in the data"
+        )
+    generator = torch.Generator().manual_seed(0)
+    u, w = (_direction(loss, state, generator) for _ in range(2))
+    hu, hw = graph.products(torch.stack([u, w]))
+    scale = w.norm() * hu.norm() + u.norm() * hw.norm()
+    asymmetry = float((w @ hu - u @ hw).abs() / scale) if scale > 0 else 0.0
+    dtype = _working_dtype(loss)
+    rounding = 2 * torch.finfo(dtype).eps * float(once.norm)  # of one gradient
+    error = float("inf")
+    for h in RELATIVE_STEPS[dtype]:
+        error = min(error, _difference_error(loss, state, batch, random, u, hu, h, rounding / h))
+        if error <= 0.1 * TOLERANCE[dtype]:
+            break
+    if not error <= TOLERANCE[dtype] or not asymmetry <= TOLERANCE[dtype]:
+        raise WrongHessian(
+            f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
+            f"(and from symmetry by {asymmetry:.1%}), so no response could be trusted. Known causes: "
+            "weight_norm in either form (torch._weight_norm has a wrong second derivative; write w = g * v / v.norm() "
+            "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
+        )
+    moved = _moved(state.buffers, once.buffers)
+    return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)
+
+
+def hidden_buffers(
+    loss: LossFunction,
+    state: JointState,
+    moved: Mapping[str, Tensor],
+    batch: Batch,
+    random: RandomState,
+    *,
+    evaluating: bool = False,
+) -> tuple[str, ...]:
+    """Names of buffers that training moves and this loss depends on: state outside (θ, m, v)."""
+    if not moved:
+        return ()
+    after = {**state.buffers, **moved}
+    losses = [
+        loss.value(state.theta, buffers, batch, random, "the check", evaluating=evaluating).loss
+        for buffers in (state.buffers, after)
+    ]
+    return () if torch.equal(*losses) else tuple(moved)
+
+
+def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: after[name] for name in before if not torch.equal(before[name], after[name])}
+
+
+def _working_dtype(loss: LossFunction) -> torch.dtype:
+    return torch.float64 if all(dtype == torch.float64 for dtype in loss.layout.dtypes) else torch.float32
+
+
+def _direction(loss: LossFunction, state: JointState, generator: torch.Generator) -> Tensor:
+    """A random direction in which each parameter moves in proportion to its own size."""
+    pieces = []
+    for view in loss.layout.views(state.theta):
+        noise = torch.randn(view.shape, generator=generator, dtype=torch.float64).to(view)
+        pieces.append(noise * (view.square().mean().sqrt() + 1e-3))
+    return loss.layout.join(pieces)
+
+
+def _difference_error(
+    loss: LossFunction,
+    state: JointState,
+    batch: Batch,
+    random: RandomState,
+    u: Tensor,
+    hu: Tensor,
+    h: float,
+    rounding: float,
+) -> float:
+    """Relative distance of H u from a central difference of step h."""
+    try:
+        up, down = (
+            loss.layout.join(loss.gradient(state.theta + sign * h * u, state.buffers, batch, random, "the check").grads)
+            for sign in (1.0, -1.0)
+        )
+    except NotFinite:
+        return float("inf")
+    estimate = (up - down) / (2 * h)
+    scale = max(float(hu.norm()), float(estimate.norm()))
+    return float((estimate - hu).norm()) / scale if scale > rounding else 0.0  # a linear loss has H = 0
+
+
+def _relative(loss: LossFunction, a: list[Tensor | None], b: list[Tensor | None]) -> float:
+    x, y = loss.layout.join(a), loss.layout.join(b)
+    return float((x - y).norm() / (x.norm() + y.norm()))

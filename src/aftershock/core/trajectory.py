@@ -1,0 +1,96 @@
+"""The control trajectory: every step from a point on, with as many states kept as memory allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from .dynamics import Dynamics, Linearized, Step
+from .randomness import RandomState
+from .state import JointState
+
+Keep = Literal["graphs", "states", "checkpoints"]
+
+
+class Trajectory:
+    """The states x_0 … x_H of a path and its H steps.
+
+    keep="states" holds every state; "checkpoints" holds about √H and replays the segment it needs;
+    "graphs" holds each step's gradient graph too, which makes sweeps fastest and memory largest.
+    """
+
+    def __init__(self, dynamics: Dynamics, keep: Keep) -> None:
+        self.dynamics = dynamics
+        self.keep = keep
+        self.steps: list[Step] = []
+        self.seconds_per_step = 0.0
+        self.random_after: RandomState
+        self._states: dict[int, JointState] = {}
+        self._linearized: dict[int, Linearized] = {}
+
+    @classmethod
+    def follow(
+        cls, dynamics: Dynamics, start: JointState, random: RandomState, steps: Sequence[Step], keep: Keep
+    ) -> Trajectory:
+        """Train on from `start` through `steps`, each beginning where the last left the random state.
+
+        A step with `own_random` (a recorded run's) starts from that instead.
+        """
+        self = cls(dynamics, keep)
+        spacing = math.isqrt(len(steps)) if keep == "checkpoints" else 1
+        state, seconds = start, []
+        self._states[0] = start
+        for step in steps:
+            began = time.perf_counter()
+            if not step.own_random:
+                step = replace(step, random=random)
+            state, seen, random = self._take(step, state)
+            self.steps.append(seen)
+            if (seen.index + 1) % spacing == 0 or seen.index + 1 == len(steps):
+                self._states[seen.index + 1] = state
+            seconds.append(time.perf_counter() - began)
+        self.random_after = random
+        self.seconds_per_step = sorted(seconds)[len(seconds) // 2]
+        return self
+
+    def _take(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+        if self.keep != "graphs":
+            return self.dynamics.advance(step, state)
+        after, seen, random, linearized = self.dynamics.advance_with_graph(step, state)
+        self._linearized[seen.index] = linearized
+        return after, seen, random
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def state(self, time: int) -> JointState:
+        """x_time, from the nearest kept state before it."""
+        begin = max(kept for kept in self._states if kept <= time)
+        state = self._states[begin]
+        for step in self.steps[begin:time]:
+            state = self.dynamics.advance(step, state)[0]
+        return state
+
+    def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
+        """Steps start … stop−1, each with the state before it."""
+        state = self.state(start)
+        for step in self.steps[start:stop]:
+            yield step, state
+            after = step.index + 1
+            if after < stop:
+                state = self._states.get(after) or self.dynamics.advance(step, state)[0]
+
+    def backward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
+        """Steps stop−1 … start, each with the state before it; segments are replayed as needed."""
+        while stop > start:
+            begin = max(start, max(kept for kept in self._states if kept < stop))
+            segment = list(self.forward(begin, stop))
+            while segment:
+                yield segment.pop()
+            stop = begin
+
+    def linearize(self, step: Step, state: JointState) -> Linearized:
+        return self._linearized.get(step.index) or self.dynamics.linearize(step, state)

@@ -1,0 +1,1 @@
+"""Labelled results: summaries, certificates, statistics, provenance, files."""

@@ -1,0 +1,145 @@
+"""Tensors and a JSON header in one safetensors file that carries its own digest. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidFile
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+PLACE = b'"digest": "'  # quotes inside the user's own text are escaped: this occurs once
+BLANK = b"0" * 64  # stands in the digest's place while the digest is computed
+CHUNK = 2**20
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """Write a safetensors file, whole or not at all, and return its digest.
+
+    Tensors go to the file one at a time and straight from their own memory: a state is not copied again.
+    """
+    # readers view the data in place, so that wide types must come first to be aligned
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    start, entries = 0, {}
+    for name in names:
+        tensor = tensors[name]
+        stop = start + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _dtype(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    meta = {"digest": BLANK.decode(), "aftershock": json.dumps(header)}
+    text = json.dumps({"__metadata__": meta, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    found = ""
+
+    def write(part: str) -> None:
+        nonlocal found
+        digest = hashlib.sha256(text)
+        with open(part, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                digest.update(data)
+                file.write(data)
+            found = digest.hexdigest()
+            file.seek(8 + text.index(PLACE) + len(PLACE))
+            file.write(found.encode())
+
+    write_whole(path, write)
+    return found
+
+
+def read_tensors(path: Path, what: str, format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the header of a file of this `format`, its digest proved. `what` names it to the user."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InvalidFile(f"there is no {what} at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            header = json.loads(meta.get("aftershock", "{}"))
+            if header.get("format") != format:
+                raise InvalidFile(f"{path} is not a {what} of this version of aftershock ({format})")
+            if meta.get("digest") != digest_of(path):
+                raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
+            return {key: file.get_tensor(key) for key in file.keys()}, header  # noqa: SIM118
+    except (SafetensorError, ValueError) as error:
+        raise InvalidFile(f"{path} is damaged or not a {what}: {error}") from error
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file that `write_tensors` wrote, with its own digest left out."""
+    with open(path, "rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        begin = text.index(PLACE) + len(PLACE)
+        digest = hashlib.sha256(text[:begin] + BLANK + text[begin + len(BLANK) :])
+        for chunk in _chunks(file):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, write: Callable[[str], object]) -> None:
+    """Write a file beside its place and move it there: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(part)
+        os.chmod(part, 0o666 & ~_umask())  # mkstemp lets nobody else read; an ordinary file would
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # reading it means setting it
+    os.umask(mask)
+    return mask
+
+
+def _dtype(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in NAMES:
+        raise InvalidFile(f"{name!r} is {tensor.dtype}, which cannot be written to a safetensors file here")
+    return NAMES[tensor.dtype]
+
+
+def _chunks(file: IO[bytes]) -> Any:
+    return iter(lambda: file.read(CHUNK), b"")
+
+
+def save_dataset(data: xr.Dataset, path: Path) -> None:
+    """zarr beside its place, then moved there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
+            data.to_zarr(part, mode="w", consolidated=False)
+        if path.exists():
+            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+            path.rename(old / "old")
+            part.rename(path)
+            shutil.rmtree(old)
+        else:
+            part.rename(path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

@@ -1,0 +1,322 @@
+"""From numbers per candidate to a statement about systems: the order of aggregation, and the tests of it.
+
+Candidates (`change`), horizons and scales are nested inside a system, and only systems are independent: first over
+horizons inside a candidate, then the median over candidates inside a system, then median and quartiles over systems.
+Medians of an even count average the middle two; variances are population variances (ddof = 0). What is undefined is
+NaN, is left out of the medians and counted, and a variable `reason` says why ("" where the number is defined).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInput
+from .certificate import nrmse, symmetric_error, validity_radius
+from .summaries import summarize
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+__all__ = [
+    "across_candidates", "across_systems", "aggregate", "coefficient_of_variation", "compare_answers",
+    "error_exponents", "extremum_sign_accuracy", "holm", "median_interval", "nrmse", "pooled_nrmse", "spearman",
+    "symmetric_error", "validity_radius", "variance",
+]  # fmt: skip
+
+FEWEST = 3  # candidates below which a rank correlation says nothing
+ROUNDING = 1e-9  # numbers that differ by less than this share of their size are tied
+RESAMPLES = 9999
+
+
+# --- the order of aggregation
+
+
+def across_candidates(values: xr.DataArray) -> xr.DataArray:
+    """Median over the candidates inside each system."""
+    _need(values, "change")
+    return _median(values, "change")
+
+
+def across_systems(values: xr.DataArray) -> xr.Dataset:
+    """`median`, `q25`, `q75` and `iqr` over systems, how many `systems` were counted, how many were `undefined`."""
+    import xarray as xr
+
+    _need(values, "system")
+    low, high = (_quiet(values.quantile, q, "system").drop_vars("quantile") for q in (0.25, 0.75))
+    counted = values.notnull().sum("system")
+    return xr.Dataset(
+        {
+            "median": _median(values, "system"),
+            "q25": low,
+            "q75": high,
+            "iqr": high - low,
+            "systems": counted,
+            "undefined": values.sizes["system"] - counted,
+        }
+    )
+
+
+def aggregate(values: xr.DataArray) -> xr.Dataset:
+    """A quantity per candidate or per horizon as a statement about systems, in the one order.
+
+    Horizons, where there are any, go by their median, as symmetric errors do; quantities that combine horizons in
+    another way (NRMSE, peaks) have none left. Dimensions other than horizon, change and system stay.
+    """
+    if "horizon" in values.dims:
+        values = _median(values, "horizon")
+    return across_systems(across_candidates(values) if "change" in values.dims else values)
+
+
+def variance(values: xr.DataArray, dim: str) -> xr.DataArray:
+    """Population variance, Σ (x − x̄)² / n."""
+    _need(values, dim)
+    return values.var(dim, ddof=0)
+
+
+def coefficient_of_variation(values: xr.DataArray, dim: str) -> xr.DataArray:
+    """Population standard deviation over |mean|; NaN where the mean is zero."""
+    mean = abs(values.mean(dim))
+    return variance(values, dim) ** 0.5 / mean.where(mean > 0)
+
+
+# --- errors
+
+
+def pooled_nrmse(exact: xr.DataArray, predicted: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
+    """(Σ (d − d̂)² / Σ d²)^½ with both sums over all of `over`: ("scale", "horizon"), ("change", "horizon"), …
+
+    Large responses weigh more than in a mean of `nrmse`. NaN where every exact response is zero.
+    """
+    for dim in over:
+        _need(exact, dim)
+    size = (exact**2).sum(list(over))
+    return (((exact - predicted) ** 2).sum(list(over)) / size.where(size > 0)) ** 0.5
+
+
+def error_exponents(exact: xr.DataArray, predicted: xr.DataArray, limit: float) -> xr.Dataset:
+    """p_h of |d(α) − d̂(α)| ∝ α^p: least squares of log|error| on log α over the scales 0 < α ≤ `limit`.
+
+    2 where the remainder is quadratic. Gives `exponent`, `intercept`, `r_squared`, the number of `scales` fitted and
+    `reason`. Undefined where an error is exactly zero or not finite; R² also where all errors are equal.
+    """
+    import numpy as np
+    import xarray as xr
+
+    _need(exact, "scale")
+    scales = exact["scale"].values
+    local = np.flatnonzero((scales > 0) & (scales <= limit))
+    if len(np.unique(scales[local])) < 2:
+        raise InvalidInput(f"an exponent needs two scales at least in (0, {limit:g}]; got {scales.tolist()}")
+    error = abs(exact - predicted).isel(scale=local).transpose("scale", ...)
+    flat = error.values.reshape(len(local), -1)
+    usable = (np.isfinite(flat) & (flat > 0)).all(0)
+    fits = np.full((3, flat.shape[1]), np.nan)
+    if usable.any():
+        fits[:, usable] = _line(np.log(scales[local]), np.log(flat[:, usable]))
+    rest, sizes = error.dims[1:], error.shape[1:]
+    reason = np.where(usable, "", "an error is exactly zero or not finite: it has no logarithm")
+    found = {name: (rest, row.reshape(sizes)) for name, row in zip(("exponent", "intercept", "r_squared"), fits)}
+    coords = {name: c for name, c in error.coords.items() if "scale" not in c.dims}
+    return xr.Dataset({**found, "reason": (rest, reason.reshape(sizes)), "scales": len(local)}, coords)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Slope, intercept and R² of each column of y on x."""
+    import numpy as np
+
+    slope, intercept = np.polyfit(x, y, 1)
+    left = ((y - intercept - np.outer(x, slope)) ** 2).sum(0)
+    spread = ((y - y.mean(0)) ** 2).sum(0)
+    flat = spread <= (1e-14 * abs(y).max(0)) ** 2  # equal but for rounding
+    return np.stack([slope, intercept, np.where(flat, np.nan, 1 - left / np.where(flat, 1.0, spread))])
+
+
+# --- rankings and signs
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Spearman's ρ along the last axis, ties averaged, and why it is undefined where it is (NaN).
+
+    A side that is constant to rounding has no order: exact one-step matching makes such scores. Candidates without
+    both numbers are left out.
+    """
+    import numpy as np
+
+    a, b = np.broadcast_arrays(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
+    both = np.isfinite(a) & np.isfinite(b)
+    rho, reason = np.full(a.shape[:-1], np.nan), np.full(a.shape[:-1], "", dtype=object)
+    whole = both.all(-1)
+    if whole.any():
+        rho[whole], reason[whole] = _whole_rank_correlation(a[whole], b[whole])
+    for row in map(tuple, np.argwhere(~whole)):
+        rho[row], reason[row] = _whole_rank_correlation(a[row][both[row]], b[row][both[row]])
+    return rho, reason
+
+
+def _whole_rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same where every number is there: Pearson's correlation of the ranks."""
+    import numpy as np
+    from scipy import stats
+
+    rows = a.shape[:-1]
+    if a.shape[-1] < FEWEST:
+        return np.full(rows, np.nan), np.full(rows, "fewer than three candidates have both numbers", dtype=object)
+    flat = np.zeros(rows, dtype=bool)
+    centered = []
+    for side in (a, b):
+        flat |= np.ptp(side, axis=-1) <= ROUNDING * abs(side).max(-1)
+        ranks = stats.rankdata(side, axis=-1)
+        centered.append(ranks - ranks.mean(-1, keepdims=True))
+    x, y = centered
+    size = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+    rho = np.where(flat, np.nan, (x * y).sum(-1) / np.where(size > 0, size, 1.0))
+    return rho, np.where(flat, "one side is the same for every candidate", "")
+
+
+def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
+    """Rank correlation of two quantities over the candidates inside each system: `rho` and `reason`.
+
+    Undefined where one side is constant, or where fewer than three candidates have both numbers.
+    """
+    import xarray as xr
+
+    for values in (score, target):
+        _need(values, "change")
+        if values.sizes["change"] < FEWEST:
+            raise InvalidInput(f"a rank correlation needs {FEWEST} candidates at least; got {values.sizes['change']}")
+    rho, reason = xr.apply_ufunc(
+        rank_correlation, score, target, input_core_dims=[["change"], ["change"]], output_core_dims=[[], []]
+    )
+    return xr.Dataset({"rho": rho, "reason": reason.astype(str)})
+
+
+def extremum_sign_accuracy(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
+    """Share of candidates whose predicted sign is the exact one, each at its own peak horizon.
+
+    Candidates whose exact response is zero throughout have no sign, and ones with a NaN are not known: they are left
+    out, and the share is NaN where none remains.
+    """
+    _need(exact, "change")
+    signs = [summarize(response.fillna(0.0))["peak_sign"] for response in (exact, predicted)]
+    known = exact.notnull().all("horizon") & predicted.notnull().all("horizon") & (signs[0] != 0)
+    return (signs[0] == signs[1]).where(known).mean("change").rename("extremum_sign_accuracy")
+
+
+# --- comparisons over systems
+
+
+def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str = "two-sided") -> xr.Dataset:
+    """Paired Wilcoxon tests of `reference` against every other answer, the system as the unit, with Holm's correction.
+
+    alternative: "greater" asks whether the reference is larger. Gives, per answer, the median `difference`
+    (reference less answer), `statistic`, `p`, `p_holm`, the number of `pairs`, and `reason`; p is undefined where no
+    pair differs, and is then no comparison that Holm counts. Other dimensions are families of their own.
+    """
+    import numpy as np
+    from scipy import stats
+
+    _need(values, "system")
+    _need(values, "answer")
+    names = values["answer"].values.tolist()
+    if reference not in names or len(names) < 2:
+        raise InvalidInput(f"nothing to compare {reference!r} with: the answers are {', '.join(map(str, names))}")
+    own = values.sel({"answer": reference}, drop=True)
+    others = values.sel({"answer": [name for name in names if name != reference]})
+
+    def one(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, int, str]:
+        gap = (a - b)[np.isfinite(a - b)]
+        middle = float(np.median(gap)) if len(gap) else np.nan
+        if not gap.any():
+            return middle, np.nan, np.nan, len(gap), "no pair differs" if len(gap) else "no system has both numbers"
+        test = stats.wilcoxon(gap, alternative=alternative)
+        return middle, float(test.statistic), float(test.pvalue), len(gap), ""
+
+    names = ["difference", "statistic", "p", "pairs", "reason"]
+    found = _rows(one, (own, others), ("system", "system"), names)
+    return found.assign(p_holm=_along(holm, found["p"], "answer"))
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """Holm's step-down correction: the i-th smallest of n becomes the largest (n−j) p_j so far, at most 1.
+
+    NaN stays NaN and is not counted.
+    """
+    import numpy as np
+
+    p = np.asarray(p, dtype=float)
+    if ((p < 0) | (p > 1)).any():
+        raise InvalidInput("a p-value lies between 0 and 1")
+    order = np.argsort(p)[: int(np.isfinite(p).sum())]  # NaN sorts last
+    adjusted = np.full_like(p, np.nan)
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    return adjusted
+
+
+def median_interval(values: xr.DataArray, generator: np.random.Generator, level: float = 0.95) -> xr.Dataset:
+    """Percentile bootstrap interval of the median over systems: `median`, `low`, `high`, `systems`, `reason`."""
+    import numpy as np
+    from scipy import stats
+
+    _need(values, "system")
+    if not 0 < level < 1:
+        raise InvalidInput(f"the level of an interval lies between 0 and 1; got {level}")
+
+    def one(x: np.ndarray) -> tuple[float, float, float, int, str]:
+        x = x[np.isfinite(x)]
+        if len(x) < 2:
+            return float(x[0]) if len(x) else np.nan, np.nan, np.nan, len(x), "fewer than two systems are defined"
+        found = stats.bootstrap(
+            (x,), np.median, confidence_level=level, n_resamples=RESAMPLES, method="percentile", random_state=generator
+        ).confidence_interval
+        return float(np.median(x)), float(found.low), float(found.high), len(x), ""
+
+    return _rows(one, (values,), ("system",), ("median", "low", "high", "systems", "reason"))
+
+
+# --- labels
+
+
+def _need(values: xr.DataArray, dim: str) -> None:
+    if dim not in values.dims:
+        raise InvalidInput(f"these values have no dimension {dim!r}; they have {', '.join(map(str, values.dims))}")
+    if values.sizes[dim] == 0:
+        raise InvalidInput(f"there is nothing along {dim!r}")
+
+
+def _median(values: xr.DataArray, dim: str) -> xr.DataArray:
+    return _quiet(values.median, dim, skipna=True)
+
+
+def _quiet(reduce: Callable[..., xr.DataArray], *arguments: Any, **options: Any) -> xr.DataArray:
+    """NumPy warns of slices that are NaN throughout; here they are counted instead."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return reduce(*arguments, **options)
+
+
+def _rows(
+    one: Callable[..., tuple[Any, ...]], arrays: Sequence[xr.DataArray], dims: Sequence[str], names: Sequence[str]
+) -> xr.Dataset:
+    """`one` on every row of the arrays along `dims`, its results as labelled variables."""
+    import xarray as xr
+
+    kinds = [object if name == "reason" else int if name in ("pairs", "systems") else float for name in names]
+    columns = xr.apply_ufunc(
+        one,
+        *arrays,
+        input_core_dims=[[dim] for dim in dims],
+        output_core_dims=[[] for _ in names],
+        output_dtypes=kinds,
+        vectorize=True,
+    )
+    # as `str` NumPy would cut every reason to the length of the first
+    return xr.Dataset({name: c.astype(str) if name == "reason" else c for name, c in zip(names, columns)})
+
+
+def _along(f: Callable[[np.ndarray], np.ndarray], values: xr.DataArray, dim: str) -> xr.DataArray:
+    import xarray as xr
+
+    return xr.apply_ufunc(f, values, input_core_dims=[[dim]], output_core_dims=[[dim]], vectorize=True)

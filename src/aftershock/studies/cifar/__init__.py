@@ -1,0 +1,1 @@
+"""The paper's CIFAR-10 networks."""

@@ -1,0 +1,396 @@
+"""Experiments 1 and 2 on the controlled quadratic systems, one system as one batched float64 program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...core.state import JointState, Tangent, difference
+from ...theory.baselines import readout_null
+from ...theory.samplers import fit_process, sample_futures
+from ..study import Study, System, systems_of
+from .family import HYPER, Probe, Quadratic, mean_loss, stacked, values_of
+from .rows import (
+    HYBRIDS,
+    by_channel,
+    hybrid_responses,
+    linear_step,
+    path_of,
+    persistent_responses,
+    responses,
+    rollout,
+    rows_of,
+    step_,
+    with_control,
+)
+from .scene import CANDIDATES, HORIZON, Scene, propagated
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+LONG_HORIZON = 128
+SCALES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+FUTURES, QUICK_FUTURES, SAMPLED = 32, 8, 8
+PERMUTATIONS = 100
+DECAYS = {"m": (0.5, 0.8, 0.9, 0.95, 0.99), "v": (0.9, 0.99, 0.999, 0.9999)}
+PERSISTENCE_SCALE = 0.25
+SYSTEMS_PER_SEED, QUICK_SYSTEMS_PER_SEED = 8, 2
+PIECES = ("mechanism", "memory", "futures")
+
+
+def quadratic_study(seed: int = 2026, quick: bool = False) -> Study:
+    """32 systems; 8 with fewer futures where it is quick."""
+    futures = QUICK_FUTURES if quick else FUTURES
+    systems = systems_of("quadratic", seed, QUICK_SYSTEMS_PER_SEED if quick else SYSTEMS_PER_SEED)
+    attrs = {"seed": seed, "quick": quick, "futures": futures, "dtype": "float64"}
+    return Study("quadratic", systems, PIECES, partial(run_piece, futures=futures), attrs)
+
+
+def run_piece(system: System, piece: str, *, futures: int) -> dict[str, xr.Dataset]:
+    """One piece of one system, by setting (probe)."""
+    scene = Scene.of(system)
+    if piece == "mechanism":
+        return mechanism(scene)
+    if piece == "memory":
+        return memory(scene)
+    return prospects(scene, futures)
+
+
+# --- Experiment 1: mechanism
+
+
+def mechanism(scene: Scene) -> dict[str, xr.Dataset]:
+    """Fidelity, scores and matching along the realized future."""
+    natural, residual = Family.of(scene, scene.xi), identity_residual(scene)
+    fidelities = _fidelity(scene)
+    return {
+        name: fidelities[name].merge(_table(scene, probe, natural)).assign(identity_residual=residual)
+        for name, probe in scene.probes.items()
+    } | {"rotating": _table(scene, scene.rotating, natural=None)}
+
+
+def _fidelity(scene: Scene) -> dict[str, xr.Dataset]:
+    """Exact responses at every scale beside the linear ones, by probe."""
+    import xarray as xr
+
+    scaled, probes = torch.cat([scale * scene.xi for scale in SCALES]), scene.probes
+    rows = scene.after(scaled)
+    written = difference(rows, rows_of(scene.control, len(scaled)))
+    exact = responses(with_control(scene.control, rows), scene.future, list(probes.values()), HYPER)
+    ends = propagated(written, scene.path, scene.future)
+    moved = propagated(scene.written(scene.xi), scene.path, scene.future)
+    dims = ("change", "scale", "horizon")
+    coords = {**_coordinates(), "scale": list(SCALES), "answer": ["tangent", "endpoint"]}
+    found = {}
+    for own, (name, probe) in zip(exact, probes.items()):
+        linear = _read(probe, scene.path, moved)
+        tangent = torch.cat([scale * linear for scale in SCALES])
+        curves = [
+            x.unflatten(0, (len(SCALES), -1)).transpose(0, 1)
+            for x in (own, tangent, _read_exactly(probe, scene.path, ends))
+        ]
+        predicted = (("answer", *dims), torch.stack(curves[1:]).numpy())
+        found[name] = xr.Dataset({"exact": (dims, curves[0].numpy()), "predicted": predicted}, coords)
+    return found
+
+
+def _read(probe: Probe, path: Sequence[JointState], moved: Float[Tensor, "horizon row d"]) -> Tensor:
+    """c̄_hᵀ δθ_h."""
+    slopes = torch.stack([probe.gradient(state.theta)[0] for state in path])
+    return torch.einsum("hd,hrd->rh", slopes, moved)
+
+
+def _read_exactly(probe: Probe, path: Sequence[JointState], moved: Float[Tensor, "horizon row d"]) -> Tensor:
+    """F(θ^c + δθ) − F(θ^c)."""
+    theta = torch.stack([state.theta for state in path])
+    return (probe.value(theta + moved) - probe.value(theta)).mT
+
+
+def identity_residual(scene: Scene) -> float:
+    """max |e_h − (Φ r_B + Σ Φ r_s)| over the natural candidates at full scale. `thm:finite_horizon_error`
+
+    e is measured as the exact difference less the tangent; the sum of remainders is propagated by itself.
+    """
+    exact = difference(scene.after(scene.xi), rows_of(scene.control, len(scene.xi)))
+    tangent = scene.written(scene.xi)
+    summed = _minus(exact, tangent)
+    worst = 0.0
+    for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
+        linear = linear_step(before, batch.gradient(before.theta), HYPER)
+        shocked = by_channel(torch.add, before, exact)
+        stepped = difference(step_(shocked, batch.gradient(shocked.theta), HYPER), after)
+        predicted = exact.clone()
+        for dx in (predicted, tangent, summed):
+            linear.absorb_(dx, batch.products(dx.theta))
+        remainder = _minus(stepped, predicted)
+        for name in ("theta", "m", "v"):
+            getattr(summed, name).add_(getattr(remainder, name))
+            error = getattr(stepped, name) - getattr(tangent, name) - getattr(summed, name)
+            worst = max(worst, float(error.abs().max()))
+        exact = stepped
+    return worst
+
+
+def _minus(a: Tangent, b: Tangent) -> Tangent:
+    return Tangent(a.theta - b.theta, a.m - b.m, a.v - b.v)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Candidates of one kind, and their tangents by each way of propagation: δθ `[horizon, change, d]`."""
+
+    xi: Float[Tensor, "change d"]
+    full: Tensor
+    initial: Tensor
+    clamped: Tensor
+    frozen: Tensor
+    endpoint: Tensor
+    accepted: Tensor | None = None
+
+    @classmethod
+    def of(cls, scene: Scene, xi: Float[Tensor, "change d"], accepted: Tensor | None = None) -> Family:
+        along = scene.path, scene.future
+        dx = scene.written(xi)
+        none = torch.zeros_like(dx.theta)
+        alone = Tangent(dx.theta, none, none.clone())
+        exact = difference(scene.after(xi), rows_of(scene.control, len(xi)))
+        together = Tangent(*(torch.cat(parts) for parts in zip(*((x.theta, x.m, x.v) for x in (dx, alone, exact)))))
+        full, initial, endpoint = propagated(together, *along).chunk(3, dim=1)
+        clamped = propagated(alone, *along, clamped=True)
+        frozen = propagated(dx, *along, frozen=True)
+        return cls(xi, full, initial, clamped, frozen, endpoint, accepted)
+
+    @classmethod
+    def matched(cls, scene: Scene, probe: Probe) -> Family:
+        found = scene.matched(scene.xi, probe)
+        return cls.of(scene, found.xi, found.accepted)
+
+
+def _table(scene: Scene, probe: Probe, natural: Family | None) -> xr.Dataset:
+    """Scores, magnitudes and the null of shuffled readouts, for the natural and the matched family."""
+    import xarray as xr
+
+    families = {} if natural is None else {"natural": natural}
+    families["matched"] = Family.matched(scene, probe)
+    found = [_scored(scene, probe, family) for family in families.values()]
+    data = xr.concat(found, dim="family", combine_attrs="override").assign_coords(family=list(families))
+    slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
+    cosine = torch.nn.functional.cosine_similarity(slopes, slopes[:1], dim=1)
+    return data.assign(readout_cosine=("horizon", cosine.numpy()), **_stress(scene, probe, families["matched"]))
+
+
+def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
+    """`theory.scores` in the closed form of quadratics. `eq:app_temporal_ablations`, `eq:app_scalar_baselines`"""
+    import xarray as xr
+
+    slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
+    alignment = torch.einsum("sd,hrd->rhs", slopes, family.full)
+    (exact,) = responses(with_control(scene.control, scene.after(family.xi)), scene.future, [probe], HYPER)
+    curvature = mean_loss(scene.references).products(family.xi)
+    trajectories = {
+        "full_iso": alignment.diagonal(dim1=1, dim2=2),
+        "no_propagation": alignment[:, 0, :],
+        "initial_theta": _read(probe, scene.path, family.initial),
+        "clamped_theta": _read(probe, scene.path, family.clamped),
+        "frozen_dynamics": _read(probe, scene.path, family.frozen),
+        "frozen_readout": alignment[:, :, 0],
+        "norm_product": slopes.norm(dim=1) * family.full.norm(dim=2).mT,
+        "endpoint": _read_exactly(probe, scene.path, family.endpoint),
+    }
+    scores = {name: r.abs().amax(1) for name, r in trajectories.items()} | {
+        "exact_one_step": exact[:, 0].abs(),
+        "gradient_norm": family.xi.norm(dim=1),
+        "write_norm": family.full[0].norm(dim=1),
+        "curvature": torch.linalg.vecdot(family.xi, curvature).abs(),
+    }
+    magnitude = exact.abs().amax(1).numpy()
+    table = xr.Dataset(
+        {
+            "score": (("answer", "change"), torch.stack([scores["full_iso"]]).numpy()),
+            "alignment": (("change", "horizon", "step"), alignment.numpy()),
+        },
+        {**_coordinates(), "answer": ["full_iso"]},
+    )
+    null = readout_null(table, magnitude, generator=scene.system.generator("permutations"), permutations=PERMUTATIONS)
+    return xr.Dataset(
+        {
+            "score": (("score_method", "change"), torch.stack(list(scores.values())).numpy()),
+            "magnitude": ("change", magnitude),
+            "first_step": ("change", exact[:, 0].numpy()),
+            "null_correlation": ("permutation", null["spearman"].values),
+        },
+        {**_coordinates(), "score_method": list(scores)},
+    )
+
+
+def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
+    """What the matched candidates become: exact responses, and by how much θ's deviation grows."""
+    assert family.accepted is not None
+    rows = with_control(scene.control, scene.after(family.xi))
+    norms, values = [], []
+    for state in rollout(rows, scene.future, HYPER):
+        norms.append((state.theta[1:] - state.theta[:1]).norm(dim=1))
+        values.append(probe.value(state.theta))
+    exact = torch.stack(values, dim=1)
+    return {
+        "accepted": ("change", family.accepted.numpy()),
+        "matched_exact": (("change", "horizon"), (exact[1:] - exact[:1]).numpy()),
+        "parameter_gain": ("change", (torch.stack(norms).amax(0) / norms[0]).numpy()),
+    }
+
+
+# --- Experiment 1: memory
+
+
+def memory(scene: Scene) -> dict[str, xr.Dataset]:
+    """Hybrid states by channel, to horizon 128, and the persistence of m and v under other decays."""
+    import xarray as xr
+
+    continued = scene.process.after(scene.future[-1], scene.system.generator("extension"))
+    long = [*scene.future, *itertools.islice(continued, LONG_HORIZON - HORIZON)]
+    probes, shocked = list(scene.probes.values()), scene.after(PERSISTENCE_SCALE * scene.xi)
+    hybrids = hybrid_responses(scene.control, scene.after(scene.xi), long, probes, HYPER).numpy()
+    lasting = {
+        channel: persistent_responses(scene.control, shocked, scene.future, probes, HYPER, channel, decays).numpy()
+        for channel, decays in DECAYS.items()
+    }
+    coords = {
+        "channel": list(HYBRIDS),
+        "channel_change": range(CANDIDATES),
+        "persistence_change": range(CANDIDATES),
+        "horizon": range(1, HORIZON + 1),
+        "long_horizon": range(1, LONG_HORIZON + 1),
+    } | {f"decay_{channel}": list(decays) for channel, decays in DECAYS.items()}
+    dims = ("channel", "channel_change")
+    return {
+        name: xr.Dataset(
+            {
+                "channel_exact": ((*dims, "horizon"), hybrids[k, ..., :HORIZON]),
+                "channel_long": ((*dims, "long_horizon"), hybrids[k]),
+            }
+            | {
+                f"persistence_{channel}": ((f"decay_{channel}", "persistence_change", "horizon"), found[k])
+                for channel, found in lasting.items()
+            },
+            coords,
+        )
+        for k, name in enumerate(scene.probes)
+    }
+
+
+# --- Experiment 2: unknown futures
+
+
+def prospects(scene: Scene, futures: int) -> dict[str, xr.Dataset]:
+    """Exact responses under resampled futures, and what is known of them at the time of the shock."""
+    import xarray as xr
+
+    probes = scene.probes
+    matched = {name: scene.matched(scene.xi, probe).xi for name, probe in probes.items()}
+    xi = torch.cat([scene.xi, *matched.values()])
+    drawn = scene.process.after(scene.seen[-1], scene.system.generator("futures"), futures)
+    resampled = _under_futures(scene, xi, drawn, futures, probes)
+    sampled = _sampled_scores(scene, xi, probes)
+    found = {}
+    for k, (name, probe) in enumerate(probes.items()):
+        own = [slice(0, CANDIDATES), slice((k + 1) * CANDIDATES, (k + 2) * CANDIDATES)]
+        scores = [_present_scores(scene, probe, xi[rows]) | _of_rows(sampled[name], rows) for rows in own]
+        found[name] = xr.Dataset(
+            {
+                "future_response": (
+                    ("family", "change", "future", "horizon"),
+                    torch.stack([resampled[name][:, rows].transpose(0, 1) for rows in own]).numpy(),
+                ),
+                "present_score": (
+                    ("family", "present_method", "change"),
+                    torch.stack([torch.stack(list(each.values())) for each in scores]).numpy(),
+                ),
+                "matched_first_step": ("change", resampled[name][0, own[1], 0].numpy()),
+            },
+            {
+                **_coordinates(),
+                "family": ["natural", "matched"],
+                "future": range(futures),
+                "present_method": list(scores[0]),
+            },
+        )
+    return found
+
+
+def _under_futures(
+    scene: Scene, xi: Float[Tensor, "row d"], batches: Iterable[Quadratic], futures: int, probes: dict[str, Probe]
+) -> dict[str, Float[Tensor, "future row horizon"]]:
+    """d^{(k)}_{i,h} of every row under every future, for each probe: one exact run of `[future, row]` states."""
+    rows = with_control(scene.control, scene.after(xi))
+    start = rows_of(rows, futures, 1 + len(xi))
+    values: dict[str, list[Tensor]] = {name: [] for name in probes}
+    for state in rollout(start, itertools.islice(batches, HORIZON - 1), HYPER):
+        # neither of the two probes has a center
+        for name, value in zip(probes, values_of([probe.loss for probe in probes.values()], state.theta)):
+            values[name].append(value)
+    stacked_values = {name: torch.stack(each, dim=-1) for name, each in values.items()}
+    return {name: each[:, 1:] - each[:, :1] for name, each in stacked_values.items()}
+
+
+def _sampled_scores(
+    scene: Scene, xi: Float[Tensor, "row d"], probes: dict[str, Probe]
+) -> dict[str, dict[str, Float[Tensor, " row"]]]:
+    """The mean of M over futures sampled at the time of the shock.
+
+    sampled_future: from the process fitted to the batches seen so far. sampled_true: from the true process, other
+    draws than those of the target. forecast: along the fitted process's expected future alone.
+    """
+    fitted = fit_process([(batch.diagonal, batch.factor, batch.linear) for batch in scene.seen])
+    draws = sample_futures(fitted, SAMPLED, HORIZON - 1, scene.system.generator("fitted futures"))
+    futures = {
+        "sampled_future": (_by_step(draws), SAMPLED),
+        "forecast": (_by_step([fitted.forecast(HORIZON - 1)]), 1),
+        "sampled_true": (
+            scene.process.after(scene.seen[-1], scene.system.generator("sampled futures"), SAMPLED),
+            SAMPLED,
+        ),
+    }
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in probes}
+    for answer, (batches, count) in futures.items():
+        for name, d in _under_futures(scene, xi, batches, count, probes).items():
+            found[name][answer] = d.abs().amax(-1).mean(0)
+    return found
+
+
+def _by_step(futures: list[list[Any]]) -> Iterable[Quadratic]:
+    """Futures as lists of batches → one stack of quadratics per step."""
+    return (stacked([Quadratic(*batch) for batch in batches]) for batches in zip(*futures))
+
+
+def _of_rows(scores: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {answer: score[rows] for answer, score in scores.items()}
+
+
+def _present_scores(scene: Scene, probe: Probe, xi: Float[Tensor, "change d"]) -> dict[str, Float[Tensor, " change"]]:
+    """Scores at the time of the shock that see no future. `eq:app_present_frozen_iso`"""
+    references = [mean_loss(scene.references)] * (HORIZON - 1)
+    surrogate = path_of(scene.control, references, HYPER)
+    dx, after = scene.written(xi), scene.after(xi)
+    frozen = propagated(dx, surrogate, references, frozen=True)
+    first = probe.gradient(scene.control.theta)[0]
+    return {
+        "exact_one_step": (probe.value(after.theta) - probe.value(scene.control.theta)).abs(),
+        "gradient_norm": xi.norm(dim=1),
+        "write_norm": dx.theta.norm(dim=1),
+        "present_frozen": (frozen @ first).abs().amax(0),
+        "reference_surrogate": _read(probe, surrogate, propagated(dx, surrogate, references)).abs().amax(1),
+    }
+
+
+# --- labels
+
+
+def _coordinates() -> dict[str, Any]:
+    return {"change": range(CANDIDATES), "horizon": range(1, HORIZON + 1)}

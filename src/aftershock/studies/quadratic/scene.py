@@ -1,0 +1,100 @@
+"""A controlled system at the time of the shock, and the propagation of its tangents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...core.state import JointState, Tangent
+from ..study import System
+from .family import (
+    CONDITIONS,
+    HYPER,
+    Probe,
+    Process,
+    Quadratic,
+    anisotropic_probe,
+    mean_loss,
+    rotating_probe,
+    standard_probe,
+    start_state,
+)
+from .rows import ShockStep, linear_step, path_of, step_
+
+BURN_IN, REFERENCES, CANDIDATES, HORIZON = 40, 4, 16, 32
+
+
+@dataclass(frozen=True)
+class Scene(ShockStep):
+    """One system up to the shock: its step, the residuals ξ_i, the realized future and the probes."""
+
+    system: System
+    process: Process
+    seen: list[Quadratic]  # burn-in, references and candidates, in their order
+    future: list[Quadratic]  # H − 1 batches of the realized future
+    xi: Float[Tensor, "change d"]
+    standard: Probe
+    anisotropic: Probe
+
+    @classmethod
+    def of(cls, system: System) -> Scene:
+        process = Process(CONDITIONS[system.index % len(CONDITIONS)])
+        batches = process.sequence(system.generator("sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
+        state = start_state(system.generator("start"))
+        for batch in batches[:BURN_IN]:
+            state = step_(state, batch.gradient(state.theta), HYPER)
+        seen = batches[: BURN_IN + REFERENCES + CANDIDATES]
+        references, candidates = seen[BURN_IN : BURN_IN + REFERENCES], seen[BURN_IN + REFERENCES :]
+        mean = mean_loss(references).gradient(state.theta)
+        xi = torch.cat([batch.gradient(state.theta) for batch in candidates]) - mean
+        standard = standard_probe(process, system.generator("probe"))
+        weighted = anisotropic_probe(standard, system.generator("anisotropy"))
+        return cls(state, mean, HYPER, system, process, seen, batches[len(seen) :], xi, standard, weighted)
+
+    @property
+    def references(self) -> list[Quadratic]:
+        return self.seen[BURN_IN : BURN_IN + REFERENCES]
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """The two that the main experiment watches."""
+        return {"standard": self.standard, "anisotropic": self.anisotropic}
+
+    @cached_property
+    def path(self) -> list[JointState]:
+        """The control at h = 1 … H along the realized future."""
+        return path_of(self.control, self.future, HYPER)
+
+    @cached_property
+    def rotating(self) -> Probe:
+        before, after = (self.path[h - 1].theta[0] for h in (HORIZON // 2, HORIZON // 2 + 1))
+        return rotating_probe(before, after, self.system.generator("rotation"))
+
+
+# --- propagation
+
+
+def propagated(
+    dx: Tangent,
+    path: Sequence[JointState],
+    batches: Sequence[Quadratic],
+    *,
+    frozen: bool = False,
+    clamped: bool = False,
+) -> Float[Tensor, "horizon row d"]:
+    """δθ at every horizon: by A_s, by the first A again and again (frozen), or by [A_s]_θθ alone (clamped)."""
+    dx, seen = dx.clone(), [dx.theta.clone()]
+    for state, batch in zip(path, batches):
+        if frozen:
+            state, batch = path[0], batches[0]
+        linear_step(state, batch.gradient(state.theta), HYPER).absorb_(dx, batch.products(dx.theta))
+        if clamped:
+            dx.m.zero_()
+            dx.v.zero_()
+        seen.append(dx.theta.clone())
+    return torch.stack(seen)

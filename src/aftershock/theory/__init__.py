@@ -1,0 +1,95 @@
+"""The theory of the paper on the user's own model: paths and changes in, labelled results out.
+
+where does the error come from?       decompose, error_bounds, write_in_bound, activation_margin, switch_fraction
+how does a shock enter?               write_paths, second_order
+which memory carries it?              channel_responses, persistence, FrozenMemory
+which batch matters most?             scores, readout_null, match_first_step
+what will it do in an unknown future? repeated_futures, prospective_structure, sampled_future
+what do many systems say together?    aggregate, error_exponents, spearman, compare_answers
+"""
+
+from ..results.certificate import certify, nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
+from ..results.statistics import (
+    aggregate,
+    coefficient_of_variation,
+    compare_answers,
+    error_exponents,
+    extremum_sign_accuracy,
+    holm,
+    median_interval,
+    pooled_nrmse,
+    spearman,
+)
+from ..results.summaries import crossing, spike_margin, summarize
+from .baselines import readout_null, scores
+from .channels import channel_responses, interactions
+from .envelopes import curvature_bound, error_bounds, operator_norm, probe_constant, smooth_constant, write_in_bound
+from .frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
+from .futures import (
+    present_frozen,
+    prospective_ratio,
+    prospective_structure,
+    reference_surrogate,
+    repeated_futures,
+    sampled_future,
+)
+from .matching import match_first_step, persistence, residuals
+from .remainder import decompose
+from .samplers import FittedProcess, fit_process, sample_futures
+from .second_order import second_order
+from .switching import activation_margin, margin_mass, switch_fraction, telescoped_defects
+from .write_paths import split_write, write_paths
+
+__all__ = [
+    "FittedProcess",
+    "FrozenMemory",
+    "activation_margin",
+    "aggregate",
+    "bias_correction_effect",
+    "certify",
+    "channel_responses",
+    "coefficient_of_variation",
+    "compare_answers",
+    "crossing",
+    "curvature_bound",
+    "decompose",
+    "error_bounds",
+    "error_exponents",
+    "extremum_sign_accuracy",
+    "fit_process",
+    "holm",
+    "interactions",
+    "margin_mass",
+    "match_first_step",
+    "median_interval",
+    "nrmse",
+    "operator_norm",
+    "persistence",
+    "pooled_nrmse",
+    "present_frozen",
+    "probe_constant",
+    "prospective_ratio",
+    "prospective_structure",
+    "readout_null",
+    "reference_surrogate",
+    "repeated_futures",
+    "residuals",
+    "sample_futures",
+    "sampled_future",
+    "scores",
+    "second_order",
+    "sign_agreement",
+    "smooth_constant",
+    "spearman",
+    "spike_margin",
+    "split_write",
+    "summarize",
+    "switch_fraction",
+    "symmetric_error",
+    "telescoped_defects",
+    "trusted_horizon",
+    "validity_radius",
+    "weight_decay_effect",
+    "write_in_bound",
+    "write_paths",
+]

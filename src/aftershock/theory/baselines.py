@@ -1,0 +1,249 @@
+"""The paper's scores beside each other: Full ISO, what is left when a part of it is taken away, static norms.
+
+Every score of the table comes from one sweep; the readout permutations need nothing but its products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.changes import ControlStep, Shock
+from ..core.dynamics import Linearized
+from ..core.loss import GradientGraph
+from ..core.state import Cotangent, JointState, Tangent, difference, pair, stack
+from ..core.sweeps import transit_, transit_semilinear_
+from ..errors import InvalidInput, NotFinite
+from ..results.statistics import rank_correlation
+from .channels import Watch, first_tangent
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+    from ..api.change import Change
+
+TRAJECTORIES = (
+    "full_iso",
+    "no_propagation",
+    "initial_theta",
+    "clamped_theta",
+    "frozen_dynamics",
+    "frozen_readout",
+    "norm_product",
+    "endpoint",
+    "semilinear",
+)
+STATIC = ("exact_one_step", "gradient_norm", "write_norm", "curvature")
+VECTORS = 56  # flat vectors a change needs: six rows of δx with products and work, ξ, endpoints
+
+
+def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: str | int | None = None) -> xr.Dataset:
+    """`score[answer, change]` and, where the score is max_h |r_h|, its trajectory `response[answer, change, horizon]`.
+
+    With δx_1 = B ξ and c̄_h = ∇F(θ^c_{t+h}) (eq:app_full_iso, eq:app_temporal_ablations, eq:app_scalar_baselines):
+
+    full_iso         c̄_hᵀ P_θ Φ(t+h, t+1) δx_1             no_propagation   c̄_hᵀ δθ_1
+    initial_theta    c̄_hᵀ P_θ Φ(t+h, t+1) P_θᵀ δθ_1        frozen_dynamics  c̄_hᵀ P_θ A_{t+1}^{h−1} δx_1
+    clamped_theta    c̄_hᵀ (∏ [A_s]_θθ) δθ_1                frozen_readout   c̄_1ᵀ δθ_h
+    norm_product     ‖c̄_h‖ ‖δθ_h‖                          exact_one_step   |d_1|, by a second step
+    gradient_norm    ‖ξ‖                                   write_norm       ‖δθ_1‖
+    curvature        |ξᵀ H_ref ξ|, H_ref the Hessian of the control's batch: the mean over its micro-batches
+    endpoint, semilinear: the engine's own answers, which read the real probe
+
+    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and
+    `attrs["undefined"]` says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
+    its diagonal is Full ISO, and `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
+
+    Costs 6·N·(H−1) Hessian products in all, through one graph per step: 1.2 × those of the five distinct
+    propagations (full, initial θ, clamped θ, frozen, endpoint); N + H gradients; 2·N·H forward passes. Keeps H
+    readouts in memory.
+    """
+    watch = Watch.of(change.path, change.at, probe, horizon)
+    watch.require_linear()
+    path, control = change.path, change.path.control(change.at)
+    losses, slopes = watch.readouts()
+    reference = path.trajectory.linearize(control.step, control.before).graph
+    tables = []
+    for some in watch.chunks(change.edits, VECTORS, memory):
+        sweep = _Sweep(watch, control, [edit.shock(control) for edit in some], losses, slopes)
+        tables.append(sweep.table(reference))
+    return _labelled(watch, change, tables, slopes)
+
+
+class _Sweep:
+    """The propagations of some changes, and what is read from them. All in float64 on the CPU."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        control: ControlStep,
+        shocks: Sequence[Shock],
+        losses: Float[Tensor, " horizon"],
+        slopes: Float[Tensor, "horizon param"],
+    ) -> None:
+        self.watch, self.shocks, self.losses = watch, shocks, losses
+        self.readouts = Cotangent(slopes, slopes[:, :0], slopes[:, :0])
+        self.ends = [shock.endpoint(1.0)[0] for shock in shocks]
+        self.start = stack([first_tangent(control, shock) for shock in shocks])
+        self.exact = stack([difference(end, control.after) for end in self.ends])
+        count, horizons = len(shocks), watch.horizons
+        self.alignment = torch.zeros(count, horizons, horizons, dtype=torch.float64)
+        self.norms = torch.zeros(count, horizons, dtype=torch.float64)
+        self.found = {name: torch.zeros(count, horizons, dtype=torch.float64) for name in TRAJECTORIES}
+
+    def table(self, reference: GradientGraph) -> dict[str, Tensor]:
+        self.run()
+        found, slopes = self.found, self.readouts.theta
+        found["full_iso"] = self.alignment.diagonal(dim1=1, dim2=2)
+        found["frozen_dynamics"][:, 0] = self.alignment[:, 0, 0]
+        found["no_propagation"] = self.alignment[:, 0, :]
+        found["frozen_readout"] = self.alignment[:, :, 0]
+        found["norm_product"] = torch.linalg.vector_norm(slopes, dim=1).double().cpu() * self.norms
+        static = torch.full((len(STATIC), len(self.shocks)), torch.nan, dtype=torch.float64)
+        static[0], static[2] = found["endpoint"][:, 0].abs(), self.norms[:, 0]
+        xis = [shock.xi for shock in self.shocks if shock.xi is not None]
+        if len(xis) == len(self.shocks):
+            xi = torch.stack(xis)
+            static[1] = torch.linalg.vector_norm(xi, dim=1)
+            static[3] = torch.linalg.vecdot(xi, reference.products(xi)).abs()
+        return {
+            "response": torch.stack([found[name] for name in TRAJECTORIES]),
+            "static": static,
+            "alignment": self.alignment,
+        }
+
+    def run(self) -> None:
+        """One pass along the path, all rows of a step through its one gradient graph."""
+        count, none = len(self.shocks), torch.zeros_like(self.start.theta)
+        alone = Tangent(self.start.theta, none, none)
+        linear = _joined([self.start, alone, alone, self.exact])
+        full, initial, clamped, endpoint = (linear[k * count : (k + 1) * count] for k in range(4))
+        semilinear = self.exact.clone()
+        trajectory = self.watch.path.trajectory
+        for h, (time, state) in enumerate(self.watch.states()):
+            c = self.readouts[h : h + 1]
+            self.alignment[:, h, :] = pair(self.readouts, _seen(full)).mT
+            self.norms[:, h] = torch.linalg.vector_norm(full.theta, dim=1)
+            self.found["initial_theta"][:, h] = pair(c, _seen(initial))[0]
+            self.found["clamped_theta"][:, h] = pair(c, _seen(clamped))[0]
+            self._read_probe(h, time, state, endpoint, semilinear)
+            if h + 1 == self.watch.horizons:
+                break
+            at = trajectory.linearize(trajectory.steps[time], state)
+            transit_(at, linear)
+            transit_semilinear_(at, state, semilinear)
+            clamped.m.zero_()
+            clamped.v.zero_()
+            if h == 0:
+                self._freeze(at, full.clone())
+
+    def _freeze(self, at: Linearized, dx: Tangent) -> None:
+        """A_{t+1}^{h−1} δx_1, from A_{t+1} δx_1 on, while that step's graph is there."""
+        for h in range(1, self.watch.horizons):
+            self.found["frozen_dynamics"][:, h] = pair(self.readouts[h : h + 1], _seen(dx))[0]
+            if h + 1 < self.watch.horizons:
+                transit_(at, dx)
+
+    def _read_probe(self, h: int, time: int, state: JointState, endpoint: Tangent, semilinear: Tangent) -> None:
+        """The real probe; at h = 1 both are the exact state after the change."""
+        for i, end in enumerate(self.ends):
+            if h == 0:
+                value = self._probe(time, end.theta, state) - float(self.losses[0])
+                self.found["endpoint"][i, 0] = self.found["semilinear"][i, 0] = value
+                continue
+            for name, dx in (("endpoint", endpoint), ("semilinear", semilinear)):
+                self.found[name][i, h] = self._probe(time, state.theta + dx.theta[i], state) - float(self.losses[h])
+
+    def _probe(self, time: int, theta: Float[Tensor, " param"], state: JointState) -> float:
+        try:
+            return float(self.watch.probe.value(self.watch.path.trajectory, time, theta, state))
+        except NotFinite:  # a prediction that has run away is a wrong prediction, not an error
+            return math.inf
+
+
+def _seen(dx: Tangent) -> Tangent:
+    """P_θ δx: the blocks that a readout of θ pairs with zeros, left out, so that they cost nothing."""
+    return Tangent(dx.theta, dx.m[:, :0], dx.v[:, :0])
+
+
+def _joined(parts: Sequence[Tangent]) -> Tangent:
+    return Tangent(*(torch.cat([getattr(dx, name) for dx in parts]) for name in ("theta", "m", "v")))
+
+
+def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]], slopes: Tensor) -> xr.Dataset:
+    import xarray as xr
+
+    response = torch.cat([table["response"] for table in tables], dim=1)
+    static = torch.cat([table["static"] for table in tables], dim=1)
+    blank = torch.full((len(STATIC), *response.shape[1:]), torch.nan, dtype=torch.float64)
+    cosine = torch.nn.functional.cosine_similarity(slopes[:1], slopes, dim=1).double().cpu()
+    undefined = [name for name, row in zip(STATIC, static) if row.isnan().any()]
+    reason = f"{' and '.join(undefined)}: a {change.kind} is not a difference of gradients, it has no ξ"
+    return xr.Dataset(
+        {
+            "score": (("answer", "change"), torch.cat([response.abs().amax(2), static]).numpy()),
+            "response": (("answer", "change", "horizon"), torch.cat([response, blank]).numpy()),
+            "alignment": (
+                ("change", "horizon", "step"),
+                torch.cat([table["alignment"] for table in tables]).numpy(),
+            ),
+            "readout_cosine": ("horizon", cosine.numpy()),
+        },
+        coords={
+            "answer": [*TRAJECTORIES, *STATIC],
+            "step": [watch.at + h for h in range(1, watch.horizons + 1)],
+            **watch.coordinates(change.edits),
+        },
+        attrs={**watch.attributes(change.kind), "undefined": reason if undefined else ""},
+    )
+
+
+def readout_null(
+    table: xr.Dataset,
+    magnitude: xr.DataArray | np.ndarray | None = None,
+    *,
+    generator: torch.Generator,
+    permutations: int = 100,
+) -> xr.Dataset:
+    """How Full ISO ranks when the readouts come in a shuffled order: S_{i,π} = max_h |c̄_{π(h)}ᵀ δθ_{i,h}|.
+
+    One permutation π is shared by all changes; each is a `future`. `spearman[future]` is the rank correlation
+    of the shuffled scores with `magnitude` (the exact M of every change; default: the table's own Full ISO
+    score), `true_spearman` that of Full ISO itself, `percentile` the share of the null at or below it, in
+    percent. Costs no gradient. Paper: "Readout controls", "Scalar baselines".
+    """
+    import numpy as np
+    import xarray as xr
+
+    horizons, changes = table.sizes["horizon"], table.sizes["change"]
+    if horizons < 2:
+        raise InvalidInput("a permutation of the readouts needs two of them or more; score with a longer horizon")
+    if changes < 2 or permutations < 1:
+        raise InvalidInput(f"a null of rank correlations needs two changes and a permutation; got {changes} change(s)")
+    full = table["score"].sel({"answer": "full_iso"}).values
+    target = full if magnitude is None else np.asarray(magnitude, dtype=float)
+    if target.shape != (changes,):
+        raise InvalidInput(f"magnitude needs one number per change ({changes}); got shape {target.shape}")
+    draw = (torch.randperm(horizons, generator=generator, device=generator.device) for _ in range(permutations))
+    orders = np.stack([order.cpu().numpy() for order in draw])
+    alignment = table["alignment"].values
+    shuffled = np.abs(alignment[:, np.arange(horizons), orders]).max(axis=2).T
+    null = rank_correlation(shuffled, target)[0]
+    true = float(rank_correlation(full, target)[0])
+    return xr.Dataset(
+        {
+            "spearman": ("future", null),
+            "score": (("future", "change"), shuffled),
+            "order": (("future", "horizon"), orders + 1),
+            "true_spearman": true,
+            "percentile": 100 * float(np.mean(null <= true)) if np.isfinite(null).all() else np.nan,
+        },
+        coords={"future": np.arange(permutations), "change": table["change"], "horizon": table["horizon"]},
+        attrs=dict(table.attrs),
+    )

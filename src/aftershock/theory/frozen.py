@@ -1,0 +1,351 @@
+"""The frozen memory model: one coordinate of AdamW with its coefficients held fixed (the paper's section 3.5, app. C).
+
+    z' = Ā z,   z = (δθ, δm, δv),       Ā = ⎡ a    b_m  b_v ⎤
+                                            ⎢ d_m  β1   0   ⎥
+                                            ⎣ d_v  0    β2  ⎦
+
+b_m, b_v turn memory into motion; d_m, d_v feed motion back into memory. It shows how a write that waits in m or v
+comes out late, and larger, even where the system is stable. It is a picture of the mechanism, not a forecast: the
+coefficients of a real run move, and its coordinates are coupled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidInput, NotFinite
+from ..results.summaries import summarize
+from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    import xarray as xr
+
+    from ..api.path import Path
+
+CHANNELS = ("m", "v")
+# Rounding parts a double pole by √ε ≈ 1e-8 and gives its eigenvectors a condition number of about 1e8. Past 1e6 a
+# modal form would have lost half its digits, and nobody could tell it from the modal form of a defective matrix.
+MODAL_LIMIT = 1e6
+
+
+@dataclass(frozen=True)
+class FrozenMemory:
+    """Ā and what follows from it. The channels are m and v; horizon 1 is the state that holds the write."""
+
+    a: float
+    b_m: float
+    b_v: float
+    d_m: float
+    d_v: float
+    beta1: float
+    beta2: float
+
+    def __post_init__(self) -> None:
+        broken = [name for name, value in asdict(self).items() if not math.isfinite(value)]
+        if broken:
+            raise NotFinite(
+                f"the frozen coefficient {broken[0]} is {getattr(self, broken[0])}: no frozen system exists at this "
+                "point. Look for a NaN or an overflow in its gradient, its moments or its curvature"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInput(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+
+    @classmethod
+    def of_scalars(
+        cls, *, retention: float, dq_dm: float, dq_dv: float, dtheta_dg: float, curvature: float,
+        gradient: float, beta1: float, beta2: float,
+    ) -> FrozenMemory:  # fmt: skip
+        """From D (`retention`, 1 − ηλ), M, V, Γ, H, g: a = D + ΓH, b = (β1 M, β2 V), d = ((1−β1) H, 2(1−β2) g H)."""
+        return cls(
+            a=retention + dtheta_dg * curvature,
+            b_m=beta1 * dq_dm,
+            b_v=beta2 * dq_dv,
+            d_m=(1 - beta1) * curvature,
+            d_v=2 * (1 - beta2) * gradient * curvature,
+            beta1=beta1,
+            beta2=beta2,
+        )
+
+    @classmethod
+    def at(cls, path: Path, step: int, coordinate: Coordinate) -> FrozenMemory:
+        """The diagonal of each block of A_s (eq:joint_state_jacobian) at one coordinate, or its mean over several.
+
+        coordinate: a flat index or slice (parameters in the order of their groups), the name of a parameter, or
+        (name, index), indexed as the tensor itself. Costs 1.2 g and one Hessian product, 1–2 g, per coordinate.
+        """
+        return cls(**Place.of(path, step, coordinate, exact_diagonal).coefficients())
+
+    @classmethod
+    def estimate(
+        cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: torch.Generator
+    ) -> FrozenMemory:
+        """An unbiased estimate of `at` over many coordinates, at one Hessian product per sample.
+
+        Each H_ii is estimated by z_i (Hz)_i with random signs z on these coordinates; b_m and b_v are exact.
+        """
+        if samples < 1:
+            raise InvalidInput(f"an estimate needs at least one sample; got {samples}")
+
+        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
+        return cls(**place.coefficients())
+
+    # --- the response of the parameter to a unit write into m or v
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Ā."""
+        import numpy as np
+
+        return np.array(
+            [[self.a, self.b_m, self.b_v], [self.d_m, self.beta1, 0.0], [self.d_v, 0.0, self.beta2]], dtype=np.float64
+        )
+
+    def response(self, horizons: int, probe_sensitivity: float = 1.0) -> xr.DataArray:
+        """γ_F r_k(h) for h = 1 … `horizons`, r_k(h) = e_θᵀ Ā^{h−1} e_k. `probe_sensitivity` is γ_F = ∂F/∂θ."""
+        import numpy as np
+
+        if horizons < 1:
+            raise InvalidInput(f"the first horizon is 1; got horizons={horizons}")
+        if not math.isfinite(probe_sensitivity) or probe_sensitivity == 0:
+            raise InvalidInput(f"the probe's sensitivity must be finite and not zero; got {probe_sensitivity}")
+        row, rows = np.array([1.0, 0.0, 0.0]), []
+        with np.errstate(over="ignore", invalid="ignore"):
+            for h in range(1, horizons + 1):
+                if not np.isfinite(row).all():
+                    raise NotFinite(
+                        f"the response overflows at horizon {h}: the spectral radius of this frozen system is "
+                        f"{self.spectral_radius:.4g}; ask for fewer horizons"
+                    )
+                rows.append(row[1:])
+                row = row @ self.matrix
+        return _labelled(probe_sensitivity * np.array(rows).T, "response")
+
+    def short_response(self) -> xr.DataArray:
+        """r_k(1 … 4) in closed form (prop:adamw_memory_response, eq:four_step_memory_response)."""
+        import numpy as np
+
+        rows = []
+        for b, beta in ((self.b_m, self.beta1), (self.b_v, self.beta2)):
+            rows.append([0.0, b, b * (self.a + beta), b * self._four_step_factor(beta)])
+        return _labelled(np.array(rows), "response")
+
+    def _four_step_factor(self, beta: float) -> float:
+        return self.a**2 + self.a * beta + beta**2 + self.b_m * self.d_m + self.b_v * self.d_v
+
+    def amplification(self) -> xr.Dataset:
+        """Whether |r_k(3)| > |r_k(2)| (`two_step`) and |r_k(4)| > |r_k(3)| (`feedback`), from the coefficients alone.
+
+        eq:two_step_amplification_condition, |a + β_k| > 1, and eq:feedback_amplification_condition; both need b_k ≠ 0.
+        `transient` marks growth of either kind in a stable system.
+        """
+        import numpy as np
+        import xarray as xr
+
+        betas = (self.beta1, self.beta2)
+        coupled = np.array([self.b_m != 0, self.b_v != 0])
+        two_step = coupled & np.array([abs(self.a + beta) > 1 for beta in betas])
+        feedback = coupled & np.array([abs(self._four_step_factor(beta)) > abs(self.a + beta) for beta in betas])
+        values = {"two_step": two_step, "feedback": feedback, "transient": (two_step | feedback) & self.stable}
+        return xr.Dataset({name: ("channel", v) for name, v in values.items()}, {"channel": list(CHANNELS)})
+
+    def peak(self, horizons: int, probe_sensitivity: float = 1.0) -> xr.Dataset:
+        """Summaries of the response over `horizons`: peak, peak_horizon h*_k, peak_sign and the others.
+
+        `settled` says that no later horizon exceeds the peak, so that h*_k is the earliest peak of all h ≥ 1: in a
+        stable system the modal bound only falls, and it has fallen below the peak (or b_k = 0, and nothing ever comes
+        out). It needs a modal form.
+        """
+        found = summarize(self.response(horizons, probe_sensitivity))
+        later = self.bounds(horizons + 1)["modal"].isel(horizon=-1, drop=True) * abs(probe_sensitivity)
+        silent = found["peak"].copy(data=[self.b_m == 0, self.b_v == 0])
+        return found.assign(settled=((later <= found["peak"]) & self.stable) | silent)
+
+    # --- spectrum and transfer functions
+
+    @property
+    def loop_gains(self) -> xr.DataArray:
+        """b_m d_m and b_v d_v: what a displacement returns to itself through m and through v."""
+        import xarray as xr
+
+        gains = [self.b_m * self.d_m, self.b_v * self.d_v]
+        return xr.DataArray(gains, {"channel": list(CHANNELS)}, "channel", name="loop_gain")
+
+    def loop_signs(self) -> xr.DataArray:
+        """sign(b_m d_m) = −sign(H) and sign(b_v d_v) = sign(m g H), as −1, 0 or 1; 0 where β_k = 0 cuts the loop."""
+        import numpy as np
+
+        signs = np.sign([self.b_m, self.b_v]) * np.sign([self.d_m, self.d_v])  # the product may underflow
+        return self.loop_gains.copy(data=signs.astype(int)).rename("loop_sign")
+
+    @property
+    def characteristic_polynomial(self) -> np.ndarray:
+        """p(λ) = (λ−a)(λ−β1)(λ−β2) − b_m d_m (λ−β2) − b_v d_v (λ−β1), highest power first.
+
+        eq:app_characteristic_polynomial.
+        """
+        import numpy as np
+
+        uncoupled = np.poly([self.a, self.beta1, self.beta2])
+        through_m = self.b_m * self.d_m * np.poly([self.beta2])
+        through_v = self.b_v * self.d_v * np.poly([self.beta1])
+        return np.polysub(np.polysub(uncoupled, through_m), through_v)
+
+    @property
+    def poles(self) -> np.ndarray:
+        """The roots of p, that is the eigenvalues of Ā, largest first."""
+        return self._eigen[0]
+
+    @property
+    def spectral_radius(self) -> float:
+        """ρ(Ā)."""
+        return float(abs(self.poles[0]))
+
+    @property
+    def stable(self) -> bool:
+        """Every pole lies strictly inside the unit disk: Ā^h → 0."""
+        return self.spectral_radius < 1
+
+    def transfer_polynomials(self, channel: str) -> tuple[np.ndarray, np.ndarray]:
+        """Numerator and denominator of 𝓗_k, highest power first: b_m (z−β2) / p(z) and b_v (z−β1) / p(z)."""
+        import numpy as np
+
+        if channel not in CHANNELS:
+            raise InvalidInput(f"the memory channels are m and v; got {channel!r}")
+        gain, zero = (self.b_m, self.beta2) if channel == "m" else (self.b_v, self.beta1)
+        return gain * np.poly([zero]), self.characteristic_polynomial
+
+    def transfer(self, z: complex) -> xr.DataArray:
+        """𝓗_k(z) = e_θᵀ (zI − Ā)^{−1} e_k = Σ_h r_k(h) z^{−h}. It does not exist at a pole."""
+        import numpy as np
+        import xarray as xr
+
+        if np.polyval(self.characteristic_polynomial, z) == 0:
+            raise InvalidInput(f"{z} is a pole of this frozen system; its transfer functions do not exist there")
+        values = [complex(np.divide(*(np.polyval(p, z) for p in self.transfer_polynomials(k)))) for k in CHANNELS]
+        return xr.DataArray(values, {"channel": list(CHANNELS)}, "channel", name="transfer")
+
+    # --- modes
+
+    @cached_property
+    def _eigen(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """(poles, V with unit columns, V^{−1}); V is None where Ā has no modal form.
+
+        Ā is first scaled so that each loop is as strong on its way out as on its way back. The scaling is exact for
+        this pattern of zeros, and without it the units of m and v alone would make eigenvectors look parallel.
+        """
+        import numpy as np
+
+        unit = max(1.0, abs(self.a))
+        scale = np.array([1.0, *(_even(b, d, unit) for b, d in ((self.b_m, self.d_m), (self.b_v, self.d_v)))])
+        poles, vectors = np.linalg.eig(self.matrix * scale / scale[:, None])
+        order = np.argsort(-abs(poles), kind="stable")
+        poles, vectors = poles[order], vectors[:, order]
+        if not np.linalg.cond(vectors) < MODAL_LIMIT:
+            return poles, None, None
+        columns = scale[:, None] * vectors
+        norms = np.linalg.norm(columns, axis=0)
+        return poles, columns / norms, norms[:, None] * np.linalg.inv(vectors) / scale
+
+    def modes(self) -> xr.Dataset:
+        """Poles λ_i, residues (e_θᵀ v_i)(w_i* e_k) and κ₂(V).
+
+        r_k(h) = Σ_i residue_ki λ_i^{h−1} (eq:app_modal_response); complex ones come in conjugate pairs.
+        A defective matrix has no modal form: residues and κ₂ are NaN, and `attrs["undefined"]` says why.
+        """
+        import numpy as np
+        import xarray as xr
+
+        poles, vectors, inverse = self._eigen
+        residues, condition = np.full((2, 3), complex("nan+nanj")), math.nan
+        if vectors is not None and inverse is not None:
+            # a channel that never reaches the parameter has no residue: leave no rounding of zero behind
+            reaches = np.array([[self.b_m != 0], [self.b_v != 0]])
+            residues = np.where(reaches, vectors[0] * inverse[:, 1:].T, 0.0)
+            condition = float(np.linalg.norm(vectors, 2) * np.linalg.norm(inverse, 2))
+        data = xr.Dataset(
+            {"pole": ("mode", poles), "residue": (("channel", "mode"), residues), "condition": condition},
+            {"channel": list(CHANNELS)},
+        )
+        return data if vectors is not None else data.assign_attrs(undefined=_NO_MODES)
+
+    def bounds(self, horizons: int) -> xr.Dataset:
+        """Three bounds of |r_k(h)|, each looser than the one before; NaN where there is no modal form.
+
+        modal      Σ_i |e_θᵀ v_i| |w_i* e_k| |λ_i|^{h−1}
+        norm       ‖e_θᵀ V‖ ‖Λ^{h−1}‖ ‖V^{−1} e_k‖
+        condition  κ₂(V) ρ(Ā)^{h−1}, the same for both channels
+        """
+        import numpy as np
+        import xarray as xr
+
+        if horizons < 1:
+            raise InvalidInput(f"the first horizon is 1; got horizons={horizons}")
+        modes = self.modes()
+        with np.errstate(over="ignore"):
+            powers = abs(self.poles)[:, None] ** np.arange(horizons)
+        modal = _labelled(abs(modes["residue"].values) @ powers, "modal")
+        _, vectors, inverse = self._eigen
+        ends = np.full(2, math.nan)
+        if vectors is not None and inverse is not None:
+            ends = np.linalg.norm(vectors[0]) * np.linalg.norm(inverse[:, 1:], axis=0)
+        norm = _labelled(ends[:, None] * powers[0], "norm")
+        condition = xr.DataArray(float(modes["condition"]) * powers[0], {"horizon": modal["horizon"]}, "horizon")
+        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition}, attrs=modes.attrs)
+
+
+def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: Sequence[float]) -> xr.Dataset:
+    """The frozen systems of one place under other weight decays λ: a = 1 − ηλ + ΓH (app:frozen_wd_bias).
+
+    With decoupled decay only a moves, by −η per unit of λ. Costs what one `FrozenMemory.at` does.
+    """
+    place = Place.of(path, step, coordinate, exact_diagonal)
+    found = [FrozenMemory(**place.coefficients(weight_decay=value)) for value in values]
+    return _table(found, "system").assign_coords(weight_decay=("system", [float(value) for value in values]))
+
+
+def bias_correction_effect(path: Path, step: int, coordinate: Coordinate, counts: Sequence[int]) -> xr.Dataset:
+    """The frozen systems of one place had its step been another true step s: ρ1 = 1−β1^s, ρ2 = 1−β2^s.
+
+    The moments and the gradient stay. a, b_m and b_v move through M, V and Γ; d_m and d_v do not, and no zero of Ā
+    fills: bias correction changes numbers, not the coupling. Costs what one `FrozenMemory.at` does.
+    """
+    if any(count < 1 for count in counts):
+        raise InvalidInput(f"the first true step is 1; got {min(counts)}")
+    place = Place.of(path, step, coordinate, exact_diagonal)
+    found = [FrozenMemory(**place.coefficients(true_step=count)) for count in counts]
+    return _table(found, "step").assign_coords(step=list(counts))
+
+
+# --- labels
+
+_NO_MODES = "the matrix is defective, or too close to it to tell: two of its eigenvectors are parallel"
+
+
+def _even(out: float, back: float, unit: float) -> float:
+    """s with |out| s = |back| / s; with one side of the loop cut, the other becomes `unit`."""
+    if out and back:
+        return math.sqrt(abs(back)) / math.sqrt(abs(out))
+    return unit / abs(out) if out else abs(back) / unit if back else 1.0
+
+
+def _labelled(values: np.ndarray, name: str) -> xr.DataArray:
+    import xarray as xr
+
+    coords = {"channel": list(CHANNELS), "horizon": range(1, values.shape[1] + 1)}
+    return xr.DataArray(values, coords, ("channel", "horizon"), name=name)
+
+
+def _table(systems: Sequence[FrozenMemory], dim: str) -> xr.Dataset:
+    import xarray as xr
+
+    if not systems:
+        raise InvalidInput("no value was given")
+    columns = {name: (dim, [getattr(s, name) for s in systems]) for name in asdict(systems[0])}
+    return xr.Dataset({**columns, "spectral_radius": (dim, [s.spectral_radius for s in systems])})

@@ -1,0 +1,302 @@
+"""Equal first effects, so that what differs is the future: candidates of equal one-step response, and moments
+of equal first displacement under other β."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..core.adamw import Run, runs_of
+from ..core.changes import ControlStep, Perturb
+from ..core.dynamics import Step
+from ..core.operators import WriteIn, readout
+from ..core.state import JointState, difference
+from ..errors import InvalidInput, NotFinite
+from ..results.summaries import summarize
+from .channels import Watch, require_scale
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..api.change import Change
+    from ..api.path import Path
+
+TARGET = 0.25  # μ1 as a share of the median first-step response
+NULLSPACE = 4.0  # ‖z̃‖ / ‖b‖
+LARGEST_GAMMA = 64.0
+BISECTIONS = 64
+ACCEPTED = 5e-8  # residual over μ1
+ROUNDING = 64  # of ‖z‖, in units of eps ‖r‖, below which z is zero
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Perturbations of equal exact |d_1|, and how well each was matched.
+
+    `xi[change]` is γ_i ξ̃_i as `path.perturb` takes it, NaN where no γ was found. `data` has, by change,
+    `gamma`, `first_step` (the signed exact d_1), `accepted` and `reason` (empty where accepted).
+    """
+
+    xi: Float[Tensor, "change d"]
+    data: xr.Dataset
+
+    @property
+    def gamma(self) -> xr.DataArray:
+        return self.data["gamma"]
+
+    @property
+    def first_step(self) -> xr.DataArray:
+        """The exact signed one-step response reached; its magnitude is the target where accepted."""
+        return self.data["first_step"]
+
+    @property
+    def accepted(self) -> xr.DataArray:
+        return self.data["accepted"]
+
+    @property
+    def cv(self) -> float:
+        """Coefficient of variation of |d_1| over the accepted candidates (ddof = 0); NaN without any."""
+        size = abs(self.first_step.where(self.accepted, drop=True))
+        return float(size.std(ddof=0) / size.mean()) if size.size else math.nan
+
+
+def residuals(change: Change) -> Float[Tensor, "change d"]:
+    """ξ_i = g_i − ḡ of every change, without padding: 1 g each for replaced batches."""
+    control = change.path.control(change.at)
+    found = [edit.shock(control).xi for edit in change.edits]
+    if any(xi is None for xi in found):
+        raise InvalidInput(f"a {change.kind} is not a difference of gradients: it has no ξ; replace batches or perturb")
+    return control.dynamics.layout.compact(torch.stack([xi for xi in found if xi is not None]))
+
+
+def match_first_step(
+    path: Path, xis: Any, probe: Any, at: int = 0, *, target: float = TARGET, tolerance: float = ACCEPTED
+) -> Matched:
+    """Candidates from residuals r_i whose exact first responses are ±μ1, by eq:app_exact_matching.
+
+    With a = Bᵀc̄_1: b_i = s_i μ1 a/‖a‖², s_i = (−1)^i, z_i the part of r_i orthogonal to a, and
+    ξ̃_i = b_i + 4‖b_i‖ z_i/‖z_i‖, so that aᵀξ̃_i = s_i μ1, μ1 = `target`·median_j |aᵀr_j|. Then γ_i ≥ 0 solves
+    F(Θ⁺(x, ḡ + γ ξ̃_i)) − F(Θ⁺(x, ḡ)) = s_i μ1: the upper end of [0, 1] doubles up to 64, 64 bisections
+    follow, and a residual up to `tolerance`·μ1 is accepted. Nothing later than h = 1 is used.
+
+    Singular where a = 0 or every aᵀr_j = 0. Costs 2 g, then up to 71 forward passes a candidate.
+
+    xis: rows of d coordinates, or any form that `path.perturb` takes; `residuals(change)` gives them.
+    """
+    import xarray as xr
+
+    watch = Watch.of(path, path.index(at), probe, 1)
+    control = path.control(watch.at)
+    natural = control.dynamics.layout.vectors(xis)
+    losses, slopes = watch.readouts()
+    candidates, signs, mu = first_step_candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
+    shocks = [Perturb(xi).shock(control) for xi in candidates]
+
+    def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
+        """s_i d_i(γ_i) − μ1: negative at γ = 0, zero at the match; NaN where γ is."""
+        return torch.tensor([signed(i, float(g)) - mu for i, g in enumerate(gamma)], dtype=torch.float64)
+
+    def signed(i: int, gamma: float) -> float:
+        if math.isnan(gamma):
+            return math.nan
+        end = shocks[i].endpoint(gamma)[0]
+        try:
+            loss = float(watch.probe.value(path.trajectory, watch.at + 1, end.theta, end))
+        except NotFinite:
+            loss = math.inf
+        return float(signs[i]) * (loss - float(losses[0]))
+
+    gamma = calibrate(excess, len(shocks))
+    left = excess(gamma)
+    reasons = [_reason(residual, mu, tolerance) for residual in left.tolist()]
+    data = xr.Dataset(
+        {
+            "gamma": ("change", gamma.numpy()),
+            "first_step": ("change", (signs.cpu().double() * (mu + left)).numpy()),
+            "accepted": ("change", [not reason for reason in reasons]),
+            "reason": ("change", reasons),
+        },
+        coords={"change": list(range(len(gamma)))},
+        attrs={**watch.attributes("matched first step"), "target": mu, "tolerance": tolerance},
+    )
+    scaled = candidates * gamma.to(candidates)[:, None]
+    return Matched(control.dynamics.layout.compact(scaled), data)
+
+
+def first_step_candidates(
+    a: Float[Tensor, " param"], natural: Float[Tensor, "change param"], target: float
+) -> tuple[Float[Tensor, "change param"], Float[Tensor, " change"], float]:
+    """ξ̃_i, s_i and μ1."""
+    if not (math.isfinite(target) and target > 0):
+        raise InvalidInput(f"target is a positive share of the median first-step response; got {target}")
+    if not torch.isfinite(natural).all():
+        raise InvalidInput("the candidates' residuals are not finite")
+    along = natural @ a
+    mu = target * float(along.abs().double().quantile(0.5))
+    if mu == 0 or not math.isfinite(mu):
+        raise InvalidInput(
+            "the probe does not feel these candidates at the first step (the median of |aᵀξ| is zero or not a number): "
+            "there is no first response to match"
+        )
+    squared = a @ a
+    signs = torch.ones_like(along)
+    signs[1::2] = -1.0
+    common = mu * a / squared
+    free = natural - along[:, None] * a / squared
+    norms = torch.linalg.vector_norm(free, dim=1, keepdim=True)
+    # of a residual along a, rounding leaves a z in some direction: scaled up it would be a candidate of noise
+    real = norms > ROUNDING * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(natural, dim=1, keepdim=True)
+    free = torch.where(real, NULLSPACE * torch.linalg.vector_norm(common) * free / norms, torch.zeros_like(free))
+    return signs[:, None] * common + free, signs, mu
+
+
+def calibrate(
+    excess: Callable[[Float[Tensor, " change"]], Float[Tensor, " change"]], count: int
+) -> Float[Tensor, " change"]:
+    """γ_i ≥ 0 with excess_i(γ_i) = 0, to the last bit that 64 halvings give; NaN where none of 1, 2, 4 … 64 reaches it.
+
+    A candidate's evaluation may be NaN where its γ is: those not bracketed, or done, are asked for no more.
+    """
+    low, high = torch.zeros(count, dtype=torch.float64), torch.full((count,), math.nan, dtype=torch.float64)
+    gamma = 1.0
+    while gamma <= LARGEST_GAMMA:
+        open_ = high.isnan()
+        reached = excess(torch.where(open_, gamma, math.nan)) >= 0
+        high[open_ & reached] = gamma
+        gamma *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        middle[(middle == low) | (middle == high)] = math.nan  # no number is left between
+        if middle.isnan().all():
+            break
+        above = excess(middle) >= 0
+        found = ~middle.isnan()
+        high = torch.where(found & above, middle, high)
+        low = torch.where(found & ~above, middle, low)
+    return (low + high) / 2
+
+
+def _reason(residual: float, mu: float, tolerance: float) -> str:
+    if math.isnan(residual):
+        return f"the target is not reached at any γ = 1, 2, 4 … {LARGEST_GAMMA:g}"
+    if abs(residual) > tolerance * mu:
+        return f"the residual is {abs(residual) / mu:.1e} of the target, above {tolerance:g}"
+    return ""
+
+
+def persistence(
+    change: Change,
+    probe: Any,
+    *,
+    beta1: Sequence[float] | None = None,
+    beta2: Sequence[float] | None = None,
+    scale: float = 0.25,
+    horizon: int | None = None,
+) -> xr.Dataset:
+    """How long the share of m (or v) lasts when β1 (or β2) is another, its first displacement being equal.
+
+    Each β is a `system`: control and hybrid run on exactly from the state after the change with that β at
+    every later step. The hybrid carries Δm alone, rescaled so that the first future displacement, ∝ β1 Δm/ρ1,
+    is the one at the path's own β1; or Δv alone. The paper does not say how it matches v: here each
+    coordinate's Δv is solved for exactly the same displacement through v, η m̂ (1/d − 1/d'); `unmatched`
+    counts the coordinates where no v ≥ 0 gives it, which take the nearest v, or Δv as it is. Ratios are to
+    the smallest β. (N+1)·H g per β. Paper: Table "matched-first-displacement persistence sweep".
+    """
+    import xarray as xr
+
+    name, channel, betas = _decays(beta1, beta2)
+    require_scale(change, scale)
+    watch = Watch.of(change.path, change.at, probe, horizon)
+    if watch.horizons < 2:
+        raise InvalidInput("a moment moves θ one step after the change: persistence() needs two horizons or more")
+    control = change.path.control(change.at)
+    ends = [edit.shock(control).endpoint(scale)[0] for edit in change.edits]
+    following = change.path.control(change.at + 1)
+    rows = [row for beta in betas for row in _with_decay(watch, following, ends, name, channel, beta)]
+    shape, dims = (len(betas), len(ends)), ("system", "change")
+    response, first, unmatched = (torch.stack(column).unflatten(0, shape).numpy() for column in zip(*rows))
+    data = xr.Dataset(
+        {
+            "response": ((*dims, "horizon"), response),
+            "first_displacement": (dims, first),
+            "unmatched": (dims, unmatched),
+        },
+        coords={
+            "system": [f"{name}={beta:g}" for beta in betas],
+            name: ("system", betas),
+            **watch.coordinates(change.edits),
+        },
+        attrs={**watch.attributes(change.kind), "scale": scale, "channel": channel},
+    )
+    data = data.merge(summarize(data["response"]))
+    smallest = data[["peak", "total_abs"]].isel(system=0, drop=True)
+    return data.assign({f"{key}_ratio": data[key] / smallest[key] for key in ("peak", "total_abs")})
+
+
+def _decays(beta1: Sequence[float] | None, beta2: Sequence[float] | None) -> tuple[str, str, list[float]]:
+    if (beta1 is None) == (beta2 is None):
+        raise InvalidInput("persistence() takes beta1=[…] or beta2=[…]")
+    name, channel, values = ("beta1", "m", beta1) if beta1 is not None else ("beta2", "v", beta2)
+    betas = sorted(float(beta) for beta in values or ())
+    if not betas or not all(0 < beta < 1 for beta in betas) or len(set(betas)) < len(betas):
+        raise InvalidInput(f"{name} needs different numbers between 0 and 1; got {values}")
+    return name, channel, betas
+
+
+def _with_decay(
+    watch: Watch, following: ControlStep, ends: Sequence[JointState], name: str, channel: str, beta: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(response, ‖first displacement‖, unmatched coordinates) of every change under another β."""
+    settings: dict[str, Any] = {name: beta}
+    steps = [replace(s, hypers=tuple(replace(h, **settings) for h in s.hypers)) for s in watch.path.steps]
+    first, now = steps[watch.at + 1], following
+    base = watch.rerun(now.before, steps)
+    control, _ = now.dynamics.apply(first, now.before, now.raw, now.present)
+    for end in ends:
+        start, unmatched = _match_moment(now, first, end, channel)
+        # θ is the control's, so is the gradient: the first displacement needs no other
+        moved = difference(now.dynamics.apply(first, start, now.raw, now.present)[0], control).theta
+        yield watch.rerun(start, steps) - base, moved.norm().double().cpu(), unmatched
+
+
+def _match_moment(following: ControlStep, step: Step, end: JointState, channel: str) -> tuple[JointState, Tensor]:
+    """The control with one moment moved so that `step` displaces θ as the path's own step would."""
+    before, layout = following.before, following.dynamics.layout
+    moment = getattr(before, channel).clone()
+    missed = torch.zeros_like(moment, dtype=torch.bool)
+    pairs = [runs_of(layout, s.hypers, before.counts, following.present) for s in (following.step, step)]
+    for own, new in zip(*pairs):
+        moment[own.where], missed[own.where] = matched_moment(own, new, before, end, following.linear.g, channel)
+    return replace(before, **{channel: moment}), missed.sum().cpu()
+
+
+def matched_moment(
+    own: Run, new: Run, control: JointState, shocked: JointState, fresh: Float[Tensor, "*rows param"], channel: str
+) -> tuple[Float[Tensor, "*rows run"], Bool[Tensor, "*rows run"]]:
+    """The moment that gives, at decay β of `new`, the first displacement that the shocked one gives at `own`.
+
+    m: Δm (β1/ρ1)_own / (β1/ρ1)_new. v: each coordinate's 1/d moves by as much as it does at `own`; also says where
+    no v ≥ 0 does that. fresh: the gradient of the step, which with equal θ is the control's.
+    """
+    w = own.where
+    moment, moved = getattr(control, channel)[..., w], getattr(shocked, channel)[..., w]
+    if channel == "m":
+        factor = (own.beta1 / own.bias1) / (new.beta1 / new.bias1)
+        return moment + factor * (moved - moment), torch.zeros_like(moved, dtype=torch.bool)
+    squared = fresh[..., w] ** 2
+    d_own, d_shocked, d_new = (
+        ((run.beta2 * v + (1 - run.beta2) * squared) / run.bias2).sqrt() + run.eps
+        for run, v in ((own, moment), (own, moved), (new, moment))
+    )
+    inverse = 1 / d_new + (1 / d_shocked - 1 / d_own)
+    root = 1 / inverse - new.eps
+    solved = (new.bias2 * root**2 - (1 - new.beta2) * squared) / new.beta2
+    changed, real = moved != moment, (inverse > 0) & torch.isfinite(inverse)
+    missed = changed & ~(real & (root >= 0) & (solved >= 0))
+    return torch.where(changed, torch.where(real, solved.clamp(min=0), moved), moment), missed

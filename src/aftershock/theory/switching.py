@@ -1,0 +1,316 @@
+"""The switching part of the error: the smooth extension f̃, which gates switch, and what each switch does.
+
+Paper: section 3.6 and appendix D, "Exact Smooth–Switching Decomposition", "A Sufficient Activation-Margin
+Condition". Clipping is a gate too: its smooth extension stays on the control's side of the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..core.adamw import adamw_step
+from ..core.changes import ControlStep, Shock
+from ..core.clipping import TORCH_EPSILON, Clip, clip_
+from ..core.dynamics import Dynamics, Linearized, Step
+from ..core.gates import Pattern, recording, replaying
+from ..core.state import JointState, Tangent, difference
+from ..errors import HiddenState, InvalidInput, UnfrozenGate
+from .write_paths import change_names
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..api.change import Change
+
+
+SAME_LOSS = 1e-5  # relative: far above float32 rounding, far below an operation that was changed
+
+
+@dataclass(frozen=True)
+class HeldClip(Clip):
+    """A clip factor that may exceed 1: the control's clipping continued past its threshold."""
+
+    @property
+    def binds(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class SmoothExtension:
+    """f̃_s: step s with the gates and the side of clipping that the control chose."""
+
+    dynamics: Dynamics
+    step: Step
+    pattern: Pattern
+
+    def with_choices(self, choices: list[Tensor]) -> SmoothExtension:
+        return replace(self, pattern=self.pattern.with_choices(choices))
+
+    def __call__(self, state: JointState) -> JointState:
+        """f̃_s(x): 1 g."""
+        loss, step = self.dynamics.loss.within(replaying(self.pattern)), self.step
+        found = loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        clip = self._clip(float(found.norm))
+        if isinstance(clip, HeldClip) and clip.factor >= 1:
+            torch._foreach_mul_([grad for grad in found.grads if grad is not None], clip.factor)
+        elif clip.binds:
+            clip_(found.grads, found.norm, step.max_norm)
+        return replace(adamw_step(loss.layout, state, found.grads, step.hypers), buffers=found.buffers)
+
+    def linearize(self, state: JointState) -> Linearized:
+        """D f̃_s at another state than the control: 1.2 g."""
+        loss, step = self.dynamics.loss.within(replaying(self.pattern)), self.step
+        graph = loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        step = replace(step, clip=self._clip(float(graph.gradient.norm)))
+        return Linearized(step, self.dynamics.linear_step(step, state, graph.raw, graph.present), graph)
+
+    def _clip(self, norm: float) -> Clip:
+        if self.step.max_norm is None or not self.step.clip.binds:
+            return Clip(norm, 1.0)
+        return HeldClip(norm, self.step.max_norm / (norm + TORCH_EPSILON))
+
+
+@dataclass(frozen=True)
+class PairStep:
+    """One step taken by both sides of an exact pair, and by f̃ from the shocked state."""
+
+    extension: SmoothExtension
+    control: JointState
+    shocked: JointState
+    control_after: JointState
+    shocked_after: JointState
+    shocked_pattern: Pattern
+    clip_switched: bool
+
+    @property
+    def step(self) -> Step:
+        return self.extension.step
+
+    @cached_property
+    def smooth_after(self) -> JointState:
+        """f̃_s(x^c + δx)."""
+        return self.extension(self.shocked)
+
+    @cached_property
+    def switches(self) -> list[Tensor]:
+        """S_s, gate by gate, where the two plain passes chose differently."""
+        return self.extension.pattern.switches(self.shocked_pattern)
+
+    @property
+    def deviation(self) -> Tangent:
+        return difference(self.shocked, self.control)
+
+    @property
+    def switching_defect(self) -> Tangent:
+        """r^sw_s = f_s(x^s) − f̃_s(x^s)."""
+        return difference(self.shocked_after, self.smooth_after)
+
+
+def start_pair(change: Change, scale: float, index: int) -> tuple[ControlStep, Shock, JointState]:
+    """The control step, the shock, and the shocked state right after it."""
+    if not 0 <= index < len(change.edits):
+        raise InvalidInput(f"index {index} is not one of {len(change.edits)} changes")
+    edit = change.edits[index]
+    if scale == 0 or not math.isfinite(scale):
+        raise InvalidInput(f"scale must be a nonzero number; got {scale}")
+    if scale != 1.0 and not edit.scalable:
+        raise InvalidInput(f"a {edit.name} has no scale between control and change; leave scale at 1")
+    hidden = change.path.check().hidden
+    if hidden:
+        raise HiddenState(
+            f"the loss depends on buffers that training moves ({', '.join(hidden[:2])}…), which are state outside "
+            "(θ, m, v): the tangent's error is not defined there"
+        )
+    control = change.path.control(change.at)
+    shock = edit.shock(control)
+    return control, shock, shock.endpoint(scale)[0]
+
+
+def paired_steps(change: Change, shocked: JointState, horizon: int) -> Iterator[PairStep]:
+    """Both sides through the steps after the change, up to state t + horizon. 2 g a step, 3 with f̃."""
+    trajectory = change.path.trajectory
+    dynamics = trajectory.dynamics
+    for step, before in trajectory.forward(change.at + 1, change.at + horizon):
+        control_after, taken, pattern = recorded_step(dynamics, step, before)
+        if not math.isclose(taken.loss, step.loss, rel_tol=SAME_LOSS):
+            raise UnfrozenGate(
+                f"the loss at {step.where} is {step.loss:.6g}, and {taken.loss:.6g} while its gates are recorded: an "
+                "operation behaves differently when it is watched (F.l1_loss drops its weight, for one); replace it"
+            )
+        shocked_after, seen, shocked_pattern = recorded_step(dynamics, step, shocked)
+        yield PairStep(
+            SmoothExtension(dynamics, step, pattern),
+            before,
+            shocked,
+            control_after,
+            shocked_after,
+            shocked_pattern,
+            seen.clip.binds != step.clip.binds,
+        )
+        shocked = shocked_after
+
+
+def recorded_step(dynamics: Dynamics, step: Step, state: JointState) -> tuple[JointState, Step, Pattern]:
+    """f_s(x), equal to the bit, with the gates it chose: 1 g."""
+    pattern = Pattern()
+    after, seen, _ = Dynamics(dynamics.loss.within(recording(pattern))).advance(step, state)
+    return after, seen, pattern
+
+
+def pair_at(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> PairStep:
+    """The pair at step `at` of the path, after the change."""
+    if not change.at < at < len(change.path):
+        raise InvalidInput(f"step {at} is not a step after the change at step {change.at} on this path")
+    _, _, shocked = start_pair(change, scale, index)
+    for pair in paired_steps(change, shocked, at - change.at + 1):
+        found = pair
+    return found
+
+
+def switch_fraction(
+    change: Change, *, scales: Sequence[float] = (1.0,), kinds: Sequence[str] | None = None
+) -> xr.DataArray:
+    """Share of the gates that chose differently from the control, `[change, scale, horizon]`, along exact pairs.
+
+    The gates at horizon h are those of the pass that step t + h makes over its batch; the last state of a path has
+    no step after it: NaN. kinds: the operations that are counted, such as ("relu",); default: all.
+    Costs a gradient per change, scale and horizon.
+    """
+    import xarray as xr
+
+    control, trajectory = change.path.control(change.at), change.path.trajectory
+    shocks = [edit.shock(control) for edit in change.edits]
+    states = [[shock.endpoint(scale)[0] for scale in scales] for shock in shocks]
+    horizons = len(change.path) - change.at
+    found = torch.full((len(shocks), len(scales), horizons), torch.nan, dtype=torch.float64)
+    for step, before in trajectory.forward(change.at + 1, len(change.path)):
+        _, _, pattern = recorded_step(trajectory.dynamics, step, before)
+        for i, row in enumerate(states):
+            for j, state in enumerate(row):
+                row[j], _, other = recorded_step(trajectory.dynamics, step, state)
+                found[i, j, step.index - change.at - 1] = _switched_share(pattern, other, kinds)
+    return xr.DataArray(
+        found.numpy(),
+        dims=("change", "scale", "horizon"),
+        coords={"change": change_names(change), "scale": list(scales), "horizon": range(1, horizons + 1)},
+    )
+
+
+def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | None) -> float:
+    pairs = zip(control.gates, control.switches(other))
+    counted = [switched for gate, switched in pairs if kinds is None or gate.kind in kinds]
+    total = sum(switched.numel() for switched in counted)
+    return sum(int(switched.sum()) for switched in counted) / total if total else math.nan
+
+
+def joint_norm(dx: Tangent) -> float:
+    """‖δx‖, the Euclidean norm of the three blocks together."""
+    return float(torch.stack([dx.theta.norm(), dx.m.norm(), dx.v.norm()]).norm())
+
+
+def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tangent]]:
+    """r^sw_{s,j_r} = f^(r)(x^s) − f^(r−1)(x^s): one defect per switched gate, in order of the pass.
+
+    Returns (gate, element) and its defect; they sum to r^sw. Costs 1 g per switched gate: small systems.
+    """
+    if pair.clip_switched:
+        raise UnfrozenGate("clipping switched at this step: its part of the defect belongs to no activation gate")
+    choices = [gate.pattern.clone() for gate in pair.extension.pattern.gates]
+    shocked = [gate.pattern for gate in pair.shocked_pattern.gates]
+    places = [(g, int(e)) for g, switched in enumerate(pair.switches) for e in switched.flatten().nonzero()]
+    defects, before = [], pair.smooth_after
+    for gate, element in places:
+        choices[gate] = choices[gate].clone()
+        choices[gate].view(-1)[element] = shocked[gate].reshape(-1)[element]
+        after = pair.extension.with_choices(choices)(pair.shocked)
+        defects.append(difference(after, before))
+        before = after
+    return places, defects
+
+
+def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> xr.Dataset:
+    """The activation-margin condition at one step, with its constants (eqs. app_weighted_margin_mass and
+    app_switching_quadratic_bound): ‖r^sw‖ ≤ ρ L̄_a ‖δx‖².
+
+    L̄_a = max_j |δa_j| / ‖δx‖ over all gates; K_j = ‖r^sw_j‖ / ‖δx‖, by the telescoped switch where j switched
+    and by switching j alone at x^s where it only could have (|a_j| ≤ L̄_a ‖δx‖); ρ = max_u Σ_{|a_j| ≤ u} K_j / u.
+    These are the constants of this pair, exact for it; for other pairs they are estimates. Choices between
+    more than two inputs (pooling, max along a dimension, comparisons) have no pre-activation: where one
+    switched, the constant is NaN and `reason` says so. Costs 1 g per gate in the strip: small systems.
+    """
+    return margin_of(pair_at(change, at, scale=scale, index=index))
+
+
+def margin_of(pair: PairStep) -> xr.Dataset:
+    """`activation_margin` of a pair that is at hand."""
+    import xarray as xr
+
+    size = joint_norm(pair.deviation)
+    defect = joint_norm(pair.switching_defect)
+    control, shocked = pair.extension.pattern.gates, pair.shocked_pattern.gates
+    reason = _no_margin(pair)
+    values = {"deviation": size, "switching_defect": defect, "switched": sum(int(s.sum()) for s in pair.switches)}
+    names = ("preactivation_slope", "strip", "margin_mass", "switching_constant", "bound")
+    values |= dict.fromkeys(names, float("nan"))
+    if not reason:
+        moves = [_largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
+        slope = max(moves, default=0.0) / size if size else 0.0
+        places, weights = _weights(pair, slope * size, size)
+        margins = [float(control[g].margin.reshape(-1)[e]) for g, e in places]  # type: ignore[union-attr]
+        mass = margin_mass(margins, weights)
+        constant = mass * slope if weights else 0.0
+        found = (slope, len(places), mass, constant, constant * size**2)
+        values |= dict(zip(names, found))
+    attrs = {"step": pair.step.index, "reason": reason}
+    return xr.Dataset({name: ((), value) for name, value in values.items()}, attrs=attrs)
+
+
+def margin_mass(margins: list[float], weights: list[float]) -> float:
+    """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq. app_weighted_margin_mass)."""
+    total, mass = 0.0, 0.0
+    order = sorted(zip(margins, weights))
+    for i, (margin, weight) in enumerate(order):
+        total += weight
+        if i + 1 < len(order) and order[i + 1][0] == margin:
+            continue
+        if total > 0:
+            mass = max(mass, total / margin if margin > 0 else float("inf"))
+    return mass
+
+
+def _no_margin(pair: PairStep) -> str:
+    if pair.clip_switched:
+        return "clipping switched"
+    for gate, switched in zip(pair.extension.pattern.gates, pair.switches):
+        if gate.value is None and bool(switched.any()):
+            return f"{gate.kind} in {gate.layer!r} switched, which has no single pre-activation"
+    return ""
+
+
+def _weights(pair: PairStep, strip: float, size: float) -> tuple[list[tuple[int, int]], list[float]]:
+    """K_j of every gate that switched or lies in the strip |a| ≤ L̄_a ‖δx‖."""
+    switched, defects = telescoped_defects(pair)
+    weights = {place: joint_norm(defect) / size for place, defect in zip(switched, defects)}
+    choices = [gate.pattern for gate in pair.extension.pattern.gates]
+    for g, gate in enumerate(pair.extension.pattern.gates):
+        if gate.margin is None or gate.across is None:
+            continue
+        for e in map(int, (gate.margin.reshape(-1) <= strip).nonzero()):
+            if (g, e) in weights:
+                continue
+            flipped = choices[g].clone()
+            flipped.view(-1)[e] = gate.across.reshape(-1)[e]
+            alone = pair.extension.with_choices([*choices[:g], flipped, *choices[g + 1 :]])(pair.shocked)
+            weights[g, e] = joint_norm(difference(alone, pair.smooth_after)) / size
+    return list(weights), list(weights.values())
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
