@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aftershock.api.path import Path
 from aftershock.core.adamw import _absorb_, compiled_absorb
+from aftershock.core.graphs import GradientGraph
 from aftershock.core.operators import readout
 from aftershock.core.sweeps import adjoint_sweep
 from aftershock.core.trajectory import Trajectory
@@ -36,7 +37,7 @@ def _hessian(system: System, bar: float, rounds: int) -> Row:
     vectors = _random_rows(system, VECTORS)
 
     def ours(i: int) -> Tensor:
-        return loss.graph(state.theta, state.buffers, system.data[i], random, "step").products(vectors)
+        return GradientGraph(loss, state.theta, state.buffers, system.data[i], random, "step").products(vectors)
 
     pieces = _pieces(system, gradients=6, graphs=2, products=4)
     times = interleave({**pieces, "ours": Work(cycled(ours, len(system.data)))}, rounds, system.device)

@@ -11,7 +11,8 @@ import torch
 from scipy.stats import rankdata
 
 import aftershock as ak
-from aftershock.core.loss import GradientGraph, LossFunction
+from aftershock.core.graphs import GradientGraph
+from aftershock.core.loss import LossFunction
 from aftershock.errors import HiddenState, InvalidInput
 from aftershock.theory.baselines import STATIC, TRAJECTORIES, readout_null, scores
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import aftershock as ak
 from aftershock.core.dynamics import same_bits
 from aftershock.core.gates import Pattern, recording, replaying
+from aftershock.core.graphs import GradientGraph
 from aftershock.core.kinks import PIECEWISE, WINDOWS
 from aftershock.errors import UnfrozenGate
 
@@ -128,7 +129,7 @@ class Pass:
 
     def products(self, theta: Tensor, u: Tensor, surroundings: object = None) -> Tensor:
         loss = self.loss if surroundings is None else self.loss.within(surroundings)
-        return loss.graph(theta, self.state.buffers, self.batch, self.random, "here").products(u)
+        return GradientGraph(loss, theta, self.state.buffers, self.batch, self.random, "here").products(u)
 
     def pattern(self, theta: Tensor) -> Pattern:
         pattern = Pattern()
@@ -267,13 +268,13 @@ def test_micro_batches_keep_their_own_gates_and_products_replay_them() -> None:
     pattern = Pattern()
     plain = point.loss.within(recording(pattern)).gradient(*arguments)
     assert [len(call) for call in pattern.calls] == [1, 1, 1]
-    graph = point.loss.within(replaying(pattern)).graph(*arguments)
+    graph = GradientGraph(point.loss.within(replaying(pattern)), *arguments)
     assert same_bits(plain.grads, graph.gradient.grads)
     u = torch.randn(2, point.loss.layout.padded_size).double()
     u = point.loss.layout.expand(point.loss.layout.compact(u))
     twice = [graph.products(u) for _ in range(2)]
     assert torch.equal(twice[0], twice[1])
-    assert torch.equal(twice[0], point.loss.graph(*arguments).products(u))
+    assert torch.equal(twice[0], GradientGraph(point.loss, *arguments).products(u))
 
 
 def test_layers_are_named_and_switches_counted() -> None:

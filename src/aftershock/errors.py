@@ -37,6 +37,10 @@ class MixedDevices(AftershockError):
     """Tensors that must be together are on different devices."""
 
 
+class OutOfMemory(AftershockError):
+    """The work does not fit into memory, not even in its smallest pieces; the message says what would."""
+
+
 class WrongHessian(AftershockError):
     """A Hessian product disagrees with a central difference of the gradient."""
 

@@ -7,22 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..core.changes import Edit
-from ..core.memory import budget
-from ..core.probe import Probe
-from ..core.rollout import ANSWERS, Responses, respond
+from ..core.planning import Plan, plan_responses
+from ..core.probe import Watch
+from ..core.responses import ANSWERS, respond
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput
-from .probing import Readouts
 from .progress import Estimate, progress
 from .response import Response, labelled
 
 if TYPE_CHECKING:
     from .path import Path
 
-DEFAULT_ANSWERS = ("exact", "endpoint", "tangent")
 PRODUCT_COST = 1.7  # a Hessian product in gradients: 1.1–1.3 (MLP) to 1.6–2.0 (CNN)
 GRAPH_COST = 1.3
 FORWARD_COST = 0.35
@@ -65,61 +61,57 @@ class Change:
 
         probe: a batch, `ak.own_loss`, a function of the model, or a `Probe`.
         scales: α between the control (0) and the change (1).
-        answers: "exact" (the truth: a second run), "endpoint" (exact write-in and readout, linear
-            propagation), "tangent" (all linear), and "semilinear" (AdamW exact, only the network's gradient
-            linear); default: the first three, where they exist for this model and probe.
+        answers: "exact" (the truth: a second run), "semilinear" (AdamW exact, only the network's gradient linear)
+            and "tangent" (all linear); default: all three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
         """
-        readouts = Readouts(self.path, Probe.of(probe), self.at, horizon)
+        watch = self._watch(probe, horizon)
         scales = self._scales(scales)
-        answers, refused = self._answers(answers, readouts)
+        answers, refused = self._answers(answers, watch)
         names = self._labels(labels)
-        size = self._chunk(len(scales), answers, memory)
-        chunks = [self.edits[i : i + size] for i in range(0, len(self.edits), size)]
-        control = self.path.control(self.at)
-        horizons = len(readouts.horizons)
-        estimate = self.estimate(probe, scales=scales, answers=answers, horizon=horizon, memory=memory)
-        with progress("response", len(chunks) * horizons, estimate) as tick:
-            parts = [
-                respond(self.path.trajectory, control, chunk, readouts.probe, scales, answers, horizons, tick)
-                for chunk in chunks
-            ]
-        return labelled(self, readouts, _joined(parts), names, scales, refused)
+        plan = self._plan(scales, answers, memory)
+        work = plan.chunks(len(self)) * watch.horizons
+        with progress("response", work, self._cost(plan, watch, scales)) as tick:
+            found = respond(watch, self.edits, scales, plan.passes, tick)
+        return labelled(self, watch, found, names, scales, refused)
 
     def estimate(
         self,
         probe: Any,
         *,
         scales: Sequence[float] = (1.0,),
-        answers: Sequence[str] = DEFAULT_ANSWERS,
+        answers: Sequence[str] = ANSWERS,
         horizon: int | None = None,
         memory: str | int | None = None,
     ) -> Estimate:
-        """What `response` will cost, before any of it is done."""
-        horizons = len(Readouts(self.path, Probe.of(probe), self.at, horizon).horizons)
-        size = self._chunk(len(scales), answers, memory)
-        chunks = math.ceil(len(self) / size)
-        to_probe = ("endpoint" in answers) + ("semilinear" in answers)
-        rows = len(self) * (("tangent" in answers) + len(scales) * to_probe)
-        pairs = len(self) * len(scales) * ("exact" in answers)
-        forwards = len(self) * len(scales) * (to_probe + ("exact" in answers))
-        gradients = len(self) + horizons * (
-            pairs + rows * PRODUCT_COST + chunks * (GRAPH_COST * (rows > 0) + 1) + forwards * FORWARD_COST
-        )
-        used = min(size, len(self)) * self._bytes_per_change(len(scales), answers)
-        return Estimate(gradients, gradients * self.path.trajectory.seconds_per_step, used, chunks)
+        """What `response` will cost, before any of it is done: gradients, seconds, peak memory."""
+        watch = self._watch(probe, horizon)
+        return self._cost(self._plan(scales, answers, memory), watch, scales)
 
     # --- inside
 
-    def _bytes_per_change(self, scales: int, answers: Sequence[str]) -> int:
-        layout = self.path.point.loss.layout
-        vector = layout.padded_size * layout.dtype.itemsize
-        rows = ("tangent" in answers) + scales * (("endpoint" in answers) + 2 * ("semilinear" in answers))
-        return vector * (2 + 3 * scales + 6 * rows)  # ξ and a work vector; states; δx, products, work
+    def _watch(self, probe: Any, horizon: int | None) -> Watch:
+        return Watch.of(self.path.trajectory, self.at, probe, horizon)
 
-    def _chunk(self, scales: int, answers: Sequence[str], memory: str | int | None) -> int:
-        available = budget(self.path.memory if memory is None else memory, self.path.point.loss.layout.device)
-        return max(1, available // self._bytes_per_change(scales, answers))
+    def _plan(self, scales: Sequence[float], answers: Sequence[str], memory: str | int | None) -> Plan:
+        limit = self.path.memory if memory is None else memory
+        return plan_responses(self.path.trajectory, len(self), len(scales), answers, limit)
+
+    def _cost(self, plan: Plan, watch: Watch, scales: Sequence[float]) -> Estimate:
+        rows, gradients = len(self) * len(scales), 0.0
+        for each in plan.passes:
+            chunks = math.ceil(len(self) / each.at_once)
+            predicted = rows * ("semilinear" in each.answers) + len(self) * ("tangent" in each.answers)
+            read = rows * (("semilinear" in each.answers) + ("exact" in each.answers))
+            gradients += len(self) + watch.horizons * (
+                rows * ("exact" in each.answers)
+                + predicted * PRODUCT_COST
+                + chunks * (GRAPH_COST * (predicted > 0) + ("tangent" in each.answers))
+                + read * FORWARD_COST
+            )
+        seconds = gradients * self.path.trajectory.seconds_per_step
+        return Estimate(gradients, seconds, plan.peak, plan.chunks(len(self)))
 
     def _scales(self, scales: Sequence[float]) -> list[float]:
         values = [float(scale) for scale in scales]
@@ -129,14 +121,16 @@ class Change:
             raise InvalidInput(f"a {self.kind} has no scale between control and change; leave scales at 1")
         return values
 
-    def _answers(self, answers: Sequence[str] | None, readouts: Readouts) -> tuple[list[str], str]:
+    def _answers(self, answers: Sequence[str] | None, watch: Watch) -> tuple[list[str], str]:
         """The answers to run, and why others are not."""
-        wanted = list(DEFAULT_ANSWERS if answers is None else answers)
+        wanted = list(ANSWERS if answers is None else answers)
         unknown = [answer for answer in wanted if answer not in ANSWERS]
         if unknown or not wanted:
             raise InvalidInput(f"answers are {', '.join(ANSWERS)}; got {wanted}")
-        hidden = self.path.check().hidden or readouts.hidden()
-        if wanted == ["exact"] or not hidden:
+        if wanted == ["exact"]:
+            return wanted, ""
+        hidden = self.path.check().hidden or watch.hidden()
+        if not hidden:
             return wanted, ""
         reason = (
             f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
@@ -153,15 +147,3 @@ class Change:
         if len(labels) != len(self) or len(set(labels)) != len(self):
             raise InvalidInput(f"{len(self)} changes need as many different labels; got {list(labels)}")
         return [str(label) for label in labels]
-
-
-def _joined(parts: Sequence[Responses]) -> Responses:
-    first = parts[0]
-    return Responses(
-        {answer: torch.cat([part.values[answer] for part in parts]) for answer in first.values},
-        first.control,
-        first.noise,
-        torch.cat([part.clip_switched for part in parts]),
-        [row for part in parts for row in part.zero_v],
-        [norm for part in parts for norm in part.xi_norm],
-    )

@@ -20,6 +20,7 @@ from ..core.dynamics import Dynamics, Step
 from ..core.guards import Check, check
 from ..core.loss import LossFunction
 from ..core.memory import budget
+from ..core.planning import plan_states
 from ..core.randomness import RandomState
 from ..core.trajectory import Keep, Trajectory
 from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
@@ -99,13 +100,11 @@ class TrainingPoint:
             Step(i, batch, random[i] if random else start, hypers[i], max_norm, own_random=random is not None)
             for i, batch in enumerate(taken)
         ]
-        limit = budget(memory, self.loss.layout.device)
-        if keep is None:
-            fits = (len(taken) + 1) * self.captured.state.nbytes <= limit // 2
-            keep = "states" if fits else "checkpoints"
-        if keep not in ("states", "checkpoints", "graphs"):
+        if keep not in (None, "states", "checkpoints", "graphs"):
             raise InvalidInput(f'keep is "states", "checkpoints" or "graphs"; got {keep!r}')
-        trajectory = Trajectory.follow(Dynamics(self.loss), self.captured.state, start, steps, keep)
+        state = self.captured.state
+        kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
+        trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
         return Path(self, trajectory, memory)
 
     def check(self, batch: Batch) -> Check:

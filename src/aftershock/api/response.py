@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.rollout import ANSWERS, Responses
+from ..core.probe import Watch
+from ..core.responses import ANSWERS, Responses
 from ..errors import InvalidFile
 from ..results.certificate import Certificate, certify
 from ..results.files import save_dataset
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from .change import Change
-    from .probing import Readouts
 
 SHOWN_CHANGES = 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -164,7 +164,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 def labelled(
     change: Change,
-    readouts: Readouts,
+    watch: Watch,
     found: Responses,
     names: Sequence[str],
     scales: Sequence[float],
@@ -193,14 +193,14 @@ def labelled(
             "answer": answers,
             "change": list(names),
             "scale": list(scales),
-            "horizon": readouts.horizons,
+            "horizon": watch.range,
         },
         attrs={
             **provenance(change.path.trajectory),
             "check": str(change.path.check()),
             "kind": change.kind,
             "at": change.at,
-            "probe": readouts.probe.name,
+            "probe": watch.probe.name,
             "refused": refused,
         },
     )

@@ -12,9 +12,10 @@ which is the paper's carry K at u = 0, its write-in B at δx = 0 and its transit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,10 +24,11 @@ from torch.optim.adam import adam
 
 from .clipping import TORCH_EPSILON, Clip, clip_jacobian
 from .layout import Layout
+from .reductions import norms
 from .state import Cotangent, JointState, Tangent
 
 CACHED_BYTES = 2**19  # of each of the tensors that one pass after another reads
-COMPILE_FROM = 2**26  # elements of a batch of tangents, from which compiling pays within a few steps
+GPU_BYTES = 2**28  # of each of the tensors that a pass on a GPU makes on the way
 
 
 @dataclass(frozen=True)
@@ -50,44 +52,54 @@ class Hyper:
 
 
 def adamw_step(
-    layout: Layout, state: JointState, grads: Sequence[Tensor | None], hypers: Sequence[Hyper]
+    layout: Layout,
+    state: JointState,
+    grads: Sequence[Tensor | None],
+    hypers: Sequence[Hyper],
+    *,
+    consume: bool = False,
 ) -> JointState:
     """x_{s+1} by `torch.optim.adam.adam`, equal to the bit to the optimizer's own step.
 
     `grads` are those that reach the optimizer (clipped). A parameter whose gradient is `None` is left
-    alone, decay and step count included.
+    alone, decay and step count included. `consume` writes into the tensors of `state`, which is then gone.
     """
-    new = state.clone()
+    new = state if consume else state.clone()
     theta, m, v = (layout.typed_views(flat) for flat in (new.theta, new.m, new.v))
     for group, hyper in enumerate(hypers):
         members = [i for i, g in enumerate(layout.groups) if g == group and grads[i] is not None]
-        if not members:
-            continue
-        count_device = layout.device if hyper.fused or hyper.capturable else "cpu"
-        adam(
-            [theta[i] for i in members],
-            [grads[i] for i in members],  # type: ignore[misc]
-            [m[i] for i in members],
-            [v[i] for i in members],
-            [],
-            [torch.tensor(float(state.counts[i]), device=count_device) for i in members],
-            foreach=hyper.foreach,
-            capturable=hyper.capturable,
-            fused=hyper.fused,
-            decoupled_weight_decay=hyper.decoupled,
-            amsgrad=False,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            lr=hyper.lr,
-            weight_decay=hyper.weight_decay,
-            eps=hyper.eps,
-            maximize=hyper.maximize,
-        )
+        if members:
+            adam_(
+                [theta[i] for i in members],
+                [grads[i] for i in members],  # type: ignore[misc]
+                [m[i] for i in members],
+                [v[i] for i in members],
+                [state.counts[i] for i in members],
+                hyper,
+            )
     if not layout.uniform:
         for flat, views in ((new.theta, theta), (new.m, m), (new.v, v)):
             layout.write(flat, views)
-    counts = tuple(count + (grad is not None) for count, grad in zip(state.counts, grads))
-    return replace(new, counts=counts)
+    return replace(new, counts=advanced(state.counts, grads))
+
+
+def adam_(
+    theta: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], counts: Sequence[int], hyper: Hyper
+) -> None:
+    """Torch's own step on tensors that share their hyperparameters, in place; `counts` are the steps before it."""
+    device = theta[0].device if hyper.fused or hyper.capturable else torch.device("cpu")
+    steps = torch.tensor([float(count) for count in counts], device=device).unbind()  # one transfer for all
+    adam(
+        theta, grads, m, v, [], list(steps),
+        foreach=hyper.foreach, capturable=hyper.capturable, fused=hyper.fused,
+        decoupled_weight_decay=hyper.decoupled, amsgrad=False, beta1=hyper.beta1, beta2=hyper.beta2, lr=hyper.lr,
+        weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,
+    )  # fmt: skip
+
+
+def advanced(counts: Sequence[int], grads: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Step counts after a step with these gradients."""
+    return tuple(count + (grad is not None) for count, grad in zip(counts, grads))
 
 
 @dataclass(frozen=True)
@@ -154,73 +166,39 @@ def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*
     return torch.where(d > 0, dq_dm, zero), torch.where(root > 0, dq_dv, zero)
 
 
-def _absorb_(
-    dtheta: Tensor,
-    dm: Tensor,
-    dv: Tensor,
-    u: Tensor,
-    dv_dg: Tensor,
-    dq_dm: Tensor,
-    dq_dv: Tensor,
-    dm_dg: float | Tensor,
-    beta2: float | Tensor,
-    shrink: float | Tensor,
-) -> None:
-    dm.lerp_(u, dm_dg)  # β1 δm + (1−β1) u
-    dv.mul_(beta2).addcmul_(dv_dg, u)
-    dtheta.mul_(shrink).addcmul_(dq_dm, dm).addcmul_(dq_dv, dv)
-
-
-@cache
-def compiled_absorb() -> Callable[..., None]:
-    """The same pass as one kernel that reads and writes each tensor once; as it is where nothing compiles.
-
-    Compiling takes up to half a minute, so only large tangents ask for it. It agrees to rounding, not to
-    the bit.
-    """
-    compiled: Callable[..., None] = torch.compile(_absorb_, dynamic=True)
-
-    def absorb_(dtheta: Tensor, *rest: Tensor | float) -> None:
-        *tensors, dm_dg, beta2, shrink = rest
-        # numbers go in as tensors: as floats they were seen to be baked into a cached kernel, which then
-        # silently used the first call's betas for every other
-        scalars = [torch.tensor(x, dtype=torch.float64, device=dtheta.device) for x in (dm_dg, beta2, shrink)]
-        compiled(dtheta, *tensors, *scalars)
-
-    rows, vectors = [torch.zeros(2, 8) for _ in range(4)], [torch.zeros(8) for _ in range(3)]
-    try:
-        absorb_(*rows, *vectors, 0.1, 0.99, 1.0)
-    except Exception:  # no compiler on this machine
-        return _absorb_
-    return absorb_
-
-
-def _blocks(where: slice, rows: Float[Tensor, "change param"]) -> Iterator[slice]:
-    """A stretch in pieces that stay in a core's cache through a dozen passes; on a GPU, whole."""
+def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
+    """A stretch in pieces: on the CPU they stay in a core's cache through a dozen passes, on a GPU they bound the
+    memory of what is computed on the way."""
     start, stop, _ = where.indices(rows.shape[-1])
     count = max(rows.numel() // max(rows.shape[-1], 1), 1)
-    size = stop - start if rows.is_cuda else max(CACHED_BYTES // (count * rows.element_size()), 512)
-    for first in range(start, stop, max(size, 1)):
+    size = max((GPU_BYTES if rows.is_cuda else CACHED_BYTES) // (count * rows.element_size()), 512)
+    for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
+
+
+class Control(NamedTuple):
+    """The control's step on a piece of the flat vector: gradient at the moments, moments after it, sensitivities."""
+
+    g: Tensor
+    m: Tensor
+    v: Tensor
+    dq_dm: Tensor
+    dq_dv: Tensor
 
 
 @dataclass(frozen=True)
 class LinearStep:
     """The derivative of one AdamW step at a control state, without the Hessian.
 
-    `raw` is ĝ, the gradient before clipping; `g` the one that reaches the moments.
+    `raw` is ĝ, the gradient before clipping. It holds no vector of its own: coefficients are computed from
+    the state piece by piece as they are used.
     """
 
     layout: Layout
     runs: tuple[Run, ...]
+    before: JointState
     raw: Float[Tensor, " param"]
-    g: Float[Tensor, " param"]
-    dv_dg: Float[Tensor, " param"]  # 2(1−β2) g
-    dq_dm: Float[Tensor, " param"]
-    dq_dv: Float[Tensor, " param"]
     clip: Clip
-    zero_v: Bool[Tensor, " param"]  # active coordinates with v̂ = 0
-    broken: Bool[Tensor, " param"]  # no derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step
 
     @classmethod
     def at(
@@ -232,23 +210,76 @@ class LinearStep:
         clip: Clip,
         hypers: Sequence[Hyper],
     ) -> LinearStep:
-        """Linearize the step that takes `state` with gradient `raw`: a few elementwise passes."""
-        runs = runs_of(layout, hypers, state.counts, present)
-        g, dv_dg, dq_dm, dq_dv = (torch.zeros_like(raw) for _ in range(4))
-        zero_v, broken = (torch.zeros_like(g, dtype=torch.bool) for _ in range(2))
-        for run in runs:
-            w = run.where
+        """Linearize the step that takes `state` with gradient `raw`."""
+        return cls(layout, tuple(runs_of(layout, hypers, state.counts, present)), state, raw, clip)
+
+    def control(self, run: Run, w: slice) -> Control:
+        """The control's step on the piece `w` of an active run."""
+        g = self.raw[..., w] * (run.sign * self.clip.factor)
+        if run.coupled:
+            g.add_(self.before.theta[..., w], alpha=run.coupled)
+        m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
+        v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
+        return Control(g, m, v, *sensitivities(run, m, v))
+
+    def _pieces(self, rows: Float[Tensor, "*change param"]) -> Iterator[tuple[Run, slice]]:
+        """The active parts of the flat vector, in pieces sized for this many rows."""
+        for run in self.runs:
+            if run.active:
+                for w in _blocks(run.where, rows):
+                    yield run, w
+
+    def _whole(self, name: str, fill: float = 0.0) -> Float[Tensor, " param"]:
+        out = torch.full_like(self.raw, fill)
+        for run, w in self._pieces(self.raw):
+            out[..., w] = getattr(self.control(run, w), name)
+        return out
+
+    @cached_property
+    def g(self) -> Float[Tensor, " param"]:
+        """The gradient that reaches the moments, as one vector."""
+        return self._whole("g")
+
+    @cached_property
+    def dq_dm(self) -> Float[Tensor, " param"]:
+        return self._whole("dq_dm")
+
+    @cached_property
+    def dq_dv(self) -> Float[Tensor, " param"]:
+        return self._whole("dq_dv")
+
+    @cached_property
+    def zero_v(self) -> Bool[Tensor, " param"]:
+        """Active coordinates with v̂ = 0."""
+        return self._whole("v", fill=1.0) == 0
+
+    @cached_property
+    def broken(self) -> Bool[Tensor, " param"]:
+        """No derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step."""
+        mask = self.zero_v & (self._whole("m") != 0)
+        for run in self.runs:
             if not run.active:
-                broken[..., w] = True
-                continue
-            torch.mul(raw[..., w], run.sign * clip.factor, out=g[..., w]).add_(state.theta[..., w], alpha=run.coupled)
-            m = run.beta1 * state.m[..., w] + (1 - run.beta1) * g[..., w]
-            v = run.beta2 * state.v[..., w] + (1 - run.beta2) * g[..., w] * g[..., w]
-            torch.mul(g[..., w], 2 * (1 - run.beta2), out=dv_dg[..., w])
-            dq_dm[..., w], dq_dv[..., w] = sensitivities(run, m, v)
-            zero_v[..., w] = v == 0
-            broken[..., w] = zero_v[..., w] & (m != 0)
-        return cls(layout, tuple(runs), raw, g, dv_dg, dq_dm, dq_dv, clip, zero_v, broken)
+                mask[..., run.where] = True
+        return mask
+
+    def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
+        """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
+        found = torch.zeros(3, dtype=torch.int64, device=self.raw.device)
+        for run, w in self._pieces(self.raw):
+            at, moved = self.control(run, w), one[w] != (other[w] if other.ndim else other)
+            zero = at.v == 0
+            found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (at.m != 0)).sum()])
+        for run in self.runs:
+            if not run.active:
+                w = run.where
+                found[2] += (one[w] != (other[w] if other.ndim else other)).sum()
+        zero, touched, broken = found.tolist()
+        active = [i for i, start in enumerate(self.layout.starts) if self._active(start)]
+        padding = sum(self.layout.padded_sizes[i] - self.layout.sizes[i] for i in active)
+        return zero - padding, touched, broken  # the padding has v = 0 and never moves
+
+    def _active(self, start: int) -> bool:
+        return any(run.active and run.where.start <= start < run.where.stop for run in self.runs)
 
     def gradient_variation(self, xi: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         """σ J ξ: what a raw gradient difference becomes when it reaches the moments. Self-adjoint."""
@@ -268,65 +299,58 @@ class LinearStep:
 
     def absorb_(self, dx: Tangent, u: Float[Tensor, "change param"]) -> None:
         """One step of tangents, in place, given the gradient variation u they cause."""
-        kernel = compiled_absorb() if dx.theta.numel() >= COMPILE_FROM else _absorb_
-        for run in self.runs:
-            if run.active:
-                w = run.where
-                kernel(
-                    dx.theta[..., w], dx.m[..., w], dx.v[..., w], u[..., w],
-                    self.dv_dg[..., w], self.dq_dm[..., w], self.dq_dv[..., w], 1 - run.beta1, run.beta2, run.shrink,
-                )  # fmt: skip
+        for run, w in self._pieces(u):
+            at, du = self.control(run, w), u[..., w]
+            dm, dv = dx.m[..., w], dx.v[..., w]
+            dm.lerp_(du, 1 - run.beta1)  # β1 δm + (1−β1) u
+            dv.mul_(run.beta2).addcmul_(at.g, du, value=2 * (1 - run.beta2))
+            dx.theta[..., w].mul_(run.shrink).addcmul_(at.dq_dm, dm).addcmul_(at.dq_dv, dv)
 
-    def absorb_exactly_(
-        self,
-        before: JointState,
-        dx: Tangent,
-        xi: Float[Tensor, "change param"],
-        max_norm: float | None,
-    ) -> None:
+    def absorb_exactly_(self, dx: Tangent, xi: Float[Tensor, "change param"], max_norm: float | None) -> None:
         """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g.
 
         Written in differences, so that a small δx loses no digits.
         """
         factors = torch.ones_like(xi[..., 0])
         if max_norm is not None:
-            norms = torch.linalg.vector_norm(self.raw + xi, dim=-1)
-            factors = torch.clamp(max_norm / (norms + TORCH_EPSILON), max=1.0)
-        for run in self.runs:
-            if run.active:
-                for w in _blocks(run.where, xi):
-                    self._absorb_exactly_at_(run, w, before, dx, xi, factors)
+            sizes = torch.stack([norms(self.raw + row) for row in xi])  # row by row: one vector of work at a time
+            factors = torch.clamp(max_norm / (sizes + TORCH_EPSILON), max=1.0)
+        for run, w in self._pieces(xi):
+            self._absorb_exactly_at_(run, w, dx, xi, factors)
 
     def _absorb_exactly_at_(
-        self, run: Run, w: slice, before: JointState, dx: Tangent, xi: Float[Tensor, "change param"], factors: Tensor
+        self, run: Run, w: slice, dx: Tangent, xi: Float[Tensor, "change param"], factors: Tensor
     ) -> None:
-        dtheta, dm, dv, g = dx.theta[..., w], dx.m[..., w], dx.v[..., w], self.g[..., w]
+        at, dtheta, dm, dv = self.control(run, w), dx.theta[..., w], dx.m[..., w], dx.v[..., w]
         # c' (g + ξ) − c g = c' ξ + (c' − c) g
         change = (factors - self.clip.factor)[..., None]
         u = torch.addcmul(factors[..., None] * xi[..., w], change, self.raw[..., w])
         u.mul_(run.sign).add_(dtheta, alpha=run.coupled)
-        m = run.beta1 * before.m[..., w] + (1 - run.beta1) * g
-        v = run.beta2 * before.v[..., w] + (1 - run.beta2) * g * g
         dm.lerp_(u, 1 - run.beta1)
-        dv.mul_(run.beta2).addcmul_(u.add(g, alpha=2), u, value=1 - run.beta2)
-        d = (v / run.bias2).sqrt_().add_(run.eps)
-        shocked_d = torch.add(v, dv).clamp_(min=0).div_(run.bias2).sqrt_().add_(run.eps)
-        # m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0)
-        ratio = torch.addcmul(dm, shocked_d - d, m / d, value=-1).div_(shocked_d).nan_to_num_(0.0)
-        dtheta.mul_(run.shrink).sub_(ratio, alpha=run.lr / run.bias1)
+        dv.mul_(run.beta2).addcmul_(u.add(at.g, alpha=2), u, value=1 - run.beta2)
+        dtheta.mul_(run.shrink).add_(displacement(run, at.m, at.v, dm, dv))
 
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""
         w_all = torch.zeros_like(c.theta)
-        for run in self.runs:
-            if run.active:
-                w = run.where
-                theta, m, v = c.theta[..., w], c.m[..., w], c.v[..., w]
-                m.addcmul_(self.dq_dm[w], theta)
-                v.addcmul_(self.dq_dv[w], theta)
-                torch.mul(m, 1 - run.beta1, out=w_all[..., w])
-                w_all[..., w].addcmul_(self.dv_dg[w], v)
-                theta.mul_(run.shrink)
-                m.mul_(run.beta1)
-                v.mul_(run.beta2)
+        for run, w in self._pieces(c.theta):
+            at, theta, m, v = self.control(run, w), c.theta[..., w], c.m[..., w], c.v[..., w]
+            m.addcmul_(at.dq_dm, theta)
+            v.addcmul_(at.dq_dv, theta)
+            torch.mul(m, 1 - run.beta1, out=w_all[..., w])
+            w_all[..., w].addcmul_(at.g, v, value=2 * (1 - run.beta2))
+            theta.mul_(run.shrink)
+            m.mul_(run.beta1)
+            v.mul_(run.beta2)
         return w_all
+
+
+def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
+    """q(m + δm, v + δv) − q(m, v) with q = −η m̂/(√v̂ + ε): exact for any δ, and without loss of digits.
+
+    m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
+    """
+    d = (v / run.bias2).sqrt_().add_(run.eps)
+    shocked = torch.add(v, dv).clamp_(min=0).div_(run.bias2).sqrt_().add_(run.eps)
+    ratio = torch.addcmul(dm, shocked - d, m / d, value=-1).div_(shocked).nan_to_num_(0.0)
+    return ratio.mul_(-run.lr / run.bias1)

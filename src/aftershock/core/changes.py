@@ -182,7 +182,6 @@ class Reset(Edit):
 
 def touched_zero_v(control: ControlStep, shock: Shock, endpoint: JointState) -> tuple[int, int, int]:
     """(coordinates with v̂ = 0, those of them the change touches, those without any derivative)."""
-    layout, linear = control.dynamics.layout, control.linear
-    moved = shock.xi != 0 if shock.xi is not None else endpoint.theta != control.after.theta
-    counts = [linear.zero_v, linear.zero_v & moved, linear.broken & moved]
-    return tuple(int(layout.compact(mask.to(torch.uint8)).sum()) for mask in counts)  # type: ignore[return-value]
+    if shock.xi is not None:
+        return control.linear.zero_counts(shock.xi, torch.zeros((), dtype=shock.xi.dtype, device=shock.xi.device))
+    return control.linear.zero_counts(endpoint.theta, control.after.theta)

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .reductions import products, total_norm
+
 TORCH_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
 
@@ -26,13 +28,13 @@ class Clip:
 
 def global_norm(grads: Sequence[Tensor | None], order: Sequence[int]) -> Tensor:
     """n = ‖ĝ‖, summed in the order of `model.parameters()`: another order gives other bits."""
-    return torch.nn.utils.get_total_norm([grad for i in order if (grad := grads[i]) is not None])
+    return total_norm([grad for i in order if (grad := grads[i]) is not None])
 
 
 def clip_(grads: Sequence[Tensor | None], norm: Tensor, max_norm: float | None) -> Clip:
     """Clip gradients in place as `torch.nn.utils.clip_grad_norm_` does, to the bit."""
     if max_norm is None:
-        return Clip(float(norm), 1.0)
+        return Clip(float(norm), 1.0)  # the norm was waited for already, when it was seen to be finite
     factor = torch.clamp(max_norm / (norm + TORCH_EPSILON), max=1.0)
     torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
     return Clip(float(norm), float(factor))
@@ -48,5 +50,5 @@ def clip_jacobian(
     """
     if not clip.binds:
         return xi
-    along = (xi @ raw) / (clip.norm * (clip.norm + TORCH_EPSILON))
+    along = products(xi, raw) / (clip.norm * (clip.norm + TORCH_EPSILON))
     return clip.factor * (xi - along[..., None] * raw)

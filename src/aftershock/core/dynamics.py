@@ -16,7 +16,8 @@ from torch import Tensor
 from .adamw import Hyper, LinearStep, adamw_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm
-from .loss import Gradient, GradientGraph, LossFunction
+from .graphs import GradientGraph
+from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .state import JointState
 
@@ -35,6 +36,7 @@ class Step:
     own_random: bool = False  # recorded, rather than left by the step before
     loss: float = math.nan
     clip: Clip = NOT_TAKEN
+    present: tuple[bool, ...] | None = None  # which parameters had a gradient, once the step was taken
 
     @property
     def where(self) -> str:
@@ -57,10 +59,13 @@ class Dynamics:
         self.loss = loss
         self.layout = loss.layout
 
-    def advance(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
-        """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass."""
+    def advance(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Step, RandomState]:
+        """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass.
+
+        `consume` writes into the tensors of `state`, which is then gone.
+        """
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        return self._advance_with(found, step, state)
+        return self.advance_with(found, step, state, consume=consume)
 
     def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState, Linearized]:
         """The same, keeping the gradient's graph for later products.
@@ -69,7 +74,7 @@ class Dynamics:
         must be the plain one: the model's first step finds out whether they agree, and where they do
         not, every step computes both.
         """
-        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
         found = graph.gradient
         if not self.loss.graph_is_plain:
             plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
@@ -77,14 +82,17 @@ class Dynamics:
                 self.loss.graph_is_plain = same_bits(plain.grads, found.grads)
             found = plain
         found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
-        after, seen, random = self._advance_with(found, step, state)
+        after, seen, random = self.advance_with(found, step, state)
         linear = self.linear_step(seen, state, graph.raw, graph.present)
         return after, seen, random, Linearized(seen, linear, graph)
 
-    def _advance_with(self, found: Gradient, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+    def advance_with(
+        self, found: Gradient, step: Step, state: JointState, *, consume: bool = False
+    ) -> tuple[JointState, Step, RandomState]:
+        """The same with a gradient that is already there, which is clipped in place."""
         clip = clip_(found.grads, found.norm, step.max_norm)
-        new = adamw_step(self.layout, state, found.grads, step.hypers)
-        seen = replace(step, loss=float(found.loss), clip=clip)
+        new = adamw_step(self.layout, state, found.grads, step.hypers, consume=consume)
+        seen = replace(step, loss=float(found.loss), clip=clip, present=found.present)
         return replace(new, buffers=found.buffers), seen, found.random
 
     def apply(
@@ -97,7 +105,7 @@ class Dynamics:
 
     def linearize(self, step: Step, state: JointState) -> Linearized:
         """A_s at `state`: about 1.2 g, then 1 to 2 g per vector."""
-        graph = self.loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
         return Linearized(step, self.linear_step(step, state, graph.raw, graph.present), graph)
 
     def linear_step(

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import Nondeterministic, NotFinite, WrongHessian
 from .batches import Batch
 from .dynamics import same_bits
+from .graphs import GradientGraph
 from .loss import LossFunction
 from .randomness import RandomState
 from .state import JointState
@@ -58,7 +59,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     Raises `WrongHessian` or `Nondeterministic`.
     """
     where = "the check"
-    graph = loss.graph(state.theta, state.buffers, batch, random, where)
+    graph = GradientGraph(loss, state.theta, state.buffers, batch, random, where)
     once, twice = (loss.gradient(state.theta, state.buffers, batch, random, where) for _ in range(2))
     noise = 0.0 if same_bits(once.grads, twice.grads) else _relative(loss, once.grads, twice.grads)
     if noise > NOISE_LIMIT:

@@ -89,6 +89,19 @@ class Layout:
         pieces = flat.split(self.padded_sizes)
         return [piece.as_strided(shape, stride) for piece, shape, stride in zip(pieces, self.shapes, self.strides)]
 
+    def row_views(self, rows: Float[Tensor, "row param"]) -> list[Tensor]:
+        """Each parameter of every row, `[row, *shape]`, as views in the parameter's own memory format."""
+        step = rows.stride(0)
+        return [
+            rows.as_strided((len(rows), *shape), (step, *stride), rows.storage_offset() + start)
+            for shape, stride, start in zip(self.shapes, self.strides, self.starts)
+        ]
+
+    @cached_property
+    def example(self) -> Float[Tensor, " param"]:
+        """A vector without memory, for the shapes and strides of its views."""
+        return torch.empty(self.padded_size, dtype=self.dtype, device="meta")
+
     def typed_views(self, flat: Float[Tensor, " param"]) -> list[Tensor]:
         """The same in each parameter's own dtype: a view where it is the flat one, else a copy."""
         return [view.to(dtype) for view, dtype in zip(self.views(flat), self.dtypes)]

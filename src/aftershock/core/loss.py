@@ -28,10 +28,11 @@ from ..errors import (
     UnsupportedAttention,
     UnsupportedModel,
 )
-from .batches import Accumulated, Batch, example_count, micro_batches
+from .batches import Batch, example_count, micro_batches
 from .clipping import global_norm
 from .layout import Layout
 from .randomness import RandomState, restored_random
+from .rows import Sharing
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
@@ -71,7 +72,7 @@ class Gradient(Evaluation):
         return tuple(grad is not None for grad in self.grads)
 
 
-class _Wrapper(nn.Module):
+class Wrapper(nn.Module):
     """Runs a program with the model while `functional_call` holds the parameters in place."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,7 +106,9 @@ class LossFunction:
         self.place = place
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
-        self._wrapper = _Wrapper(model)
+        self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
+        self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
+        self.wrapper = Wrapper(model)
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
         """The same model under another function of its parameters."""
@@ -115,6 +118,7 @@ class LossFunction:
         """The same loss, with every call of the user's loss_fn made inside `surroundings(model)`."""
         other = copy.copy(self)
         other.surroundings = surroundings
+        other.sharing = Sharing(wanted=False)  # what watches a pass cannot watch a mapped one
         return other
 
     # -- evaluations
@@ -133,11 +137,11 @@ class LossFunction:
 
         def program(model: nn.Module) -> Tensor:
             with torch.no_grad():
-                return torch.stack([share(self._loss(model, b, where)) for b, share in micro_batches(batch)]).sum()
+                return torch.stack([share(self.raw(model, b, where)) for b, share in micro_batches(batch)]).sum()
 
-        loss, after, random = self._call(
-            self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating
-        )
+        loss, after, random = self.call(self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating)
+        if not torch.isfinite(loss):
+            raise NotFinite(f"the loss at {where} is {float(loss)}")
         return Evaluation(loss, after, random)
 
     def gradient(
@@ -151,14 +155,14 @@ class LossFunction:
         evaluating: bool = False,
     ) -> Gradient:
         """The plain gradient, equal to the bit to `loss.backward()`: 1 g."""
-        leaves = self._leaves(theta)
+        leaves = self.leaves(theta)
 
         def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
             total: Tensor | None = None
             grads: list[Tensor | None] = [None] * len(leaves)
             for b, share in micro_batches(batch):
-                loss = share(self._loss(model, b, where))
-                found = map(_accumulated, self._grad(loss, leaves, where), leaves)
+                loss = share(self.raw(model, b, where))
+                found = map(accumulated, self.grad(loss, leaves, where), leaves)
                 for i, grad in enumerate(found):
                     before = grads[i]
                     grads[i] = grad if before is None else before if grad is None else before + grad
@@ -166,19 +170,8 @@ class LossFunction:
             assert total is not None
             return total, grads
 
-        (loss, grads), after, random = self._call(leaves, buffers, random, program, evaluating=evaluating)
-        return Gradient(loss, after, random, grads, self._finite_norm(grads, where))
-
-    def graph(
-        self,
-        theta: Float[Tensor, " param"],
-        buffers: Mapping[str, Tensor],
-        batch: Batch,
-        random: RandomState,
-        where: str,
-    ) -> GradientGraph:
-        """The gradient with its graph, from which any number of Hessian products follow."""
-        return GradientGraph(self, theta, buffers, batch, random, where)
+        (loss, grads), after, random = self.call(leaves, buffers, random, program, evaluating=evaluating)
+        return Gradient(loss, after, random, grads, self.finite_norm(loss, grads, where))
 
     def example_derivatives(
         self,
@@ -208,7 +201,7 @@ class LossFunction:
                 def loss_at(parameters: list[Tensor]) -> Tensor:
                     inside = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
                     loss = torch.func.functional_call(
-                        self._wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
+                        self.wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
                     )
                     return loss.reshape(())
 
@@ -218,7 +211,7 @@ class LossFunction:
             return torch.func.vmap(one, in_dims=tuple(dims), chunk_size=chunk)(*leaves_of)
 
         try:
-            (losses, slopes), _, _ = self._call(leaves, buffers, random, program, derivative=True)
+            (losses, slopes), _, _ = self.call(leaves, buffers, random, program, derivative=True)
         except AftershockError:
             raise
         except Exception as error:
@@ -231,10 +224,10 @@ class LossFunction:
 
     # -- inside
 
-    def _leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
+    def leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
         return [view.detach().requires_grad_() for view in self.layout.typed_views(theta)]
 
-    def _call(
+    def call(
         self,
         parameters: Sequence[Tensor],
         buffers: Mapping[str, Tensor],
@@ -261,17 +254,19 @@ class LossFunction:
                 stack.enter_context(_eval_mode(self.model))
             stack.enter_context(restored_random(device))
             random.install(device)
-            result = torch.func.functional_call(self._wrapper, tensors, (program,), tie_weights=True)
+            result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
             after = RandomState.now(device)
         # most models draw nothing: a thousand steps then share one random state
         after = random if after.same(random) else after
-        return result, {n: tensors[f"model.{n}"].detach() for n in buffers}, after
+        left = {n: tensors[f"model.{n}"] for n in buffers}
+        self.moving |= {name for name, b in left.items() if b._version}
+        return result, {name: b.detach() for name, b in left.items()}, after
 
-    def _loss(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
+    def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
             with self.surroundings(model):
                 loss = self.loss_fn(model, self.place(batch))
-        except AftershockError:
+        except (AftershockError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if "same device" in str(error):
@@ -283,11 +278,9 @@ class LossFunction:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
-        if not torch.isfinite(loss.detach()).all():
-            raise NotFinite(f"the loss at {where} is {float(loss)}")
         return loss.reshape(())
 
-    def _grad(
+    def grad(
         self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
         if not loss.requires_grad:
@@ -297,8 +290,10 @@ class LossFunction:
             )
         try:
             grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise _derivative_error(error) from error
+            raise derivative_error(error) from error
         if any(grad is None for grad in grads):
             _refuse_reentrant_checkpointing(loss)
         if all(grad is None for grad in grads):
@@ -308,100 +303,25 @@ class LossFunction:
                 raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
         return grads
 
-    def _finite_norm(self, grads: Sequence[Tensor | None], where: str) -> Tensor:
+    def finite_norm(self, loss: Tensor, grads: Sequence[Tensor | None], where: str) -> Tensor:
+        """The gradient's norm, once it and the loss are seen to be finite: the one wait for a GPU."""
         norm = global_norm(grads, self.layout.model_order)
-        if not torch.isfinite(norm):
+        if not torch.isfinite(norm + loss):
+            if not torch.isfinite(loss):
+                raise NotFinite(f"the loss at {where} is {float(loss)}")
             bad = [n for n, g in zip(self.layout.names, grads) if g is not None and not torch.isfinite(g).all()]
             raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
         return norm
 
 
-class GradientGraph:
-    """A gradient with its graph: `gradient`, then `products(vectors)` at about 1 to 2 g each.
-
-    A batch of several micro-batches keeps no graph between calls; its graphs are rebuilt one at a
-    time, so that memory does not grow with their number.
-    """
-
-    def __init__(
-        self,
-        loss: LossFunction,
-        theta: Float[Tensor, " param"],
-        buffers: Mapping[str, Tensor],
-        batch: Batch,
-        random: RandomState,
-        where: str,
-    ) -> None:
-        self._function = loss
-        self._arguments = (buffers, random)
-        self._where = where
-        self._batch = batch
-        self._leaves = loss._leaves(theta)
-        self._graph: list[Tensor | None] | None = None
-        if isinstance(batch, Accumulated):
-            self.gradient = loss.gradient(theta, buffers, batch, random, where)
-            return
-        (value, self._graph), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
-        grads = list(map(_accumulated, self._graph, self._leaves))
-        self.gradient = Gradient(value, after, random, grads, loss._finite_norm(grads, where))
-
-    @property
-    def present(self) -> tuple[bool, ...]:
-        return tuple(grad is not None for grad in self.gradient.grads)
-
-    @property
-    def raw(self) -> Float[Tensor, " param"]:
-        """ĝ as a flat vector."""
-        return self._function.layout.join(self.gradient.grads)
-
-    def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
-        """H u for every row u."""
-        out = torch.zeros_like(vectors)
-
-        def program(model: nn.Module) -> None:
-            if self._graph is not None:
-                self._add_products(self._graph, vectors, out)
-                return
-            for batch, share in micro_batches(self._batch):
-                _, graph = self._build(model, batch, share)
-                self._add_products(graph, vectors, out)
-
-        self._run(program)
-        return out
-
-    def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
-        buffers, random = self._arguments
-        return self._function._call(self._leaves, buffers, random, program, derivative=True)
-
-    def _build(
-        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        loss = share(self._function._loss(model, batch, self._where))
-        return loss.detach(), list(self._function._grad(loss, self._leaves, self._where, create_graph=True))
-
-    def _add_products(
-        self, graph: Sequence[Tensor | None], vectors: Float[Tensor, "change param"], out: Tensor
-    ) -> None:
-        layout = self._function.layout
-        curved = {i: grad for i, grad in enumerate(graph) if grad is not None and grad.requires_grad}
-        if not curved:
-            return
-        for u, row in zip(vectors, out):
-            views = layout.typed_views(u)
-            try:
-                product = torch.autograd.grad(
-                    list(curved.values()),
-                    self._leaves,
-                    grad_outputs=[views[i] for i in curved],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-            except RuntimeError as error:
-                raise _derivative_error(error) from error
-            if self._graph is not None:
-                layout.write(row, product)
-            else:
-                row += layout.join(product)
+def _running_statistics(model: nn.Module) -> set[str]:
+    """Buffers of normalization layers, whose kernels write to them without a trace."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer, _ in module.named_buffers(recurse=False)
+    }
 
 
 @contextlib.contextmanager
@@ -415,7 +335,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
     """A gradient as `backward` leaves it in .grad: with its parameter's strides, in which fused kernels read it."""
     if grad is None or grad.stride() == parameter.stride():
         return None if grad is None else grad.detach()
@@ -441,7 +361,7 @@ def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
         waiting += [next_node for next_node, _ in node.next_functions]
 
 
-def _derivative_error(error: RuntimeError) -> AftershockError:
+def derivative_error(error: RuntimeError) -> AftershockError:
     text = str(error)
     if "attention" in text and "not implemented" in text:
         return UnsupportedAttention(

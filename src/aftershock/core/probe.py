@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from .batches import Batch
+from .guards import hidden_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
+from .reductions import products
+from .rows import row_values
 from .state import JointState
 from .trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from .rollout import Moment
 
 
 @dataclass(frozen=True)
@@ -69,3 +76,142 @@ class Probe:
 
 
 own_loss = Probe(own=True)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where a probe is read after step `at` of a path: at horizons 1 … `horizons`, h = 1 the first state after it."""
+
+    trajectory: Trajectory
+    probe: Probe
+    at: int
+    horizons: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, at: int, probe: Any, horizon: int | None = None) -> Watch:
+        """Refuses a horizon at which the probe is not defined."""
+        found = Probe.of(probe)
+        longest = found.last_time(trajectory) - at
+        if longest < 1:
+            raise InvalidInput(
+                f"a change at step {at} has no state after it at which {found.name} is defined; "
+                "follow more batches or make the change earlier"
+            )
+        wanted = longest if horizon is None else horizon
+        if not 1 <= wanted <= longest:
+            raise InvalidInput(
+                f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can "
+                f"be followed for {longest} with {found.name} as the probe"
+            )
+        return cls(trajectory, found, at, wanted)
+
+    @property
+    def range(self) -> list[int]:
+        return list(range(1, self.horizons + 1))
+
+    @property
+    def first(self) -> int:
+        """The time of the first state after the step."""
+        return self.at + 1
+
+    @property
+    def last(self) -> int:
+        """The time of the last state that is read."""
+        return self.at + self.horizons
+
+    def slopes(self) -> Float[Tensor, "horizon param"]:
+        """∇F at the control of every horizon: 1 g each."""
+        layout = self.trajectory.dynamics.layout
+        found = layout.zeros(self.horizons)
+        for time, state in self.trajectory.states(self.first, self.last):
+            layout.write(found[time - self.first], self.probe.gradient(self.trajectory, time, state).grads)
+        return found
+
+    def slope(self, horizon: int) -> Float[Tensor, " param"]:
+        """∇F at the control of one horizon: 1 g."""
+        time = self.at + horizon
+        found = self.probe.gradient(self.trajectory, time, self.trajectory.state(time))
+        return self.trajectory.dynamics.layout.join(found.grads)
+
+    def hidden(self) -> tuple[str, ...]:
+        """Moving buffers that the probe depends on, as an eval-mode probe of BatchNorm does."""
+        state, after = self.trajectory.state(0), self.trajectory.state(1)
+        moved = {n: b for n, b in after.buffers.items() if not torch.equal(b, state.buffers[n])}
+        loss, batch, random, _ = self.probe.arguments(self.trajectory, 0)
+        return hidden_buffers(loss, state, moved, batch, random, evaluating=self.probe.evaluating)
+
+
+class Reader:
+    """The probe at the rows of a moment, less its value at the control."""
+
+    def __init__(self, trajectory: Trajectory, probe: Probe) -> None:
+        self.trajectory, self.probe = trajectory, probe
+        self._controls: dict[int, float] = {}
+        self._slope: tuple[int, Float[Tensor, " param"]] | None = None
+
+    def control(self, moment: Moment) -> float:
+        """F at the control: one forward pass, once per state."""
+        if moment.time not in self._controls:
+            if self.probe.own and not moment.last:
+                value = self.trajectory.steps[moment.time].loss
+            else:
+                value = float(self.probe.value(self.trajectory, moment.time, moment.control.theta, moment.control))
+            self._controls[moment.time] = value
+        return self._controls[moment.time]
+
+    def slope(self, moment: Moment) -> Float[Tensor, " param"]:
+        """∇F at the control: 1 g, once per state."""
+        if self._slope is None or self._slope[0] != moment.time:
+            found = self.probe.gradient(self.trajectory, moment.time, moment.control)
+            self._slope = (moment.time, self.trajectory.dynamics.layout.join(found.grads))
+        return self._slope[1]
+
+    def exact(self, moment: Moment) -> Float[Tensor, " row"]:
+        """One forward pass a row; none where each step's own loss is watched, since the step computes it."""
+        rows = moment.exact
+        if self.probe.own and not moment.last:
+            losses = rows.own_losses(moment.time)
+            return rows.by_row(losses, losses[0] if rows.together else self.control(moment))
+        if rows.together:
+            values = self._values(moment.time, rows.thetas, rows.buffers).tolist()
+            self._controls.setdefault(moment.time, values[0])
+            return rows.by_row(values, values[0])
+        thetas = [rows.slot_state(slot) for slot in range(len(rows.buffers))]
+        values = [float(self._values(moment.time, x.theta[None], [x.buffers])) for x in thetas]
+        return rows.by_row(values, self.control(moment))
+
+    def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
+        """One forward pass a row."""
+        assert moment.semilinear is not None
+        loss = self.probe.arguments(self.trajectory, moment.time)[0]
+        together = loss.sharing.tries("value", 1 + moment.semilinear.rows)
+        thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
+        values = self._values(moment.time, thetas, [moment.control.buffers] * len(thetas))
+        return values[1:] - values[0] if together else values - self.control(moment)
+
+    def linear(self, moment: Moment) -> Float[Tensor, " row"]:
+        """⟨∇F, δθ⟩: a dot product a row."""
+        assert moment.linear is not None
+        return products(self.slope(moment), moment.linear.theta).double().cpu()
+
+    def _values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
+        loss, batch, random, where = self.probe.arguments(self.trajectory, time)
+        return row_values(loss, thetas, buffers, batch, random, where, evaluating=self.probe.evaluating)
+
+
+@dataclass(frozen=True)
+class Displaced:
+    """θ + δθ_i, made as they are asked for; with the base, θ itself stands first."""
+
+    theta: Float[Tensor, " param"]
+    rows: Float[Tensor, "row param"]
+    with_base: bool
+
+    def __len__(self) -> int:
+        return len(self.rows) + self.with_base
+
+    def __getitem__(self, index: int | slice) -> Tensor:
+        if isinstance(index, slice):
+            return torch.stack([self[i] for i in range(*index.indices(len(self)))])
+        at = index - self.with_base
+        return self.theta if at < 0 else self.theta + self.rows[at]

@@ -1,203 +1,333 @@
-"""Responses of a probe to changes at one step: exact pairs, endpoint-exact and tangent, in one pass."""
+"""The one way to carry rows along a path.
+
+A row is a run with a change, or a prediction of one, and has a rule:
+
+    exact        AdamW and the network as they are: the truth            1 g per row and step
+    semilinear   AdamW exact, the network's gradient linear: g + H δθ    1 Hessian product
+    linear       the tangent A δx                                        1 Hessian product
+
+Rows start at the state after a change and pass every later state together with the control. Whoever wants to know
+something of them looks at each `Moment` as it comes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import NotFinite
-from .changes import ControlStep, Edit, Shock, touched_zero_v
-from .operators import WriteIn, readout
-from .probe import Probe
-from .state import JointState, Tangent, difference, pair, stack
+from .adamw import Hyper, adam_, advanced
+from .clipping import clip_
+from .dynamics import Step
+from .gates import Pattern, recording
+from .loss import Gradient
+from .reductions import equal
+from .rows import row_gradients, row_values
+from .state import JointState, Tangent
 from .sweeps import transit_, transit_semilinear_
 from .trajectory import Trajectory
 
-ANSWERS = ("exact", "semilinear", "endpoint", "tangent")
+Steps = Sequence[Step | None]  # of a whole path; None where a row takes no step
 
 
 @dataclass
-class Responses:
-    """Raw results. `values[answer]` is `[change, scale, horizon]` in float64 on the CPU."""
+class Rows:
+    """What is carried: exact states and, as differences from the control, semilinear and linear rows.
 
-    values: dict[str, Float[Tensor, "change scale horizon"]]
-    control: Float[Tensor, " horizon"]
-    noise: Float[Tensor, " horizon"]  # one rounding of the probe's loss
-    clip_switched: Tensor  # [change, scale]: clipping bound on one side of the pair only
-    zero_v: list[tuple[int, int, int]] = field(default_factory=list)
-    xi_norm: list[float] = field(default_factory=list)
-
-
-def respond(
-    trajectory: Trajectory,
-    control: ControlStep,
-    edits: Sequence[Edit],
-    probe: Probe,
-    scales: Sequence[float],
-    answers: Sequence[str],
-    horizons: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Responses:
-    """δF_{t+h} for every change, scale and horizon 1 … `horizons`.
-
-    exact       a second run: the truth. One gradient per change, scale and horizon.
-    semilinear  AdamW exact at every step, the network's gradient linear: g(θ + δθ) ≈ g + H δθ, the real
-                probe at the end. One Hessian product and one forward pass per change, scale and horizon.
-    endpoint    exact write-in, linear propagation, the real probe at the end. The same cost.
-    tangent     all linear, α c Φ B ξ. One Hessian product per change and horizon, whatever the scales.
+    steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
+        no step at all); None for a row that takes the path's own.
+    owned: the exact states belong to nobody else and may be written to.
+    gates: record which side of each kink every exact row and the control take (`Moment.gates`).
+    parked: exact rows wait in host memory and visit the device one at a time.
     """
-    at = control.step.index
-    shocks = [edit.shock(control) for edit in edits]
-    pairs = _Pairs(trajectory, control, shocks, scales, "exact" in answers)
-    rows = _LinearRows(control, shocks, pairs.endpoints, scales, answers)
-    shape = (len(edits), len(scales), horizons)
-    out = Responses(
-        {answer: torch.full(shape, torch.nan, dtype=torch.float64) for answer in answers},
-        torch.zeros(horizons, dtype=torch.float64),
-        torch.zeros(horizons, dtype=torch.float64),
-        pairs.clip_switched,
-        [touched_zero_v(control, s, ends[-1]) for s, ends in zip(shocks, pairs.endpoints)],
-        [float(s.xi.norm()) if s.xi is not None else float("nan") for s in shocks],
-    )
-    last = at + horizons
-    for time, state in _states(trajectory, at + 1, last):
-        h = time - at - 1
-        _read(out, h, trajectory, time, state, probe, pairs, rows, answers)
-        if time < last:
-            step = trajectory.steps[time]
-            pairs.advance(time)
-            if rows.linear or rows.semilinear:
-                linearized = trajectory.linearize(step, state)
-                if rows.linear:
-                    transit_(linearized, rows.linear)
-                if rows.semilinear:
-                    transit_semilinear_(linearized, state, rows.semilinear)
-        tick()
-    return out
+
+    exact: Iterable[JointState] = ()
+    semilinear: Tangent | None = None
+    linear: Tangent | None = None
+    steps: Sequence[Steps | None] | None = None
+    owned: bool = False
+    gates: bool = False
+    parked: bool = False
 
 
-def _states(trajectory: Trajectory, start: int, stop: int) -> Iterator[tuple[int, JointState]]:
-    for step, state in trajectory.forward(start, stop):
-        yield step.index, state
-    yield stop, trajectory.state(stop)
+@dataclass(frozen=True)
+class Gates:
+    """Choices at the kinks of one step: the control's, every row's, and the control's loss while it was watched."""
+
+    control: Pattern
+    rows: list[Pattern]
+    loss: float
 
 
-def _read(
-    out: Responses,
-    h: int,
-    trajectory: Trajectory,
-    time: int,
-    state: JointState,
-    probe: Probe,
-    pairs: _Pairs,
-    rows: _LinearRows,
-    answers: Sequence[str],
-) -> None:
-    """Readout at one horizon."""
-    if "tangent" in answers:
-        found = probe.gradient(trajectory, time, state)
-        base, slope = found.loss, trajectory.dynamics.layout.join(found.grads)
-        assert rows.linear is not None
-        linear = pair(readout(slope[None]), rows.linear)[0].double().cpu()
-        for i, j, row, factor in rows.tangent:
-            out.values["tangent"][i, j, h] = factor * linear[row]
-    else:
-        base = probe.value(trajectory, time, state.theta, state)
-    reference = float(base)
-    out.control[h] = reference
-    out.noise[h] = torch.finfo(base.dtype).eps * abs(reference)
-    for answer, i, j, dtheta in rows.displacements():
-        try:
-            value = float(probe.value(trajectory, time, state.theta + dtheta, state))
-        except NotFinite:  # a prediction that has run away is a wrong prediction, not an error
-            value = math.inf
-        out.values[answer][i, j, h] = value - reference
-    if "exact" in answers:
-        for i, j, shocked in pairs.states():
-            out.values["exact"][i, j, h] = float(probe.value(trajectory, time, shocked.theta, shocked)) - reference
+@dataclass
+class Moment:
+    """All rows at one state of the path. Its tensors are overwritten when the next moment is asked for."""
+
+    trajectory: Trajectory
+    time: int
+    last: bool  # no step follows
+    control: JointState
+    exact: ExactRows
+    semilinear: Tangent | None
+    linear: Tangent | None
+
+    @property
+    def states(self) -> list[JointState]:
+        """The state of every exact row."""
+        return [self.exact.state(i, self.control) for i in range(len(self.exact))]
+
+    @property
+    def gates(self) -> Gates:
+        """What the control and every exact row choose at the kinks of the step that follows."""
+        return self.exact.chosen(self.time, self.control)
 
 
-class _Pairs:
-    """The shocked side of every pair."""
+def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterator[Moment]:
+    """Carry rows from state `begin` to state `stop`, stopping at every state for a look."""
+    exact = ExactRows(trajectory, begin, rows)
+    predicted = rows.semilinear is not None or rows.linear is not None
+    for time, control in _controls(trajectory, begin, stop, exact, predicted):
+        yield Moment(trajectory, time, time == stop, control, exact, rows.semilinear, rows.linear)
+        if time == stop:
+            return
+        exact.advance(time)
+        if predicted:
+            at = trajectory.linearize(trajectory.steps[time], control)
+            if rows.linear is not None:
+                transit_(at, rows.linear)
+            if rows.semilinear is not None:
+                transit_semilinear_(at, rows.semilinear)
 
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        control: ControlStep,
-        shocks: Sequence[Shock],
-        scales: Sequence[float],
-        run: bool,
-    ) -> None:
-        self.trajectory = trajectory
-        self.run = run
-        ends = [[shock.endpoint(scale) for scale in scales] for shock in shocks]
-        self.endpoints = [[state for state, _ in row] for row in ends]
-        bound = control.step.clip.binds
-        self.clip_switched = torch.tensor([[clip.binds != bound for _, clip in row] for row in ends])
 
-    def states(self) -> list[tuple[int, int, JointState]]:
-        return [(i, j, state) for i, row in enumerate(self.endpoints) for j, state in enumerate(row)]
+def _controls(
+    trajectory: Trajectory, begin: int, stop: int, exact: ExactRows, predicted: bool
+) -> Iterator[tuple[int, JointState]]:
+    """The control at every state: the path's own or, where it is one of the rows and nothing else needs it, that."""
+    if exact.together and not predicted:
+        return ((time, exact.control) for time in range(begin, stop + 1))
+    return trajectory.states(begin, stop)
+
+
+class ExactRows:
+    """Exact runs side by side. Together they are one tensor each of θ, m and v, the control its first row.
+
+    A row that starts as the control does and takes its steps *is* the control: a change of nothing has a response
+    of exactly nothing.
+    """
+
+    def __init__(self, trajectory: Trajectory, begin: int, rows: Rows) -> None:
+        self.trajectory, self.dynamics = trajectory, trajectory.dynamics
+        self.layout = self.dynamics.layout
+        self.gates, self.parked = rows.gates, rows.parked
+        self.slots: list[int | None] = []  # where each row lives; None: it is the control
+        self._states: list[JointState] = []
+        self._steps: list[Steps | None] = []
+        self._found: tuple[int, list[Gradient | None], dict[int, Pattern]] | None = None
+        self.together = False
+        self._fill(begin, rows)
+        self._alive = [True] * len(self._states)
+        self._own = set(range(len(self._states))) if rows.owned else set[int]()
+        self.clip_switched = [False] * len(self._states)  # clipping bound on one side only, at some step
+        if self.together:
+            self._stack()
+        elif self.parked:
+            self._states = [_moved(state, torch.device("cpu")) for state in self._states]
+
+    def _fill(self, begin: int, rows: Rows) -> None:
+        control: JointState | None = None
+        for i, start in enumerate(rows.exact):
+            control = self.trajectory.state(begin) if control is None else control
+            own = None if rows.steps is None else rows.steps[i]
+            different = own is not None or not same_state(start, control)
+            self.slots.append(len(self._states) if different else None)
+            if different:
+                self._states.append(start)
+                self._steps.append(own)
+        count = 1 + len(self._states)
+        if control is not None and not (self.gates or self.parked):
+            self.together = self.dynamics.loss.sharing.tries("gradient", count)
+        if self.together and control is not None:
+            self._states, self._steps = [control, *self._states], [None, *self._steps]
+            self.slots = [None if slot is None else slot + 1 for slot in self.slots]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def control(self) -> JointState:
+        """The control among the rows, where they run together."""
+        return self._states[0]
+
+    def state(self, row: int, control: JointState) -> JointState:
+        """One row's state."""
+        slot = self.slots[row]
+        return control if slot is None else self.slot_state(slot)
+
+    def slot_state(self, slot: int) -> JointState:
+        return _moved(self._states[slot], self.layout.device)
+
+    @property
+    def thetas(self) -> Float[Tensor, "slot param"]:
+        """θ of the control and of every row that differs from it, where they run together."""
+        return self._theta
+
+    @property
+    def buffers(self) -> list[Mapping[str, Tensor]]:
+        """Buffers of every slot."""
+        return [state.buffers for state in self._states]
+
+    def by_row(self, values: Sequence[float], control: float) -> Float[Tensor, " row"]:
+        """Numbers of the slots as differences from the control's, row by row: 0 for a row that is the control, and
+        +∞ for one that has left the finite numbers."""
+        out = [0.0 if s is None else values[s] - control if self._alive[s] else math.inf for s in self.slots]
+        return torch.tensor(out, dtype=torch.float64)
+
+    def switched(self) -> list[bool]:
+        """Whether clipping has bound one of row and control only, row by row."""
+        return [slot is not None and self.clip_switched[slot] for slot in self.slots]
+
+    def own_losses(self, time: int) -> list[float]:
+        """The loss of the step at `time` at every slot: it comes with the gradient that the step needs anyway."""
+        found, _ = self._gradients(time)
+        return [self._own_loss(slot, time, gradient) for slot, gradient in enumerate(found)]
+
+    def _own_loss(self, slot: int, time: int, gradient: Gradient | None) -> float:
+        if self._step(slot, time) is not None:
+            return math.inf if gradient is None else float(gradient.loss)
+        state, step = self.slot_state(slot), self.trajectory.steps[time]  # a step not taken has a loss all the same
+        arguments = (step.batch, step.random, step.where)
+        return float(row_values(self.dynamics.loss, state.theta[None], [state.buffers], *arguments))
+
+    def chosen(self, time: int, control: JointState) -> Gates:
+        """See `Moment.gates`."""
+        own, step = Pattern(), self.trajectory.steps[time]
+        loss = self.dynamics.loss.within(recording(own))
+        found = loss.gradient(control.theta, control.buffers, step.batch, step.random, step.where)
+        patterns = self._gradients(time)[1]
+        return Gates(own, [own if slot is None else patterns[slot] for slot in self.slots], float(found.loss))
+
+    # --- the step
 
     def advance(self, time: int) -> None:
-        if not self.run:
+        """Every row takes its own step at `time`."""
+        if self.together:
+            self._step_together(time, self._gradients(time)[0])
+        else:
+            ready = self._found[1] if self._found is not None and self._found[0] == time else None
+            for slot in range(len(self._states)):
+                self._step_alone(slot, time, None if ready is None else ready[slot])
+        self._found = None
+
+    def _step_alone(self, slot: int, time: int, gradient: Gradient | None) -> None:
+        step = self._step(slot, time)
+        if step is None or not self._alive[slot]:
             return
-        step = self.trajectory.steps[time]
-        for i, j, state in self.states():
-            try:
-                self.endpoints[i][j], seen, _ = self.trajectory.dynamics.advance(step, state)
-            except NotFinite as error:
-                raise NotFinite(f"the run with change {i} diverged: {error}") from error
-            self.clip_switched[i, j] |= seen.clip.binds != step.clip.binds
+        if gradient is None:  # nobody has looked at it: one gradient in memory at a time
+            gradient = self._evaluate([slot], step, {})[0]
+            self._alive[slot] = gradient is not None
+        if gradient is not None:
+            # the first state belongs to whoever gave it, those after it to the row
+            state = self.slot_state(slot)
+            after, seen, _ = self.dynamics.advance_with(gradient, step, state, consume=slot in self._own)
+            self._own.add(slot)
+            self.clip_switched[slot] |= seen.clip.binds != self.trajectory.steps[time].clip.binds
+            self._states[slot] = _moved(after, torch.device("cpu")) if self.parked else after
+
+    def _stack(self) -> None:
+        """One tensor per channel; the states become views of its rows, and the single tensors go."""
+        states, channels = self._states, []
+        for name in ("theta", "m", "v"):
+            stack = self.layout.zeros(len(states))
+            for row, state in zip(stack, states):
+                row.copy_(getattr(state, name))
+            channels.append(stack)
+            self._states = states = [replace(s, **{name: row}) for s, row in zip(states, stack)]
+        self._theta, m, v = channels
+        self._views = [tuple(self.layout.views(x[r]) for x in (self._theta, m, v)) for r in range(len(states))]
+
+    def _step(self, slot: int, time: int) -> Step | None:
+        steps = self._steps[slot]
+        return self.trajectory.steps[time] if steps is None else steps[time]
+
+    def _gradients(self, time: int) -> tuple[list[Gradient | None], dict[int, Pattern]]:
+        """Each slot's gradient for its step at `time`, rows of one batch together; None for no step, or no number."""
+        if self._found is not None and self._found[0] == time:
+            return self._found[1:]
+        out: list[Gradient | None] = [None] * len(self._states)
+        patterns: dict[int, Pattern] = {}
+        groups: dict[int, list[int]] = {}
+        for slot in range(len(self._states)):
+            step = self._step(slot, time)
+            if step is not None and self._alive[slot]:
+                groups.setdefault(id(step.batch), []).append(slot)
+        for slots in groups.values():
+            step = self._step(slots[0], time)
+            assert step is not None
+            for slot, gradient in zip(slots, self._evaluate(slots, step, patterns)):
+                out[slot] = gradient
+                self._alive[slot] = gradient is not None
+        self._found = (time, out, patterns)
+        return out, patterns
+
+    def _evaluate(self, slots: Sequence[int], step: Step, patterns: dict[int, Pattern]) -> list[Gradient | None]:
+        loss, states = self.dynamics.loss, [self._states[slot] for slot in slots]
+        present = self.trajectory.steps[step.index].present
+        if self.together:
+            thetas = self._theta if len(slots) == len(self._states) else self._theta[list(slots)]
+            buffers = [state.buffers for state in states]
+            return row_gradients(loss, thetas, buffers, step.batch, step.random, step.where, present)
+        out: list[Gradient | None] = []
+        for slot, state in zip(slots, states):
+            own = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
+            state = _moved(state, self.layout.device)
+            out += row_gradients(own, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
+        return out
+
+    def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:
+        """AdamW on every row in as few calls as there are different hyperparameters."""
+        groups: dict[tuple[Hyper, ...], list[int]] = {}
+        for slot, gradient in enumerate(found):
+            step = self._step(slot, time)
+            if gradient is not None and step is not None:
+                groups.setdefault(step.hypers, []).append(slot)
+                clip = clip_(gradient.grads, gradient.norm, step.max_norm)
+                self.clip_switched[slot] |= clip.binds != self.trajectory.steps[time].clip.binds
+        fused = self.layout.device.type == "cuda"
+        for hypers, slots in groups.items():
+            for group, hyper in enumerate(hypers):
+                members = [
+                    (slot, i) for slot in slots for i, g in enumerate(self.layout.groups)
+                    if g == group and found[slot].grads[i] is not None  # type: ignore[union-attr]
+                ]  # fmt: skip
+                if members:
+                    theta, m, v = ([self._views[slot][c][i] for slot, i in members] for c in range(3))
+                    grads = [found[slot].grads[i] for slot, i in members]  # type: ignore[union-attr]
+                    counts = [self._states[slot].counts[i] for slot, i in members]
+                    plain = replace(hyper, foreach=None, fused=fused or None, capturable=False, lr=float(hyper.lr))
+                    adam_(theta, grads, m, v, counts, plain)  # type: ignore[arg-type]
+        for slot, gradient in enumerate(found):
+            if gradient is not None and self._step(slot, time) is not None:
+                state = self._states[slot]
+                after = advanced(state.counts, gradient.grads)
+                self._states[slot] = replace(state, counts=after, buffers=gradient.buffers)
 
 
-class _LinearRows:
-    """The differences that are propagated, and which answer reads which row.
+def same_state(a: JointState, b: JointState) -> bool:
+    """Equal to the bit in everything that a run goes on from."""
+    return (
+        a.counts == b.counts
+        and all(equal(getattr(a, name), getattr(b, name)) for name in ("theta", "m", "v"))
+        and all(equal(x, b.buffers[name]) for name, x in a.buffers.items())
+    )
 
-    `endpoint` and `curved` hold (change, scale, row); `tangent` (change, scale, row, factor). A change
-    without ξ has no write-in to linearize: its tangent starts from the exact difference.
-    """
 
-    def __init__(
-        self,
-        control: ControlStep,
-        shocks: Sequence[Shock],
-        endpoints: Sequence[Sequence[JointState]],
-        scales: Sequence[float],
-        answers: Sequence[str],
-    ) -> None:
-        self.endpoint: list[tuple[int, int, int]] = []
-        self.curved: list[tuple[int, int, int]] = []
-        self.tangent: list[tuple[int, int, int, float]] = []
-        linear: list[Tangent] = []
-        semilinear: list[Tangent] = []
-        write_in = WriteIn(control.linear)
-        for i, shock in enumerate(shocks):
-            if "tangent" in answers and shock.xi is not None:
-                self.tangent += [(i, j, len(linear), scale) for j, scale in enumerate(scales)]
-                linear.append(write_in.mv(shock.xi))
-            for j, end in enumerate(endpoints[i]):
-                if "semilinear" in answers:
-                    self.curved.append((i, j, len(semilinear)))
-                    semilinear.append(difference(end, control.after))
-                if "endpoint" in answers:
-                    self.endpoint.append((i, j, len(linear)))
-                if "tangent" in answers and shock.xi is None:
-                    self.tangent.append((i, j, len(linear), 1.0))
-                if "endpoint" in answers or ("tangent" in answers and shock.xi is None):
-                    linear.append(difference(end, control.after))
-        self.linear = stack(linear) if linear else None
-        self.semilinear = stack(semilinear) if semilinear else None
-
-    def displacements(self) -> Iterator[tuple[str, int, int, Float[Tensor, " param"]]]:
-        """(answer, change, scale, δθ) of every answer that reads the real probe."""
-        for i, j, row in self.endpoint:
-            assert self.linear is not None
-            yield "endpoint", i, j, self.linear.theta[row]
-        for i, j, row in self.curved:
-            assert self.semilinear is not None
-            yield "semilinear", i, j, self.semilinear.theta[row]
+def _moved(state: JointState, device: torch.device) -> JointState:
+    """The state on another device; itself where it is there already."""
+    if state.theta.device == device:
+        return state
+    buffers = {name: b.to(device) for name, b in state.buffers.items()}
+    return replace(state, theta=state.theta.to(device), m=state.m.to(device), v=state.v.to(device), buffers=buffers)

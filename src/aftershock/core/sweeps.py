@@ -16,13 +16,13 @@ def transit_(at: Linearized, dx: Tangent) -> None:
     at.linear.absorb_(dx, u)
 
 
-def transit_semilinear_(at: Linearized, before: JointState, dx: Tangent) -> None:
+def transit_semilinear_(at: Linearized, dx: Tangent) -> None:
     """δx ← f(x + δx) − f(x) in place, with the network's gradient linear and AdamW's arithmetic exact.
 
     Exact for quadratic losses. Saturation, √v and clipping are not linearized, so that coordinates with a
     small or zero v, at which A is useless at real scales, keep their true bounds.
     """
-    at.linear.absorb_exactly_(before, dx, at.graph.products(dx.theta), at.step.max_norm)
+    at.linear.absorb_exactly_(dx, at.graph.products(dx.theta), at.step.max_norm)
 
 
 def retreat_(at: Linearized, c: Cotangent) -> None:

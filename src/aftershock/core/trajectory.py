@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Literal
 
 from .dynamics import Dynamics, Linearized, Step
@@ -18,13 +17,14 @@ Keep = Literal["graphs", "states", "checkpoints"]
 class Trajectory:
     """The states x_0 … x_H of a path and its H steps.
 
-    keep="states" holds every state; "checkpoints" holds about √H and replays the segment it needs;
+    keep="states" holds every state; "checkpoints" holds one of every `spacing` and replays the segment it needs;
     "graphs" holds each step's gradient graph too, which makes sweeps fastest and memory largest.
     """
 
-    def __init__(self, dynamics: Dynamics, keep: Keep) -> None:
+    def __init__(self, dynamics: Dynamics, keep: Keep, spacing: int = 1) -> None:
         self.dynamics = dynamics
         self.keep = keep
+        self.spacing = spacing
         self.steps: list[Step] = []
         self.seconds_per_step = 0.0
         self.random_after: RandomState
@@ -33,32 +33,37 @@ class Trajectory:
 
     @classmethod
     def follow(
-        cls, dynamics: Dynamics, start: JointState, random: RandomState, steps: Sequence[Step], keep: Keep
+        cls,
+        dynamics: Dynamics,
+        start: JointState,
+        random: RandomState,
+        steps: Sequence[Step],
+        keep: Keep,
+        spacing: int = 1,
     ) -> Trajectory:
         """Train on from `start` through `steps`, each beginning where the last left the random state.
 
         A step with `own_random` (a recorded run's) starts from that instead.
         """
-        self = cls(dynamics, keep)
-        spacing = math.isqrt(len(steps)) if keep == "checkpoints" else 1
+        self = cls(dynamics, keep, spacing)
         state, seconds = start, []
         self._states[0] = start
         for step in steps:
-            began = time.perf_counter()
+            began = perf_counter()
             if not step.own_random:
                 step = replace(step, random=random)
-            state, seen, random = self._take(step, state)
+            state, seen, random = self._take(step, state, step.index not in self._states)
             self.steps.append(seen)
-            if (seen.index + 1) % spacing == 0 or seen.index + 1 == len(steps):
+            if (seen.index + 1) % spacing == 0 or (seen.index + 1 == len(steps) and spacing <= len(steps)):
                 self._states[seen.index + 1] = state
-            seconds.append(time.perf_counter() - began)
+            seconds.append(perf_counter() - began)
         self.random_after = random
         self.seconds_per_step = sorted(seconds)[len(seconds) // 2]
         return self
 
-    def _take(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState]:
+    def _take(self, step: Step, state: JointState, consume: bool) -> tuple[JointState, Step, RandomState]:
         if self.keep != "graphs":
-            return self.dynamics.advance(step, state)
+            return self.dynamics.advance(step, state, consume=consume)
         after, seen, random, linearized = self.dynamics.advance_with_graph(step, state)
         self._linearized[seen.index] = linearized
         return after, seen, random
@@ -71,7 +76,7 @@ class Trajectory:
         begin = max(kept for kept in self._states if kept <= time)
         state = self._states[begin]
         for step in self.steps[begin:time]:
-            state = self.dynamics.advance(step, state)[0]
+            state = self.dynamics.advance(step, state, consume=step.index > begin)[0]
         return state
 
     def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
@@ -82,6 +87,16 @@ class Trajectory:
             after = step.index + 1
             if after < stop:
                 state = self._states.get(after) or self.dynamics.advance(step, state)[0]
+
+    def states(self, start: int, stop: int) -> Iterator[tuple[int, JointState]]:
+        """x_start … x_stop with their times. A state is gone when the next one is asked for."""
+        state, owned = self.state(start), start not in self._states
+        for time in range(start, stop + 1):
+            yield time, state
+            if time < stop:
+                kept = self._states.get(time + 1)
+                state = kept or self.dynamics.advance(self.steps[time], state, consume=owned)[0]
+                owned = kept is None
 
     def backward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         """Steps stop−1 … start, each with the state before it; segments are replayed as needed."""

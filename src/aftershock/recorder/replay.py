@@ -17,9 +17,9 @@ from ..core.capture import Captured
 from ..core.changes import ControlStep, Edit
 from ..core.dynamics import Dynamics, Step
 from ..core.loss import Autocast
-from ..core.memory import budget
+from ..core.planning import plan_states
 from ..core.state import JointState
-from ..core.trajectory import Keep, Trajectory
+from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .records import Forward, Record, Source
 
@@ -87,10 +87,9 @@ def _follow(captured: Captured, some: Sequence[Record], source: Source, records:
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
         for i, record in enumerate(some)
     ]
-    fits = (len(steps) + 1) * captured.state.nbytes <= budget(None, captured.loss.layout.device) // 2
-    keep: Keep = "states" if fits else "checkpoints"
+    keep, spacing = plan_states(len(steps), captured.state.nbytes, None, None, captured.loss.layout.device)
     try:
-        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, keep)
+        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, keep, spacing)
     except NotFinite as error:
         raise ReplayMismatch(
             f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "

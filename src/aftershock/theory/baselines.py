@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.changes import ControlStep, Shock
 from ..core.dynamics import Linearized
-from ..core.loss import GradientGraph
+from ..core.graphs import GradientGraph
 from ..core.state import Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_semilinear_
 from ..errors import InvalidInput, NotFinite
@@ -137,7 +137,7 @@ class _Sweep:
                 break
             at = trajectory.linearize(trajectory.steps[time], state)
             transit_(at, linear)
-            transit_semilinear_(at, state, semilinear)
+            transit_semilinear_(at, semilinear)
             clamped.m.zero_()
             clamped.v.zero_()
             if h == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.changes import ControlStep, Shock
 from ..core.clipping import TORCH_EPSILON, Clip
-from ..core.loss import GradientGraph
+from ..core.graphs import GradientGraph
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
 from ..core.state import pair
@@ -105,7 +105,7 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     control, trajectory = change.path.control(change.at), change.path.trajectory
     require_first_horizon(change, found, control)
     loss, batch, random, where = found.arguments(trajectory, change.at + 1)
-    graph = loss.graph(control.after.theta, control.after.buffers, batch, random, where)
+    graph = GradientGraph(loss, control.after.theta, control.after.buffers, batch, random, where)
     rows = []
     for edit in change.edits:  # one at a time: ξ of a large model is as large as the model
         shock = edit.shock(control)

@@ -20,6 +20,7 @@ from ..core.changes import ControlStep, Shock
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
 from ..core.dynamics import Dynamics, Linearized, Step
 from ..core.gates import Pattern, recording, replaying
+from ..core.graphs import GradientGraph
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
 from .write_paths import change_names
@@ -67,7 +68,7 @@ class SmoothExtension:
     def linearize(self, state: JointState) -> Linearized:
         """D f̃_s at another state than the control: 1.2 g."""
         loss, step = self.dynamics.loss.within(replaying(self.pattern)), self.step
-        graph = loss.graph(state.theta, state.buffers, step.batch, step.random, step.where)
+        graph = GradientGraph(loss, state.theta, state.buffers, step.batch, step.random, step.where)
         step = replace(step, clip=self._clip(float(graph.gradient.norm)))
         return Linearized(step, self.dynamics.linear_step(step, state, graph.raw, graph.present), graph)
 

@@ -1,0 +1,144 @@
+"""A gradient with its graph, from which any number of Hessian products follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..errors import OutOfMemory
+from .batches import Accumulated, Batch, micro_batches
+from .loss import Gradient, LossFunction, accumulated, derivative_error
+from .randomness import RandomState
+from .reductions import norms
+from .rows import tolerance
+
+
+class GradientGraph:
+    """A gradient with its graph: `gradient`, then `products(vectors)` at about 1 to 2 g each.
+
+    A batch of several micro-batches keeps no graph between calls; its graphs are rebuilt one at a
+    time, so that memory does not grow with their number.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str,
+    ) -> None:
+        self._function = loss
+        self._arguments = (buffers, random)
+        self._where = where
+        self._batch = batch
+        self._leaves = loss.leaves(theta)
+        self._graph: list[Tensor | None] | None = None
+        if isinstance(batch, Accumulated):
+            self.gradient = loss.gradient(theta, buffers, batch, random, where)
+            return
+        (value, self._graph), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
+        grads = list(map(accumulated, self._graph, self._leaves))
+        self.gradient = Gradient(value, after, random, grads, loss.finite_norm(value, grads, where))
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        return tuple(grad is not None for grad in self.gradient.grads)
+
+    @property
+    def raw(self) -> Float[Tensor, " param"]:
+        """ĝ as a flat vector."""
+        return self._function.layout.join(self.gradient.grads)
+
+    def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
+        """H u for every row u: together where that pays, else one after another."""
+        out = torch.zeros_like(vectors)
+
+        def program(model: nn.Module) -> None:
+            if self._graph is not None:
+                self._write_products(self._graph, vectors, out)
+                return
+            for batch, share in micro_batches(self._batch):
+                _, graph = self._build(model, batch, share)
+                part = torch.zeros_like(vectors)
+                self._write_products(graph, vectors, part)
+                out.add_(part)
+
+        self._run(program)
+        return out
+
+    def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
+        buffers, random = self._arguments
+        return self._function.call(self._leaves, buffers, random, program, derivative=True)
+
+    def _build(
+        self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        loss = share(self._function.raw(model, batch, self._where))
+        return loss.detach(), list(self._function.grad(loss, self._leaves, self._where, create_graph=True))
+
+    def _write_products(
+        self, graph: Sequence[Tensor | None], vectors: Float[Tensor, "change param"], out: Tensor
+    ) -> None:
+        layout, sharing = self._function.layout, self._function.sharing
+        curved = {i: grad for i, grad in enumerate(graph) if grad is not None and grad.requires_grad}
+        if not curved:
+            return
+        if sharing.tries("product", len(vectors)) and self._write_together(curved, vectors, out):
+            return
+        for u, row in zip(vectors, out):
+            layout.write(row, self._alone(curved, u))
+
+    def _write_together(
+        self, curved: Mapping[int, Tensor], vectors: Float[Tensor, "change param"], out: Tensor
+    ) -> bool:
+        """Many vectors through one backward pass; says whether this model allows it and agrees with one alone."""
+        layout, sharing = self._function.layout, self._function.sharing
+
+        def some(rows: slice) -> bool:
+            views = layout.row_views(vectors[rows])
+            found = self._product(curved, [views[i] for i in curved], batched=True)
+            for place, values in zip(layout.row_views(out[rows]), found):
+                if values is not None:
+                    place.copy_(values)
+            return True
+
+        try:
+            sharing.in_pieces(len(vectors), some)
+        except OutOfMemory:
+            raise
+        except Exception:  # no batching rule for an operation of this model
+            if sharing.compared("product"):
+                raise
+            sharing.settle("product", False)
+        if not sharing.compared("product"):
+            alone = layout.join(self._alone(curved, vectors[-1]))
+            off = norms(out[-1] - alone)
+            sharing.settle("product", bool(off <= tolerance(self._function) * norms(alone).clamp(min=1e-30)))
+        return sharing.tries("product", len(vectors))
+
+    def _alone(self, curved: Mapping[int, Tensor], vector: Float[Tensor, " param"]) -> tuple[Tensor | None, ...]:
+        views = self._function.layout.typed_views(vector)
+        return self._product(curved, [views[i] for i in curved])
+
+    def _product(
+        self, curved: Mapping[int, Tensor], vectors: Sequence[Tensor], *, batched: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        try:
+            return torch.autograd.grad(
+                list(curved.values()),
+                self._leaves,
+                grad_outputs=vectors,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise derivative_error(error) from error

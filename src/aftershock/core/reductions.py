@@ -1,0 +1,48 @@
+"""Every reduction over the flat vector: dot products, norms, counts, comparisons.
+
+Nothing else looks at all coordinates at once, so that a model sharded over several devices needs sums over
+ranks here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Float[Tensor, "*n *k"]:
+    """⟨a_i, b_j⟩ for every row of a with every row of b; a single vector counts as no dimension."""
+    return a @ (b.mT if b.ndim > 1 else b)
+
+
+def norms(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
+    """‖x_i‖ of every row."""
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of one gradient given by parameter, summed as `torch.nn.utils.clip_grad_norm_` does, to the bit."""
+    return torch.nn.utils.get_total_norm(tensors)
+
+
+def row_norms(tensors: Sequence[Float[Tensor, "row ..."]]) -> Float[Tensor, " row"]:
+    """The same for many gradients at once, one tensor `[row, *shape]` per parameter."""
+    return torch.stack([torch.linalg.vector_norm(t.flatten(1), dim=1) for t in tensors]).norm(dim=0)
+
+
+def parts(a: Float[Tensor, " param"], b: Float[Tensor, " param"], sizes: Sequence[int]) -> Float[Tensor, " parameter"]:
+    """⟨a, b⟩ split into the stretches of the given sizes, one per parameter."""
+    return torch.stack([torch.dot(x, y) for x, y in zip(a.split(sizes), b.split(sizes))])
+
+
+def count(mask: Bool[Tensor, " param"]) -> int:
+    """How many coordinates are marked. The padding is never marked by a mask of values that differ from zero."""
+    return int(mask.sum())
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, coordinate by coordinate."""
+    return a is b or torch.equal(a, b)

@@ -1,0 +1,383 @@
+"""Many rows in one call: the loss of many parameter sets on one batch, of one parameter set on many batches.
+
+Rows share everything but what differs between them, so that on a GPU with small batches a row costs a quarter to
+two thirds of a gradient. Where a model cannot be mapped over rows, where it gives other numbers in rows than alone,
+or where it does not pay (a CPU), rows run one after another and the answers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..errors import NotFinite, OutOfMemory
+from .batches import Accumulated, Batch, micro_batches
+from .memory import readable
+from .randomness import RandomState
+from .reductions import equal, row_norms
+
+if TYPE_CHECKING:
+    from .loss import Gradient, LossFunction
+
+# Relative: the rounding of other kernels stays far below, another dropout mask or a hidden state far above.
+AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
+AGREE_AUTOCAST = 5e-2
+AT_ONCE = 64
+
+T = TypeVar("T")
+
+
+class Sharing:
+    """Whether the rows of a loss are computed together: wanted, possible, and equal to rows run alone.
+
+    Each kind of work (values, gradients, products, pools) is compared once, one row together against one alone.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self.at_once = AT_ONCE
+        self._agreed: dict[str, bool] = {}
+
+    def tries(self, kind: str, rows: int) -> bool:
+        return self.wanted and rows > 1 and self._agreed.get(kind, True)
+
+    def compared(self, kind: str) -> bool:
+        return kind in self._agreed
+
+    def settle(self, kind: str, agreed: bool) -> None:
+        self._agreed[kind] = agreed
+
+    def in_pieces(self, count: int, run: Callable[[slice], T]) -> list[T]:
+        """`run` over slices of at most `at_once` rows; where memory runs out the piece is halved and run again."""
+        out: list[T] = []
+        first = 0
+        while first < count:
+            size = min(self.at_once, count - first)
+            found = _or_none(lambda: run(slice(first, first + size)))  # noqa: B023  (called at once)
+            if found is not None:
+                out.append(found)
+                first += size
+                continue
+            torch.cuda.empty_cache()
+            if size == 1:
+                free, total = torch.cuda.mem_get_info()
+                raise OutOfMemory(
+                    f"one row alone does not fit into the GPU's memory ({readable(free)} of {readable(total)} are "
+                    "free); ask for fewer changes, scales or answers at once, or use a smaller batch"
+                )
+            self.at_once = (size + 1) // 2
+        return out
+
+
+def _or_none(run: Callable[[], T]) -> T | None:
+    """None where memory ran out; the error, and with it what it holds, is gone before another try."""
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        return None
+
+
+# --- many parameter sets on one batch
+
+
+def row_values(
+    loss: LossFunction,
+    thetas: Float[Tensor, "row param"],
+    buffers: Sequence[Mapping[str, Tensor]],
+    batch: Batch,
+    random: RandomState,
+    where: str,
+    *,
+    evaluating: bool = False,
+) -> Float[Tensor, " row"]:
+    """The loss at every row, in float64 on the CPU; +∞ where it is not finite. One forward pass a row, or less."""
+
+    def alone(i: int) -> float:
+        try:
+            return float(loss.value(thetas[i], buffers[i], batch, random, where, evaluating=evaluating).loss)
+        except NotFinite:
+            return math.inf
+
+    kind = "value"
+    if loss.sharing.tries(kind, len(thetas)):
+        pieces = _tried(
+            loss, kind,
+            lambda s: _mapped(loss, thetas[s], buffers[s], batch, random, where, evaluating=evaluating).losses,
+            len(thetas),
+        )  # fmt: skip
+        if pieces is not None:
+            found = torch.cat(pieces).double().cpu()
+            found = torch.where(found.isfinite(), found, math.inf)
+            if loss.sharing.compared(kind) or _settle(loss, kind, float(found[-1]), alone(len(thetas) - 1)):
+                return found
+    return torch.tensor([alone(i) for i in range(len(thetas))], dtype=torch.float64)
+
+
+def row_gradients(
+    loss: LossFunction,
+    thetas: Float[Tensor, "row param"],
+    buffers: Sequence[Mapping[str, Tensor]],
+    batch: Batch,
+    random: RandomState,
+    where: str,
+    present: Sequence[bool] | None,
+) -> list[Gradient | None]:
+    """The gradient at every row; None where it is not finite. 1 g a row alone, a quarter to two thirds together.
+
+    `present` says which parameters the batch uses, as the control's own pass over it saw; where that is not
+    known, rows run alone.
+    """
+
+    def alone(i: int) -> Gradient | None:
+        try:
+            return loss.gradient(thetas[i], buffers[i], batch, random, where)
+        except NotFinite:
+            return None
+
+    kind = "gradient"
+    if present is not None and loss.sharing.tries(kind, len(thetas)):
+        pieces = _tried(
+            loss, kind,
+            lambda s: _mapped(loss, thetas[s], buffers[s], batch, random, where, gradients=True).split(present),
+            len(thetas),
+        )  # fmt: skip
+        if pieces is not None:
+            found = [gradient for piece in pieces for gradient in piece]
+            last = found[-1]
+            if loss.sharing.compared(kind) or last is None or _settle_gradient(loss, kind, last, alone(len(found) - 1)):
+                return found
+    return [alone(i) for i in range(len(thetas))]
+
+
+# --- one parameter set on many batches
+
+
+def pool_gradients(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    random: RandomState,
+    where: Callable[[int], str],
+    present: Sequence[bool] | None,
+) -> list[Gradient]:
+    """The gradient of every batch at one θ: 1 g each alone, a fifth together where batches are small."""
+
+    def alone(i: int) -> Gradient:
+        return loss.gradient(theta, buffers, batches[i], random, where(i))
+
+    kind = "pool"
+    stackable = present is not None and all(present) and _alike(batches)
+    if stackable and loss.sharing.tries(kind, len(batches)):
+        everything = (True,) * len(loss.layout.names)
+        pieces = _tried(
+            loss, kind,
+            lambda s: _mapped_pool(loss, theta, buffers, batches[s], random, where(s.start)).split(everything),
+            len(batches),
+        )  # fmt: skip
+        if pieces is not None:
+            found = [gradient for piece in pieces for gradient in piece]
+            finite = [gradient for gradient in found if gradient is not None]
+            if len(finite) == len(found) and (
+                loss.sharing.compared(kind) or _settle_gradient(loss, kind, finite[-1], alone(len(found) - 1))
+            ):
+                return finite
+    return [alone(i) for i in range(len(batches))]
+
+
+def _alike(batches: Sequence[Batch]) -> bool:
+    """Whether batches differ in the numbers of their tensors only, so that they stack."""
+    if any(isinstance(batch, Accumulated) for batch in batches):
+        return False
+    shapes = [
+        (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
+        for leaves, spec in map(tree_flatten, batches)
+    ]
+    return all(shape == shapes[0] for shape in shapes[1:])
+
+
+# --- inside
+
+
+@dataclass
+class _Mapped:
+    """What one mapped call gives: tensors with a leading dimension of rows."""
+
+    loss: LossFunction
+    losses: Float[Tensor, " row"]
+    grads: list[Tensor]
+    moving: dict[str, Tensor]
+    static: Mapping[str, Tensor]
+    random: RandomState
+
+    def split(self, present: Sequence[bool]) -> list[Gradient | None]:
+        """Row by row, as plain gradients are."""
+        from .loss import Gradient, accumulated
+
+        order = [i for i in self.loss.layout.model_order if present[i]]
+        norms = row_norms([self.grads[i] for i in order])
+        finite = torch.isfinite(norms + self.losses).tolist()  # the one wait for the device
+        shapes = self.loss.layout.views(self.loss.layout.example)
+        rows = [grad.unbind() if ok else [None] * len(finite) for grad, ok in zip(self.grads, present)]
+        out: list[Gradient | None] = []
+        for r, ok in enumerate(finite):
+            grads = [accumulated(row[r], like) for row, like in zip(rows, shapes)]
+            buffers = {**self.static, **{name: stack[r] for name, stack in self.moving.items()}}
+            out.append(Gradient(self.losses[r], buffers, self.random, grads, norms[r]) if ok else None)
+        return out
+
+
+def _mapped(
+    loss: LossFunction,
+    thetas: Float[Tensor, "row param"],
+    buffers: Sequence[Mapping[str, Tensor]],
+    batch: Batch,
+    random: RandomState,
+    where: str,
+    *,
+    gradients: bool = False,
+    evaluating: bool = False,
+) -> _Mapped:
+    first = buffers[0]
+    moving = {
+        name: torch.stack([each[name] for each in buffers])
+        for name in first
+        if name in loss.moving or not all(equal(each[name], first[name]) for each in buffers[1:])
+    }
+    program = _over_parameters(loss, batch, where, loss.layout.row_views(thetas), moving, gradients)
+    static = {name: b for name, b in first.items() if name not in moving}
+    (losses, grads, after), _, random = loss.call(
+        loss.layout.typed_views(thetas[0]), first, random, program, derivative=True, evaluating=evaluating
+    )
+    return _Mapped(loss, losses, grads, after, static, random)
+
+
+def _mapped_pool(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    random: RandomState,
+    where: str,
+) -> _Mapped:
+    moving = {name: torch.stack([buffers[name]] * len(batches)) for name in loss.moving if name in buffers}
+    views = loss.layout.typed_views(theta)
+    program = _over_batches(loss, batches, where, views, moving)
+    static = {name: b for name, b in buffers.items() if name not in moving}
+    (losses, grads, after), _, random = loss.call(views, buffers, random, program, derivative=True)
+    return _Mapped(loss, losses, grads, after, static, random)
+
+
+Program = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
+
+
+def _loss_at(
+    loss: LossFunction, parameters: Sequence[Tensor], moving: Mapping[str, Tensor], batch: Batch, where: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One row's loss, and the moving buffers that it leaves."""
+    inside = {f"model.{name}": p for name, p in zip(loss.layout.names, parameters)}
+    held = {f"model.{name}": b.clone() for name, b in moving.items()}
+    value = torch.func.functional_call(
+        loss.wrapper, {**inside, **held}, (lambda model: loss.raw(model, batch, where),), tie_weights=True
+    )
+    return value, {name: held[f"model.{name}"] for name in moving}
+
+
+def _over_parameters(
+    loss: LossFunction,
+    batch: Batch,
+    where: str,
+    parameters: Sequence[Float[Tensor, "row ..."]],
+    moving: dict[str, Tensor],
+    gradients: bool,
+) -> Program:
+    """Losses of rows of parameters, each with its own moving buffers; micro-batches one after another."""
+
+    def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        state, totals, sums = moving, [], []  # type: ignore[var-annotated]
+        for micro, share in micro_batches(batch):
+
+            def one(own: list[Tensor], held: dict[str, Tensor], micro: Batch = micro, share: Any = share) -> Any:
+                value, after = _loss_at(loss, own, held, micro, where)
+                return share(value), after
+
+            if gradients:
+                grads, (values, state) = _mapped_over((0, 0), torch.func.grad_and_value(one, has_aux=True))(
+                    list(parameters), state
+                )
+                sums = [a + b for a, b in zip(sums, grads)] if sums else list(grads)
+            else:
+                with torch.no_grad():
+                    values, state = _mapped_over((0, 0), one)(list(parameters), state)
+            totals.append(values.detach())
+        return torch.stack(totals).sum(0), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
+
+    return program
+
+
+def _over_batches(
+    loss: LossFunction, batches: Sequence[Batch], where: str, parameters: Sequence[Tensor], moving: dict[str, Tensor]
+) -> Program:
+    """Gradients of many batches at one θ."""
+    placed = [tree_flatten(loss.place(batch)) for batch in batches]
+    spec = placed[0][1]
+    columns = zip(*(leaves for leaves, _ in placed))
+    stacked = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    dims = [0 if isinstance(leaf, Tensor) else None for leaf in stacked]
+
+    def one(own: list[Tensor], held: dict[str, Tensor], leaves: list[Any]) -> Any:
+        return _loss_at(loss, own, held, spec.unflatten(leaves), where)
+
+    def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        work = _mapped_over((None, 0, dims), torch.func.grad_and_value(one, has_aux=True))
+        grads, (values, state) = work(list(parameters), moving, stacked)
+        return values.detach(), [g.detach() for g in grads], {n: b.detach() for n, b in state.items()}
+
+    return program
+
+
+def _mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.func.vmap(work, in_dims=dims, randomness="same")
+
+
+def _tried(loss: LossFunction, kind: str, run: Callable[[slice], T], count: int) -> list[T] | None:
+    """The mapped pieces; None, from now on, where this model cannot be mapped."""
+    try:
+        return loss.sharing.in_pieces(count, run)
+    except OutOfMemory:
+        raise
+    except Exception:  # whatever cannot be mapped runs alone, with the same answer or its own error
+        if loss.sharing.compared(kind):
+            raise
+        loss.sharing.settle(kind, False)
+        return None
+
+
+def _settle(loss: LossFunction, kind: str, together: float, alone: float) -> bool:
+    agreed = math.isinf(alone) or abs(together - alone) <= tolerance(loss) * max(abs(alone), 1e-30)
+    loss.sharing.settle(kind, agreed)
+    return agreed
+
+
+def _settle_gradient(loss: LossFunction, kind: str, together: Gradient, alone: Gradient | None) -> bool:
+    agreed = alone is not None and alone.present == together.present
+    if alone is not None and agreed:
+        pairs = [(a, b) for a, b in zip(together.grads, alone.grads) if a is not None and b is not None]
+        off = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+        agreed = bool(off <= tolerance(loss) * alone.norm.clamp(min=1e-30))
+    loss.sharing.settle(kind, agreed)
+    return agreed
+
+
+def tolerance(loss: LossFunction) -> float:
+    """How far a row together may be from the same row alone."""
+    if loss.autocast.enabled:
+        return AGREE_AUTOCAST
+    return AGREE[torch.float64 if loss.layout.dtype == torch.float64 else torch.float32]
