@@ -140,15 +140,15 @@ def test_exact_response_is_a_second_training_run(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_endpoint_equals_exact_at_the_first_horizon(name: str) -> None:
-    """Before any propagation, endpoint-exact is exact: the same θ, the same probe."""
+def test_semilinear_equals_exact_at_the_first_horizon(name: str) -> None:
+    """Before any propagation the semilinear answer is exact: the same θ, the same probe."""
     case = make(name)
     path = case.path(3)
     response = path.replace(case.batches(2)).response(case.batch(), scales=[0.3, 1.0])
     first = response.data["response"].isel(horizon=0)
-    exact, endpoint = first.sel({"answer": "exact"}).values, first.sel({"answer": "endpoint"}).values
+    exact, semilinear = (first.sel({"answer": answer}).values for answer in ("exact", "semilinear"))
     # θ^c + (θ^s − θ^c) rounds once
-    torch.testing.assert_close(torch.tensor(exact), torch.tensor(endpoint), rtol=1e-7, atol=1e-14)
+    torch.testing.assert_close(torch.tensor(exact), torch.tensor(semilinear), rtol=1e-7, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("relu_cnn",)])
@@ -235,5 +235,5 @@ def test_a_change_to_itself_has_no_response() -> None:
     path = case.path(4)
     response = path.replace([path.steps[0].batch]).response(case.batch())
     assert not response.exact.values.any()
-    assert not response.endpoint.values.any()
+    assert not response.semilinear.values.any()
     assert not response.tangent.values.any()

@@ -22,7 +22,7 @@ from .response import Response, labelled
 if TYPE_CHECKING:
     from .path import Path
 
-DEFAULT_ANSWERS = ("exact", "endpoint", "tangent")
+DEFAULT_ANSWERS = ("exact", "semilinear", "tangent")
 PRODUCT_COST = 1.7  # a Hessian product in gradients: 1.1–1.3 (MLP) to 1.6–2.0 (CNN)
 GRAPH_COST = 1.3
 FORWARD_COST = 0.35
@@ -65,9 +65,8 @@ class Change:
 
         probe: a batch, `ak.own_loss`, a function of the model, or a `Probe`.
         scales: α between the control (0) and the change (1).
-        answers: "exact" (the truth: a second run), "endpoint" (exact write-in and readout, linear
-            propagation), "tangent" (all linear), and "semilinear" (AdamW exact, only the network's gradient
-            linear); default: the first three, where they exist for this model and probe.
+        answers: "exact" (the truth: a second run), "semilinear" (AdamW exact, only the network's gradient
+            linear), "tangent" (all linear); default: all three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
         """
         readouts = Readouts(self.path, Probe.of(probe), self.at, horizon)
