@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import aftershock as ak
+from aftershock.report.figures import loss_figure
 from aftershock.results.certificate import (
     TRUST,
     Certificate,
@@ -272,6 +273,10 @@ def test_a_diverged_response_prints_draws_and_reports(tmp_path) -> None:  # type
     assert tuple(drawn[0].y) == (1.0, None, None)
     assert figure.layout.annotations[0].text == "diverges at h = 2"
     assert figure.layout.yaxis.range[1] < 1.0  # the change that stays is not flattened
+    assert "no longer finite: c1 at h = 2" in figure.layout.annotations[-1].text
+    changed = loss_figure(response).data[1]
+    assert tuple(changed.y) == (2.0, None, None)
+    assert changed.fill == "none"
     page = response.report(tmp_path / "r.html").read_text()
     assert 'data-value="Infinity"' in page
     assert "<li class='bad'><strong>beware</strong><span>1 of 2 exact runs left the finite numbers" in page

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
 MARKED = 40  # horizons up to which every state has its own dot
+WIDE = 20  # a loss so many times the control's needs a logarithmic axis
 FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
 COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
 ANSWER_COLOURS = {"semilinear": "#7b4fa3", "tangent": "#b07c10"}
@@ -54,6 +55,7 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     notes = []
     if len(names) > len(shown):
         notes.append(f"{len(names) - len(shown)} more changes with smaller peaks are left out")
+    notes += _diverged(data.sel({"answer": response.best_answer}))
     if float(data.min()) < frame[0] or float(data.max()) > frame[1]:
         notes.append("a curve leaves the frame (double-click to see all that is finite)")
     if notes:
@@ -68,7 +70,7 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     name, scale, answer = response.order[0], pick_scale(response, scale), response.best_answer
     control = response.data["control"]
     changed = control + response.data["response"].sel({"answer": answer, "scale": scale, "change": name})
-    horizons = control["horizon"].values
+    horizons, whole = control["horizon"].values, bool(finite(changed).all())
     word = "with" if answer == "exact" else f"with ({answer}, not verified)"
     figure = go.Figure()
     figure.add_scatter(
@@ -84,10 +86,13 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
         name=f"{word} {escape(name)}",
         mode="lines",
         line={"color": COLOURS[0], "width": 2.5, "dash": DASHES[answer]},
-        fill="tonexty",
+        fill="tonexty" if whole else "none",
         fillcolor="rgba(200, 67, 43, 0.08)",
     )
     style(figure, HORIZON_TITLE, "the probe's loss", height=360)
+    known = changed.where(finite(changed))
+    if float(control.min()) > 0 and float(known.min()) > 0 and float(known.max()) > WIDE * float(control.max()):
+        figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     whole_horizons(figure, len(horizons))
     key_above(figure)
     return figure
@@ -167,6 +172,13 @@ def _frame(data: xr.DataArray, best: str) -> list[float]:
     high = max(0.0, float(shown.clip(max=limit).max()))
     margin = 0.08 * (high - low) or 1.0
     return [low - margin, high + margin]
+
+
+def _diverged(truth: xr.DataArray) -> list[str]:
+    """A note of the runs that have no curve from some horizon on."""
+    first = diverged_at(truth).dropna("change")
+    names = [f"{escape(str(at['change'].item()))} at h = {int(at)}" for at in first]
+    return [f"no longer finite: {', '.join(names)}"] if names else []
 
 
 def gaps(values: Iterable[float]) -> list[float | None]:

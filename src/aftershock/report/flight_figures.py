@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .figures import COLOURS, FAINT, INK, VEIL, gaps, key_above, style
+from .figures import COLOURS, FAINT, INK, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -25,7 +25,6 @@ KINDS = {
     "reset m": "against an empty m",
     "reset v": "against an empty v",
 }
-WIDE = 20  # a loss so many times the usual one needs a logarithmic axis
 FRAME = 1.6  # times the largest effect of the first step: what leaves the frame must not flatten it
 
 

@@ -94,7 +94,7 @@ def _error_plots(response: Response) -> list[str]:
             figures.error_figure(response),
             "error",
             "Symmetric error |d − d̂| / (|d| + |d̂|) against the exact response: 0 % is equal, 100 % is the "
-            "wrong sign. Faint lines are single changes.",
+            "wrong sign, or a prediction that ran away. Faint lines are single changes.",
             f"Curves of each approximate answer's error by horizon. {words}",
         )
     ]
