@@ -94,6 +94,7 @@ def test_a_missing_prediction_is_no_perfect_one() -> None:
     """NaN used to be summed as an error of zero."""
     assert math.isnan(nrmse(curve(3.0, 4.0), curve(3.0, NAN)))
     assert float(nrmse(curve(3.0, 4.0), curve(3.0, 5.0))) == pytest.approx(0.2)
+    np.testing.assert_array_equal(symmetric_error(curve(1.0, 1.0, 1.0), curve(1.0, NAN, -INF)), [0, NAN, 1])
 
 
 # --- levels

@@ -140,7 +140,6 @@ def save_dataset(data: xr.Dataset, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
-        part.chmod(0o777 & ~_umask())  # mkdtemp lets nobody else read; an ordinary folder would
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
             # a chunk that is left out because it is empty would come back with other bits: -0.0 as 0.0
