@@ -141,12 +141,12 @@ def test_exact_response_is_a_second_training_run(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_semilinear_equals_exact_at_the_first_horizon(name: str) -> None:
-    """Before any propagation, semilinear is exact: the same θ, the same probe."""
+    """Before any propagation the semilinear answer is exact: the same θ, the same probe."""
     case = make(name)
     path = case.path(3)
     response = path.replace(case.batches(2)).response(case.batch(), scales=[0.3, 1.0])
     first = response.data["response"].isel(horizon=0)
-    exact, semilinear = (first.sel({"answer": name}).values for name in ("exact", "semilinear"))
+    exact, semilinear = (first.sel({"answer": answer}).values for answer in ("exact", "semilinear"))
     # θ^c + (θ^s − θ^c) rounds once
     torch.testing.assert_close(torch.tensor(exact), torch.tensor(semilinear), rtol=1e-7, atol=1e-14)
 

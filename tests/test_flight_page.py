@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,25 @@ def test_the_page_shows_what_was_found(opened: Any, found: Any) -> None:
     bars = opened.locator("#plot-contribution .barlayer .point path")
     assert bars.count() == found.data.sizes["step"]
     assert opened.locator("#plot-examples .barlayer .point path").count() == 16
-    assert opened.locator(".certificate li").count() == len(found.certificate.splitlines())
-    assert opened.locator(".certificate li.good").count() >= 2
+    assert opened.locator(".certificate li").count() == len(found.certificate.findings)
+    assert opened.locator(".certificate li.ok").count() >= 2
     assert opened.locator("h1").text_content() == "<script>alert(1)</script>"
+
+
+def test_the_certificate_is_coloured_by_its_levels(found: Any, tmp_path: Path) -> None:
+    def colours(one: Any) -> list[str | None]:
+        return [
+            attrs["class"] for tag, attrs in Tags.of(write_flight_page(one, tmp_path / "p.html")).tags if tag == "li"
+        ]
+
+    levels = [finding.level for finding in found.certificate.findings]
+    assert levels[:2] == ["ok", "ok"]
+    assert levels[-1] == "note"
+    assert colours(found) == levels
+    # the words stay the same; the number decides
+    inexact = replace(found, data=found.data.assign(replay_deviation=1e-6))
+    assert str(inexact.certificate) == str(found.certificate)
+    assert colours(inexact) == ["care", *levels[1:]]
 
 
 def test_the_menu_changes_what_steps_are_compared_with(opened: Any, found: Any) -> None:

@@ -188,7 +188,7 @@ def test_the_culprit_and_its_examples_are_named(run: Run, found: Any) -> None:
     assert (
         f"{best.measured:.3g} of {run.losses[SPIKE] - np.median(run.losses[SPIKE - 16 : SPIKE]):.3g}" in found.verdict
     )
-    assert "to the bit" in found.certificate
+    assert "to the bit" in str(found.certificate)
     assert str(found).count("\n") > 10
 
 
@@ -296,7 +296,7 @@ def test_dropout_and_clipping_and_examples_that_couple(tmp_path: Path) -> None:
 
     run = record(tmp_path, model, next_token, feed, clip=0.5, lr=lambda step: 3e-2)
     found = ak.explain(run.recorder, step=SPIKE)
-    assert "to the bit" in found.certificate
+    assert "to the bit" in str(found.certificate)
     best = found.culprits[0]
     assert len(best.examples) == 8
     assert "put alone" in found.data.attrs["examples"][str(best.step)]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import xarray as xr
 
 import aftershock as ak
-from aftershock.core.rollout import ANSWERS
+from aftershock.api.change import DEFAULT_ANSWERS
 from aftershock.errors import InvalidInput
-from aftershock.report import figures
-from aftershock.report.response_page import trust_level, write_response_page
+from aftershock.report import figures, shell
+from aftershock.report.response_page import write_response_page
+from aftershock.results.certificate import Certificate, Finding, Level
 
 HORIZONS = 6
 CURVES = {
@@ -36,7 +39,7 @@ def made(
     **factors: float,
 ) -> ak.Response:
     """A response whose exact curves are given, times the scale, and whose other answers are multiples of them."""
-    answers = factors or {"exact": 1.0, "semilinear": 1.0, "endpoint": 1.1, "tangent": 3.0}
+    answers = factors or {"exact": 1.0, "semilinear": 1.1, "tangent": 3.0}
     exact = np.array(list(curves.values()))[:, None, :] * np.array(scales)[None, :, None]
     # an approximation's relative error grows with the scale, as a linearization's does
     grown = [exact * (1 + (factor - 1) * np.abs(np.array(scales))[None, :, None]) for factor in answers.values()]
@@ -52,6 +55,10 @@ def made(
             "zero_v_touched": ("change", zeros),
             "no_derivative": ("change", zeros),
             "xi_norm": ("change", zeros.astype(float)),
+            "at": 3,
+            "kind": "replace",
+            "probe": "a <i>fixed</i> batch",
+            "refused": "",
         },
         coords={
             "answer": list(answers),
@@ -59,7 +66,7 @@ def made(
             "scale": list(scales),
             "horizon": list(range(1, horizons + 1)),
         },
-        attrs={"at": 3, "kind": "replace", "dtype": "float64", "refused": "", "note": "<b>bold</b>"},
+        attrs={"dtype": "float64", "note": "<b>bold</b>"},
     )
     return ak.Response(data)
 
@@ -74,12 +81,12 @@ def traces(figure: Any, dash: str, mode: str = "lines") -> list[Any]:
 def test_every_method_is_drawn_in_its_dash_and_every_change_in_its_colour() -> None:
     response = made()
     figure = response.plot()
-    assert set(figures.DASHES) == set(ANSWERS)
+    assert set(figures.DASHES) == set(DEFAULT_ANSWERS)
     for answer, dash in figures.DASHES.items():
         drawn = traces(figure, dash)
         assert len(drawn) == len(CURVES)
         assert len({t.line.color for t in drawn}) == len(CURVES)
-        wanted = response.data["response"].sel({"answer": answer, "scale": 1.0, "change": figures.strongest(response)})
+        wanted = response.data["response"].sel({"answer": answer, "scale": 1.0, "change": response.order})
         np.testing.assert_array_equal(np.array([t.y for t in drawn]), wanted.values)
     assert figure.layout.xaxis.title.text == "states after the change (h)"
     assert figure.layout.yaxis.title.text == "change of the probe's loss"
@@ -95,12 +102,12 @@ def test_changes_are_ordered_by_exact_peak_and_their_peaks_are_ringed() -> None:
 
 
 def test_an_approximation_that_runs_away_does_not_flatten_the_truth() -> None:
-    figure = figures.response_figure(made(exact=1.0, endpoint=1000.0))
+    figure = figures.response_figure(made(exact=1.0, semilinear=1000.0))
     low, high = figure.layout.yaxis.range
     assert 0.5 <= high < 1.0
     assert -1.0 < low <= -0.1
     assert "leaves the frame" in figure.layout.annotations[-1].text
-    calm = figures.response_figure(made(exact=1.0, endpoint=1.1))
+    calm = figures.response_figure(made(exact=1.0, semilinear=1.1))
     assert calm.layout.yaxis.range[1] > 0.55
     assert not [note for note in calm.layout.annotations if "frame" in note.text]
 
@@ -142,22 +149,22 @@ def test_the_loss_is_shown_without_and_with_the_strongest_change() -> None:
     np.testing.assert_allclose(control.y, np.linspace(2, 1, HORIZONS))
     np.testing.assert_allclose(changed.y, np.linspace(2, 1, HORIZONS) + CURVES["plain"])
     assert changed.name == "with plain"
-    assert "not verified" in figures.loss_figure(made(endpoint=1.0)).data[1].name
+    assert "not verified" in figures.loss_figure(made(semilinear=1.0)).data[1].name
 
 
 def test_errors_are_drawn_against_the_bar_of_trust() -> None:
     figure = figures.error_figure(made({"only": [0.1, -0.2]}))
     by_name = {t.name: t.y for t in figure.data}
-    np.testing.assert_allclose(by_name["endpoint"], 0.1 / 2.1)
+    np.testing.assert_allclose(by_name["semilinear"], 0.1 / 2.1)
     np.testing.assert_allclose(by_name["tangent"], 2.0 / 4.0)
     assert [shape.y0 for shape in figure.layout.shapes] == [0.2]
 
 
 def test_the_error_of_several_changes_is_their_median() -> None:
     figure = figures.error_figure(made())
-    assert len([t for t in figure.data if t.line.width == 1]) == 3 * len(CURVES)
+    assert len([t for t in figure.data if t.line.width == 1]) == 2 * len(CURVES)
     bold = {t.legendgroup: t for t in figure.data if t.showlegend is not False}
-    assert set(bold) == {"semilinear", "endpoint", "tangent"}
+    assert set(bold) == {"semilinear", "tangent"}
     np.testing.assert_allclose(bold["tangent"].y, 0.5)
 
 
@@ -248,19 +255,48 @@ def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("factors", "level"),
     [
-        ({"exact": 1.0}, "good"),
-        ({"exact": 1.0, "endpoint": 1.05}, "good"),
-        ({"exact": 1.0, "endpoint": 1.35}, "care"),
+        ({"exact": 1.0}, "ok"),
+        ({"exact": 1.0, "semilinear": 1.05}, "ok"),
+        ({"exact": 1.0, "semilinear": 1.35}, "care"),
         ({"exact": 1.0, "tangent": -1.0}, "bad"),
         ({"tangent": 1.0}, "bad"),
     ],
 )
-def test_the_certificate_has_the_colour_of_its_words(factors: dict[str, float], level: str, tmp_path: Path) -> None:
+def test_the_certificate_has_the_colour_of_its_level(factors: dict[str, float], level: str, tmp_path: Path) -> None:
     response = made(**factors)
-    lines = str(response.certificate).splitlines()
-    assert trust_level(lines[0])[0] == level
+    findings = response.certificate.findings
+    assert findings[0].level == level
     items = [attrs["class"] for tag, attrs in Tags.of(response.report(tmp_path / "r.html")).tags if tag == "li"]
-    assert items == [trust_level(line)[0] for line in lines]
+    assert items == [finding.level for finding in findings]
+
+
+def test_no_word_of_a_sentence_changes_its_colour() -> None:
+    words = "Do not trust it: use it with care & trust it."
+    for level in get_args(Level):
+        page = shell.findings(Certificate((Finding(level, "x", "x", 1.0, 2.0, words),)))
+        assert page.count("<li") == page.count(f"<li class='{level}'>") == 1
+        assert f".certificate .{level} " in shell.STYLE or level == "note"
+        assert escape(words) in page
+
+
+def test_the_table_has_signs_and_the_order_that_it_claims(tmp_path: Path) -> None:
+    page = made(exact=1.0).report(tmp_path / "r.html").read_text()
+    assert "Changes by the size of their exact peak at scale 1, largest first." in page
+    body = page[page.index("<table class='sortable'>") : page.index("</table>")]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in body.split("<tr class=")[1:]]
+    peaks = [float(row[2]) for row in rows]
+    assert peaks == [0.5, 0.3, 0.05, -0.03]
+    lowers = rows[3]
+    assert lowers[0] == "&lt;b&gt;lowers&lt;/b&gt;"
+    # peak, horizon, delayed, largest increase and decrease, total
+    assert lowers[2:] == ["-0.03", "3", "yes", "0", "-0.03", "0.1"]
+    assert rows[0][5:7] == ["+0.5", "-0.1"]
+
+
+def test_the_page_says_what_was_asked(tmp_path: Path) -> None:
+    text = Tags.of(made().report(tmp_path / "r.html")).text
+    assert "a <i>fixed</i> batch" in text
+    assert re.search(r"kind\s*replace", text)
 
 
 def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
@@ -328,7 +364,7 @@ def test_the_figures_are_drawn(opened: Any) -> None:
     for name in ("response", "loss", "error", "scales"):
         assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
     lines = opened.locator("#plot-response .scatterlayer path.js-line")
-    assert lines.count() == len(ANSWERS) * len(CURVES)
+    assert lines.count() == len(DEFAULT_ANSWERS) * len(CURVES)
     assert all("L" in (lines.nth(i).get_attribute("d") or "") for i in range(3))
     assert opened.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 

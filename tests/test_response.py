@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import xarray as xr
 from torch import nn
 
 import aftershock as ak
+from aftershock.api.response import sparkline
 from aftershock.errors import HiddenState, InvalidFile, InvalidInput
-from aftershock.results.certificate import certify
 from aftershock.results.summaries import crossing, spike_margin, summarize
 
 from .cases import Case, classes, cross_entropy, make, mlp
@@ -61,53 +62,6 @@ def test_spike_margin_and_crossing() -> None:
     found = crossing(response, margin).isel(answer=0, scale=0).values
     assert found[0] == 2  # horizon 3 does not count: the control itself is over the threshold there
     assert np.isnan(found[1])
-
-
-def dataset(exact: list[float], tangent: list[float], noise: float = 1e-12, **extra: int) -> xr.Dataset:
-    horizon = list(range(1, len(exact) + 1))
-    counts = {"zero_v": 0, "zero_v_touched": 0, "no_derivative": 0, **extra}
-    return xr.Dataset(
-        {
-            "response": (("answer", "change", "scale", "horizon"), np.array([exact, tangent])[:, None, None]),
-            "control": ("horizon", np.ones(len(exact))),
-            "noise_floor": ("horizon", np.full(len(exact), noise)),
-            "clip_switched": (("change", "scale"), np.zeros((1, 1), bool)),
-            **{name: ("change", [value]) for name, value in counts.items()},
-        },
-        coords={"answer": ["exact", "tangent"], "change": ["bad"], "scale": [1.0], "horizon": horizon},
-        attrs={"dtype": "float64", "refused": ""},
-    )
-
-
-def test_certificate_numbers_by_hand() -> None:
-    errors = certify(dataset([1.0, 2.0, -4.0], [1.0, 1.0, 4.0])).errors
-    assert errors is not None
-    at = errors.isel(answer=0, change=0, scale=0)
-    np.testing.assert_allclose(at["symmetric_error"].values, [0, 1 / 3, 1])
-    assert at["nrmse"].item() == pytest.approx(np.sqrt((1 + 64) / 21))
-    assert at["sign_agreement"].item() == pytest.approx(2 / 3)
-    assert at["trusted_horizon"].item() == 1
-    assert errors["validity_radius"].item() == 0
-
-
-@pytest.mark.parametrize(
-    ("exact", "tangent", "noise", "extra", "phrase"),
-    [
-        ([1.0, 2.0], [1.0, 2.05], 1e-12, {}, "trust it."),
-        ([1.0, 2.0], [1.0, 1.3], 1e-12, {}, "use it with care"),
-        ([1.0, 2.0], [-1.0, -2.0], 1e-12, {}, "do not trust it"),
-        ([1e-9, 2e-9], [1e-9, 2e-9], 1e-9, {}, "do not trust any sign"),
-        ([1.0], [1.0], 1e-12, {"zero_v": 7, "zero_v_touched": 3}, "touches 3 of them"),
-        ([1.0], [1.0], 1e-12, {"no_derivative": 2}, "no derivative exists"),
-    ],
-)
-def test_certificate_reads_like_a_sentence(
-    exact: list[float], tangent: list[float], noise: float, extra: dict[str, int], phrase: str
-) -> None:
-    text = str(certify(dataset(exact, tangent, noise, **extra)))
-    assert phrase in text
-    if phrase == "trust it.":
-        assert "do not" not in text
 
 
 def test_validity_radius_is_the_largest_good_scale() -> None:
@@ -257,6 +211,70 @@ def test_a_failed_save_leaves_the_old_one(tmp_path, monkeypatch) -> None:  # typ
     monkeypatch.undo()
     xr.testing.assert_identical(ak.load_response(tmp_path / "r").data, response.data)
     assert [p.name for p in tmp_path.iterdir()] == ["r"]
+
+
+def curves(rows: dict[str, list[float]], answers: Sequence[str] = ("exact",)) -> ak.Response:
+    """A response with these curves, the same for every answer."""
+    count, horizons = len(rows), len(next(iter(rows.values())))
+    values = np.array([list(rows.values())] * len(answers))[:, :, None]
+    per_change = {name: ("change", np.zeros(count, int)) for name in ("zero_v", "zero_v_touched", "no_derivative")}
+    return ak.Response(
+        xr.Dataset(
+            {
+                "response": (("answer", "change", "scale", "horizon"), values),
+                "control": ("horizon", np.full(horizons, 2.0)),
+                "noise_floor": ("horizon", np.full(horizons, 1e-12)),
+                "clip_switched": (("change", "scale"), np.zeros((count, 1), bool)),
+                **per_change,
+                "at": 7,
+            },
+            {"answer": list(answers), "change": list(rows), "scale": [1.0], "horizon": list(range(1, horizons + 1))},
+        )
+    )
+
+
+def test_the_table_is_in_the_order_that_its_heading_names() -> None:
+    nan = float("nan")
+    response = curves({"small": [0.1, 0.2], "none": [nan, nan], "down": [-0.5, -3.0], "tie": [0.2, 0.1], "up": [1, 2]})
+    assert response.order == ["down", "up", "small", "tie", "none"]  # by size; ties as given; what is missing last
+    heading, _, *rows = response.table().splitlines()
+    assert heading == "Changes by the size of their exact peak at scale 1, largest first:"
+    assert [row.split()[0] for row in rows] == response.order
+    assert [row.split()[2] for row in rows[:4]] == ["-3", "+2", "+0.2", "+0.2"]
+    many = curves({f"c{i}": [float(i)] for i in range(20)}, ("tangent", "semilinear"))
+    assert "their semilinear peak" in many.table()
+    assert many.table().endswith("(8 more changes with smaller peaks; see .summary)")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"a": [0.1, -0.5]}, "lowers the loss most 2 states after it: 2 → 1.5 (-0.5, after +0.1 in the first)."),
+        ({"a": [0.5, 0.1]}, "raises the loss most in the first state after it: 2 → 2.5 (+0.5)."),
+        ({"a": [0.1, 0.5], "b": [0.1, 0.0]}, "(+0.5); 1 of 2 changes peak later than the first state."),
+        ({"a": [0.0, 0.0]}, "'a' at step 7 does not move the loss at all."),
+    ],
+)
+def test_the_verdict_carries_its_sign(rows: dict[str, list[float]], said: str) -> None:
+    assert said in curves(rows).verdict
+
+
+def test_the_best_answer_is_the_most_exact_that_was_run() -> None:
+    rows = {"a": [0.1, 0.2]}
+    assert curves(rows, ("tangent", "semilinear", "exact")).best_answer == "exact"
+    best = curves(rows, ("tangent", "semilinear"))
+    assert best.best_answer == "semilinear"
+    assert best.verdict.endswith("(predicted by semilinear, not verified).")
+    assert curves(rows, ("tangent",)).best_answer == "tangent"
+    assert not hasattr(best, "endpoint")
+
+
+def test_a_sparkline_has_a_mark_for_what_is_not_finite() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert sparkline([1.0, -2.0]) == "▅█  (+ then − from h=2)"
+    assert sparkline([1.0, 2.0, inf]) == "▅█∞  (+)"
+    assert sparkline([-inf, nan]) == "∞·  (− then nothing from h=2)"
+    assert sparkline([0.0]) == "▁  (0)"
 
 
 def test_float32_noise_is_said() -> None:

@@ -71,6 +71,10 @@ class Path:
         """The proof, made once and before the first answer, that this model's Hessian products are right."""
         return self._checked
 
+    def proof(self, answers: Iterable[str]) -> str:
+        """What stands behind these answers: predictions need the check, exact runs do not."""
+        return "" if set(answers) == {"exact"} else str(self.check())
+
     @cached_property
     def _checked(self) -> Check:
         return self.point.check(self.steps[0].batch)

@@ -16,7 +16,7 @@ from ..core.operators import WriteIn
 from ..core.probe import Probe
 from ..core.scores import batch_scores, example_scores, example_weight, horizon_adjoints
 from ..errors import InvalidInput
-from ..results.certificate import TRUST_NRMSE, nrmse, sign_agreement
+from ..results.certificate import TRUST, nrmse, sign_agreement
 from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .change import GRAPH_COST, PRODUCT_COST, Change
@@ -78,7 +78,7 @@ class Ranking:
         error = nrmse(exact, predicted)
         signs = sign_agreement(exact, predicted, self.verified.data["noise_floor"])
         measured = list(self._measured().values())
-        word = "trust the sizes" if float(error.max()) <= TRUST_NRMSE else "do not trust the sizes"
+        word = "trust the sizes" if float(error.max()) <= TRUST.nrmse else "do not trust the sizes"
         if measured != sorted(measured, reverse=True):
             word = "their measured order is another one: do not trust the order"
         return (

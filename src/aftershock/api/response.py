@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,8 @@ import torch
 
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, Responses
-from ..errors import InvalidFile
 from ..results.certificate import Certificate, certify
-from ..results.files import save_dataset
+from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import crossing, spike_margin, summarize
 
@@ -28,24 +26,29 @@ SHOWN_CHANGES = 12
 BARS = "▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True)
-class Response:
-    """δF by answer, change, scale and horizon. Positive means that the loss goes up.
+class Response(LabelledResult):
+    """How the probe's loss differs because of each change, at every later state. Positive: the loss goes up.
 
-    `data` is an `xarray.Dataset`; h = 1 is the first state after the change.
+    `data` is an `xarray.Dataset`:
+
+    response[answer, change, scale, horizon]    δF; h = 1 is the first state after the change
+    control[horizon], noise_floor[horizon]      the loss without the change, and one rounding of it
+    clip_switched[change, scale]                clipping bound on one side of the pair only
+    zero_v, zero_v_touched, no_derivative       per change: coordinates with v = 0; the tangent is poor there
+    xi_norm                                     per change: ‖ξ‖; NaN where it is no difference of gradients
+    at, kind, probe, refused                    the step, the kind of change, what is watched, and why answers are
+                                                missing ("" where none is)
+
+    A run that diverges has an infinite response from its first infinite loss on.
     """
 
-    data: xr.Dataset
+    kind = "response"
+    wanted = ("response", "control", "noise_floor", "at", "kind", "probe", "refused")
 
     @property
     def exact(self) -> xr.DataArray:
         """The truth: the difference of two real runs."""
         return self.data["response"].sel({"answer": "exact"})
-
-    @property
-    def endpoint(self) -> xr.DataArray:
-        """Exact write-in and readout, linear propagation."""
-        return self.data["response"].sel({"answer": "endpoint"})
 
     @property
     def semilinear(self) -> xr.DataArray:
@@ -64,7 +67,7 @@ class Response:
 
     @cached_property
     def certificate(self) -> Certificate:
-        """How far each answer may be trusted."""
+        """How far each answer may be trusted: findings with their levels, and the errors behind them."""
         return certify(self.data)
 
     def spike_margin(self, threshold: float) -> xr.DataArray:
@@ -74,10 +77,6 @@ class Response:
     def crossing(self, threshold: float) -> xr.DataArray:
         """The first horizon at which a change lifts the loss over the threshold; NaN where none does."""
         return crossing(self.data["response"], self.spike_margin(threshold))
-
-    def save(self, path: str | FilePath) -> None:
-        """Write as zarr, whole or not at all."""
-        save_dataset(self.data, FilePath(path))
 
     def plot(self, **options: Any) -> Any:
         """Response curves as a plotly figure."""
@@ -94,58 +93,69 @@ class Response:
     def __str__(self) -> str:
         return "\n\n".join([self.verdict, self.table(), str(self.certificate)])
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     @property
     def best_answer(self) -> str:
-        """The most exact answer that was run."""
+        """The most exact answer that was run: exact, else semilinear, else tangent."""
         return next(m for m in ANSWERS if m in self.data["answer"].values)
+
+    @property
+    def largest_scale(self) -> float:
+        """The scale that words and pictures are about."""
+        return float(self.data["scale"].values.max())
+
+    @cached_property
+    def order(self) -> list[str]:
+        """Labels of the changes by the size of the best answer's peak at the largest scale, largest first."""
+        peaks = self.summary["peak"].sel({"answer": self.best_answer, "scale": self.largest_scale})
+        ranks = (-peaks.fillna(-1.0)).argsort(kind="stable").values  # a change without a response comes last
+        return [str(name) for name in peaks["change"].values[ranks]]
 
     @property
     def verdict(self) -> str:
         """What the largest change does, in a sentence."""
-        scale = float(self.data["scale"].values.max())
-        best = self.summary.sel({"answer": self.best_answer, "scale": scale})
-        top = best.isel(change=int(best["peak"].argmax("change")))
-        h, sign = int(top["peak_horizon"]), int(top["peak_sign"])
-        word = "raises" if sign > 0 else "lowers"
-        now = float(self.data["control"].sel(horizon=h))
-        value = now + sign * float(top["peak"])
-        name, at = top["change"].item(), self.data.attrs["at"]
-        text = f"'{name}' at step {at} {word} the loss most {_after(h)}: {now:.4g} → {value:.4g}"
-        late = int((best["peak_horizon"] > 1).sum())
-        count = self.data.sizes["change"]
+        best = self.summary.sel({"answer": self.best_answer, "scale": self.largest_scale})
+        text = f"'{self.order[0]}' at step {int(self.data['at'])} {self._deed()}"
+        late, count = int((best["peak_horizon"] > 1).sum()), self.data.sizes["change"]
         if count > 1:
             text += f"; {late} of {count} changes peak later than the first state"
-        elif late:
-            text += f", {float(top['peak']) / max(abs(self._first(scale)), 1e-300):.3g} × its immediate effect"
+        if self.best_answer != "exact":
+            text += f" (predicted by {self.best_answer}, not verified)"
         return text + "."
 
-    def _first(self, scale: float) -> float:
-        first = self.data["response"].sel({"answer": self.best_answer, "scale": scale})
-        return float(first.isel(horizon=0, change=0))
+    def _deed(self) -> str:
+        """What the first change of the order does, and when, with its sign."""
+        curve = self.data["response"].sel(
+            {"answer": self.best_answer, "scale": self.largest_scale, "change": self.order[0]}
+        )
+        top = summarize(curve)
+        h, peak = int(top["peak_horizon"]), int(top["peak_sign"]) * float(top["peak"])
+        now = float(self.data["control"].sel(horizon=h))
+        if not peak:
+            return "does not move the loss at all"
+        if not math.isfinite(peak):
+            return f"makes the run diverge: {_after(h)} the loss is not finite, and without the change it is {now:.4g}"
+        word = "raises" if peak > 0 else "lowers"
+        first = f", after {float(curve[0]):+.3g} in the first" if h > 1 and self.data.sizes["change"] == 1 else ""
+        return f"{word} the loss most {_after(h)}: {now:.4g} → {now + peak:.4g} ({peak:+.3g}{first})"
 
     def table(self) -> str:
-        """One line per change and answer at the largest scale."""
-        scale = float(self.data["scale"].values.max())
-        summary = self.summary.sel(scale=scale)
-        order = summary.sel({"answer": self.best_answer})["peak"].argsort().values[::-1][:SHOWN_CHANGES]
-        width = max(6, *(len(str(name)) for name in self.data["change"].values))
+        """One line per change and answer at the largest scale, in the order that the heading names."""
+        scale, names = self.largest_scale, self.order[:SHOWN_CHANGES]
+        width = max(6, *(len(name) for name in names))
         lines = [
-            f"{'change':<{width}}  {'answer':<10}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon"
+            f"Changes by the size of their {self.best_answer} peak at scale {scale:g}, largest first:",
+            f"{'change':<{width}}  {'answer':<10}  {'peak':>10}  {'at h':>4}  {'total |δF|':>10}  response by horizon",
         ]
-        for i in order:
+        for name in names:
             for k, answer in enumerate(self.data["answer"].values):
-                row = summary.sel({"answer": answer}).isel(change=i)
-                curve = self.data["response"].sel({"answer": answer, "scale": scale}).isel(change=i).values
-                name = str(row["change"].item()) if k == 0 else ""
+                which = {"answer": answer, "scale": scale, "change": name}
+                row, curve = self.summary.sel(which), self.data["response"].sel(which).values
                 lines.append(
-                    f"{name:<{width}}  {answer:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
+                    f"{'' if k else name:<{width}}  {answer:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
                     f"{int(row['peak_horizon']):>4}  {float(row['total_abs']):>10.3g}  {sparkline(curve)}"
                 )
-        hidden = self.data.sizes["change"] - len(order)
-        return "\n".join(lines + ([f"({hidden} more changes; see .summary)"] if hidden else []))
+        hidden = self.data.sizes["change"] - len(names)
+        return "\n".join(lines + ([f"({hidden} more changes with smaller peaks; see .summary)"] if hidden else []))
 
 
 def _after(horizon: int) -> str:
@@ -153,13 +163,23 @@ def _after(horizon: int) -> str:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """A curve in characters: heights are magnitudes, the note says where its sign changes."""
+    """A curve in characters: heights are magnitudes, ∞ is a diverged run, the note says where its sign changes.
+
+    >>> sparkline([1.0, 4.0, -2.0])
+    '▃█▅  (+ then − from h=3)'
+    """
     curve = [float(value) for value in values]
-    largest = max(map(abs, curve), default=0.0) or 1.0
-    bars = "".join(BARS[round(abs(value) / largest * (len(BARS) - 1))] for value in curve)
-    signs = ["+" if value > 0 else "−" if value < 0 else "0" for value in curve]
+    largest = max((abs(value) for value in curve if math.isfinite(value)), default=0.0) or 1.0
+    bars = "".join(_bar(value, largest) for value in curve)
+    signs = ["+" if value > 0 else "−" if value < 0 else "0" if value == 0 else "nothing" for value in curve]
     flip = next((i for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
     return f"{bars}  ({signs[0] if flip is None else f'{signs[0]} then {signs[flip]} from h={flip + 1}'})"
+
+
+def _bar(value: float, largest: float) -> str:
+    if math.isnan(value):
+        return "·"
+    return BARS[round(abs(value) / largest * (len(BARS) - 1))] if math.isfinite(value) else "∞"
 
 
 def labelled(
@@ -188,6 +208,10 @@ def labelled(
             "zero_v_touched": ("change", zero_v[:, 1].numpy()),
             "no_derivative": ("change", zero_v[:, 2].numpy()),
             "xi_norm": ("change", found.xi_norm),
+            "at": change.at,
+            "kind": change.kind,
+            "probe": watch.probe.name,
+            "refused": refused,
         },
         coords={
             "answer": answers,
@@ -195,32 +219,11 @@ def labelled(
             "scale": list(scales),
             "horizon": watch.range,
         },
-        attrs={
-            **provenance(change.path.trajectory),
-            "check": str(change.path.check()),
-            "kind": change.kind,
-            "at": change.at,
-            "probe": watch.probe.name,
-            "refused": refused,
-        },
+        attrs={**provenance(change.path.trajectory), "check": change.path.proof(answers)},
     )
     return Response(data)
 
 
 def load_response(path: str | FilePath) -> Response:
     """A response saved by `Response.save`."""
-    import xarray as xr
-
-    path = FilePath(path)
-    if not path.exists():
-        raise InvalidFile(f"there is no saved response at {path}")
-    try:
-        data = xr.open_zarr(path, chunks=None, consolidated=False).load()
-        wanted = {"response", "control", "noise_floor"}
-        if not wanted <= set(data.data_vars):
-            raise InvalidFile(f"{path} is not a saved response: it has no {sorted(wanted - set(data.data_vars))[0]!r}")
-    except InvalidFile:
-        raise
-    except Exception as error:
-        raise InvalidFile(f"{path} is damaged or not a saved response: {error}") from error
-    return Response(data)
+    return Response.load(path)

@@ -270,5 +270,5 @@ def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
             "v = 0",
             "approximated",
             f"{zero:,} of {total:,} coordinates ({zero / total:.1%}) got no gradient: the tangent there is right for "
-            "tiny changes only; use the endpoint-exact or semilinear answer",
+            "tiny changes only; use the exact or semilinear answer",
         )

@@ -143,7 +143,11 @@ def plan_responses(
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
     predictions = tuple(answer for answer in wanted if answer != "exact")
     truth: list[tuple[str, ...]] = [("exact",)] if "exact" in wanted else []
-    splits: list[list[tuple[str, ...]]] = [[wanted], [*truth, predictions], [*truth, *((answer,) for answer in predictions)]]
+    splits: list[list[tuple[str, ...]]] = [
+        [wanted],
+        [*truth, predictions],
+        [*truth, *((answer,) for answer in predictions)],
+    ]
     for parts in splits:
         found = [_fitting(trajectory, part, changes, scales, available) for part in parts if part]
         passes = [each for each in found if each is not None]

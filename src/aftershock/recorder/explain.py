@@ -249,6 +249,8 @@ def _labelled(
             "clip_factor": ("step", [step.clip.factor for step in steps[:last]]),
             "lr": ("step", [record.lr for record in records[:last]]),
             "batch_index": ("step", [record.indices[0] for record in records[:last]]),
+            "replay_deviation": replayed.deviation,
+            "hessian_error": replayed.path.check().error,
         },
         coords={
             "change": list(CHANGES),

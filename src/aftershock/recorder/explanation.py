@@ -16,6 +16,8 @@ from . import verdict as words
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..results.certificate import Certificate
+
 SHOWN = 10
 
 
@@ -73,8 +75,8 @@ class FlightExplanation:
         return words.verdict(self)
 
     @property
-    def certificate(self) -> str:
-        """How far to trust it."""
+    def certificate(self) -> Certificate:
+        """How far to trust it: findings with their levels."""
         return words.certificate(self)
 
     @property
@@ -108,4 +110,4 @@ class FlightExplanation:
             measured = f"{c.measured:>+10.3g}" if math.isfinite(c.measured) else f"{'':>10}"
             parts = "  ".join(f"{value:>+9.2g}" for value in c.channels.values())
             lines.append(f"{c.step:>8}  {c.delay:>5}  {c.predicted:>+10.3g}  {measured}  {parts}")
-        return "\n".join([*lines, "", "How far to trust this:", self.certificate])
+        return "\n".join([*lines, "", "How far to trust this:", str(self.certificate)])

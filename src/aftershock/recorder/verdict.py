@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..results.certificate import TRUST, Certificate, Finding
+
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
 
@@ -156,21 +158,29 @@ def _nobody(found: FlightExplanation) -> str:
     return f"{text}; the largest part is step {best.step}, {best.measured:.3g} of it (replayed)."
 
 
-def certificate(found: FlightExplanation) -> str:
+def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, and predicted beside measured."""
-    attrs = found.data.attrs
-    lines = [attrs["replay"], attrs["check"]]
+    data, attrs = found.data, found.data.attrs
+    deviation, error = float(data["replay_deviation"]), float(data["hessian_error"])
+    findings = [
+        Finding("care" if deviation else "ok", "replay", "replay_deviation", deviation, 0.0, attrs["replay"]),
+        Finding("ok", "Hessian products", "hessian_error", error, None, attrs["check"]),
+    ]
     verified = [c for c in found.culprits if math.isfinite(c.measured)]
     if not verified:
-        lines.append("Nothing was run again without a step: the order is predicted, not proved.")
-    else:
-        errors = [abs(c.predicted - c.measured) / max(abs(c.measured), 1e-300) for c in verified]
-        good = [c.delay for c, error in zip(verified, errors) if error <= 0.2]
-        signs = sum((c.predicted > 0) == (c.measured > 0) for c in verified)
-        lines.append(
-            f"Of the top {len(verified)} steps, run again without: the prediction for the largest is off by "
-            f"{errors[0]:.0%}, {signs} of {len(verified)} have the predicted sign"
-            + (f", and it holds within 20 % up to a delay of {max(good)}." if good else ", and none is within 20 %.")
-        )
-        lines.append("Measured numbers are differences of two real runs; predicted ones are linear.")
-    return "\n".join(lines)
+        sentence = "Nothing was run again without a step: the order is predicted, not proved."
+        return Certificate((*findings, Finding("care", "proof", "verified", 0, 1, sentence)))
+    errors = [abs(c.predicted - c.measured) / max(abs(c.measured), 1e-300) for c in verified]
+    good = [c.delay for c, error in zip(verified, errors) if error <= TRUST.nrmse]
+    bar = f"{100 * TRUST.nrmse:g} %"
+    signs = sum((c.predicted > 0) == (c.measured > 0) for c in verified)
+    sentence = (
+        f"Of the top {len(verified)} steps, run again without: the prediction for the largest is off by "
+        f"{errors[0]:.0%}, {signs} of {len(verified)} have the predicted sign"
+        + (f", and it holds within {bar} up to a delay of {max(good)}." if good else f", and none is within {bar}.")
+    )
+    findings.append(
+        Finding("ok" if good else "care", "prediction", "relative_error", min(errors), TRUST.nrmse, sentence)
+    )
+    sentence = "Measured numbers are differences of two real runs; predicted ones are linear."
+    return Certificate((*findings, Finding("note", "proof", "verified", len(verified), 1, sentence)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
-from ..results.certificate import TRUST_ERROR, TRUST_NRMSE
+from ..results.certificate import TRUST
+from ..results.summaries import diverged_at, finite
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,10 +19,11 @@ if TYPE_CHECKING:
 
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
 MARKED = 40  # horizons up to which every state has its own dot
+WIDE = 20  # a loss so many times the control's needs a logarithmic axis
 FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
 COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
-METHOD_COLOURS = {"semilinear": "#7b4fa3", "endpoint": "#2f6db3", "tangent": "#b07c10"}
-DASHES = {"exact": "solid", "semilinear": "dashdot", "endpoint": "dash", "tangent": "dot"}
+ANSWER_COLOURS = {"semilinear": "#7b4fa3", "tangent": "#b07c10"}
+DASHES = {"exact": "solid", "semilinear": "dashdot", "tangent": "dot"}
 INK, FAINT, RULE = "#24292f", "#6b7280", "#e4e7eb"
 VEIL = "rgba(255, 255, 255, 0.85)"  # behind words that curves may cross
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -36,13 +39,13 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     import plotly.graph_objects as go
 
     scale = pick_scale(response, scale)
-    names = strongest(response) if changes is None else _known(response, changes)
+    names = response.order if changes is None else _known(response, changes)
     shown = names if changes is not None else names[:SHOWN]
     data = response.data["response"].sel({"scale": scale, "change": shown})
     figure = go.Figure()
     for i, name in enumerate(shown):
         _add_change(figure, response, data.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
-    _add_method_key(figure, response)
+    _add_answer_key(figure, response)
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
     style(figure, HORIZON_TITLE, "change of the probe's loss")
     whole_horizons(figure, data.sizes["horizon"])
@@ -52,8 +55,9 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     notes = []
     if len(names) > len(shown):
         notes.append(f"{len(names) - len(shown)} more changes with smaller peaks are left out")
+    notes += _diverged(data.sel({"answer": response.best_answer}))
     if float(data.min()) < frame[0] or float(data.max()) > frame[1]:
-        notes.append("an approximation leaves the frame (double-click to see all of it)")
+        notes.append("a curve leaves the frame (double-click to see all that is finite)")
     if notes:
         _note(figure, "; ".join(notes))
     return figure
@@ -63,10 +67,10 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     """The probe's loss along the path, without the change and with the strongest one."""
     import plotly.graph_objects as go
 
-    name, scale, answer = strongest(response)[0], pick_scale(response, scale), response.best_answer
+    name, scale, answer = response.order[0], pick_scale(response, scale), response.best_answer
     control = response.data["control"]
     changed = control + response.data["response"].sel({"answer": answer, "scale": scale, "change": name})
-    horizons = control["horizon"].values
+    horizons, whole = control["horizon"].values, bool(finite(changed).all())
     word = "with" if answer == "exact" else f"with ({answer}, not verified)"
     figure = go.Figure()
     figure.add_scatter(
@@ -78,14 +82,17 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     )
     figure.add_scatter(
         x=horizons,
-        y=changed.values,
+        y=gaps(changed.values),
         name=f"{word} {escape(name)}",
         mode="lines",
         line={"color": COLOURS[0], "width": 2.5, "dash": DASHES[answer]},
-        fill="tonexty",
+        fill="tonexty" if whole else "none",
         fillcolor="rgba(200, 67, 43, 0.08)",
     )
     style(figure, HORIZON_TITLE, "the probe's loss", height=360)
+    known = changed.where(finite(changed))
+    if float(control.min()) > 0 and float(known.min()) > 0 and float(known.max()) > WIDE * float(control.max()):
+        figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     whole_horizons(figure, len(horizons))
     key_above(figure)
     return figure
@@ -97,8 +104,8 @@ def error_figure(response: Response, *, scale: float | None = None) -> Figure:
 
     errors = _errors(response)["symmetric_error"].sel({"scale": pick_scale(response, scale)})
     figure = go.Figure()
-    _add_spread(figure, errors, "horizon", errors["horizon"].values, strongest(response)[:SHOWN])
-    _trust_line(figure, TRUST_ERROR, f"{TRUST_ERROR:.0%}: trusted below")
+    _add_spread(figure, errors, "horizon", errors["horizon"].values, response.order[:SHOWN])
+    _trust_line(figure, TRUST.symmetric_error, f"{TRUST.symmetric_error:.0%}: trusted below")
     style(figure, HORIZON_TITLE, "symmetric error", height=360)
     whole_horizons(figure, errors.sizes["horizon"])
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
@@ -115,8 +122,8 @@ def scale_figure(response: Response) -> Figure:
         raise InvalidInput("one scale was run; pass scales=(0.1, 0.3, 1.0) to response() to see how the error grows")
     errors = errors.isel(scale=abs(errors["scale"]).argsort().values)
     figure = go.Figure()
-    _add_spread(figure, errors, "scale", abs(errors["scale"]).values, strongest(response)[:SHOWN])
-    _trust_line(figure, TRUST_NRMSE, f"{TRUST_NRMSE:g}: trusted below")
+    _add_spread(figure, errors, "scale", abs(errors["scale"]).values, response.order[:SHOWN])
+    _trust_line(figure, TRUST.nrmse, f"{TRUST.nrmse:g}: trusted below")
     style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
     ticks = sorted(set(abs(errors["scale"]).values.tolist()))
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
@@ -128,17 +135,11 @@ def scale_figure(response: Response) -> Figure:
 # --- what to show
 
 
-def strongest(response: Response) -> list[str]:
-    """Labels by the most exact peak at the largest scale, strongest first."""
-    peaks = response.summary["peak"].sel({"answer": response.best_answer, "scale": pick_scale(response, None)})
-    return [str(name) for name in peaks["change"].values[peaks.argsort().values[::-1]]]
-
-
 def pick_scale(response: Response, scale: float | None) -> float:
     """The scale asked for, or the largest that was run."""
-    known = [float(value) for value in response.data["scale"].values]
     if scale is None:
-        return max(known)
+        return response.largest_scale
+    known = [float(value) for value in response.data["scale"].values]
     if scale not in known:
         raise InvalidInput(f"scale {scale:g} was not run; choose from {', '.join(f'{k:g}' for k in known)}")
     return scale
@@ -161,12 +162,28 @@ def _errors(response: Response) -> xr.Dataset:
 
 
 def _frame(data: xr.DataArray, best: str) -> list[float]:
-    """A vertical range around the truth, where an approximation that runs away cannot flatten it."""
-    limit = FRAME * float(abs(data.sel({"answer": best})).max()) or 1.0
-    low = min(0.0, max(-limit, float(data.min())))
-    high = max(0.0, min(limit, float(data.max())))
-    margin = 0.08 * (high - low)
+    """A vertical range around the truth, where a prediction or a run that goes away cannot flatten it."""
+    shown = data.where(finite(data))
+    truth = shown.sel({"answer": best})
+    calm = truth.where(truth.notnull().all("horizon"))  # changes that do not diverge, where there are any
+    limit = FRAME * float(abs(calm if calm.notnull().any() else truth).max())
+    limit = limit if limit > 0 else 1.0
+    low = min(0.0, float(shown.clip(min=-limit).min()))
+    high = max(0.0, float(shown.clip(max=limit).max()))
+    margin = 0.08 * (high - low) or 1.0
     return [low - margin, high + margin]
+
+
+def _diverged(truth: xr.DataArray) -> list[str]:
+    """A note of the runs that have no curve from some horizon on."""
+    first = diverged_at(truth).dropna("change")
+    names = [f"{escape(str(at['change'].item()))} at h = {int(at)}" for at in first]
+    return [f"no longer finite: {', '.join(names)}"] if names else []
+
+
+def gaps(values: Iterable[float]) -> list[float | None]:
+    """Numbers for a drawing, in which what is not finite is a gap."""
+    return [float(value) if math.isfinite(value) else None for value in values]
 
 
 # --- how to show it
@@ -179,7 +196,7 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
     for answer in (str(m) for m in data["answer"].values):
         figure.add_scatter(
             x=horizons,
-            y=data.sel({"answer": answer}).values,
+            y=gaps(data.sel({"answer": answer}).values),
             name=name,
             legendgroup=name,
             showlegend=answer == best,
@@ -189,8 +206,17 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
             opacity=1.0 if answer == best else 0.75,
             hovertemplate=f"h = %{{x}}, {answer}: %{{y:+.4g}}<extra>%{{fullData.name}}</extra>",
         )
-    truth = data.sel({"answer": best})
-    peak = truth.isel(horizon=int(abs(truth).argmax("horizon")))
+    _add_peak(figure, name, data.sel({"answer": best}), colour, named=named)
+
+
+def _add_peak(figure: Figure, name: str, truth: xr.DataArray, colour: str, *, named: bool) -> None:
+    """A ring around the largest effect; for a run that diverges, around its last finite one."""
+    known = truth.where(finite(truth), drop=True)
+    if not known.size:
+        return
+    lost = diverged_at(truth)
+    whole = bool(lost.isnull())
+    peak = known.isel(horizon=int(abs(known).argmax("horizon")) if whole else -1)
     h, value = int(peak["horizon"]), float(peak)
     figure.add_scatter(
         x=[h],
@@ -205,7 +231,7 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
         figure.add_annotation(
             x=h,
             y=value,
-            text=f"{value:+.3g} at h = {h}",
+            text=f"{value:+.3g} at h = {h}" if whole else f"diverges at h = {int(lost)}",
             ax=0,
             ay=-34 if value >= 0 else 34,
             arrowcolor=colour,
@@ -217,7 +243,7 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
         )
 
 
-def _add_method_key(figure: Figure, response: Response) -> None:
+def _add_answer_key(figure: Figure, response: Response) -> None:
     """A second key that says what the dashes mean; it holds no data, so clicking it does nothing."""
     for answer in (str(m) for m in response.data["answer"].values):
         figure.add_scatter(
@@ -238,11 +264,11 @@ def _add_spread(figure: Figure, errors: xr.DataArray, over: str, x: Any, names: 
     """The median over changes as a strong line per answer, single changes as faint ones."""
     several = errors.sizes["change"] > 1
     for answer in (str(m) for m in errors["answer"].values):
-        colour, data = METHOD_COLOURS[answer], errors.sel({"answer": answer})
+        colour, data = ANSWER_COLOURS[answer], errors.sel({"answer": answer})
         for name in names if several else []:
             figure.add_scatter(
                 x=x,
-                y=data.sel({"change": name}).values,
+                y=gaps(data.sel({"change": name}).values),
                 name=escape(name),
                 legendgroup=answer,
                 showlegend=False,
@@ -253,7 +279,7 @@ def _add_spread(figure: Figure, errors: xr.DataArray, over: str, x: Any, names: 
             )
         figure.add_scatter(
             x=x,
-            y=data.median("change").values,
+            y=gaps(_median(data).values),
             name=f"{answer}, median of {errors.sizes['change']} changes" if several else answer,
             legendgroup=answer,
             mode="lines+markers",
@@ -261,6 +287,12 @@ def _add_spread(figure: Figure, errors: xr.DataArray, over: str, x: Any, names: 
             line={"color": colour, "width": 2.5},
             hovertemplate=f"{answer}, {over} %{{x}}: %{{y:.3g}}<extra></extra>",
         )
+
+
+def _median(errors: xr.DataArray) -> xr.DataArray:
+    """Over the changes that have a number."""
+    known = errors.notnull().any("change")
+    return errors.where(known, 0.0).median("change").where(known)
 
 
 def _trust_line(figure: Figure, level: float, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .figures import COLOURS, FAINT, INK, VEIL, key_above, style
+from .figures import COLOURS, FAINT, INK, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -25,7 +25,6 @@ KINDS = {
     "reset m": "against an empty m",
     "reset v": "against an empty v",
 }
-WIDE = 20  # a loss so many times the usual one needs a logarithmic axis
 FRAME = 1.6  # times the largest effect of the first step: what leaves the frame must not flatten it
 
 
@@ -88,7 +87,7 @@ def contribution_figure(found: FlightExplanation) -> Figure:
         total = found.data["contribution"].sel({"change": kind}).sum("channel").values
         figure.add_bar(
             x=steps,
-            y=_gaps(total),
+            y=gaps(total),
             marker={"color": [RAISES if value > 0 else LOWERS for value in total]},
             name="predicted",
             visible=i == 0,
@@ -96,7 +95,7 @@ def contribution_figure(found: FlightExplanation) -> Figure:
         )
         figure.add_scatter(
             x=steps,
-            y=_gaps(found.data["measured"].sel({"change": kind}).values),
+            y=gaps(found.data["measured"].sel({"change": kind}).values),
             mode="markers",
             marker={"symbol": "diamond-open", "size": 10, "color": INK, "line": {"width": 2}},
             name="measured by running again",
@@ -120,7 +119,7 @@ def emergence_figure(found: FlightExplanation) -> Figure:
         curve = curve[: found.data.attrs["step"] - step]
         figure.add_scatter(
             x=[step + 1 + h for h in range(len(curve))],
-            y=_gaps(curve),
+            y=gaps(curve),
             mode="lines+markers",
             marker={"size": 5},
             line={"color": COLOURS[i % len(COLOURS)], "width": 2},
@@ -202,11 +201,6 @@ def example_figure(culprit: Culprit) -> Figure:
 def _says_something(found: FlightExplanation, kind: str) -> bool:
     values = found.data["contribution"].sel({"change": kind}).values
     return bool(np.any(np.isfinite(values) & (values != 0)))
-
-
-def _gaps(values: np.ndarray) -> list[float | None]:
-    """Numbers for JSON, which has no NaN."""
-    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 def _menu(figure: Figure, kinds: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import flight_figures as figures
-from .shell import plot, provenance_table, section, write_page
+from .shell import findings, number, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation
@@ -18,15 +18,6 @@ ROWS = 30  # steps in the page's table
 LINES = 8  # layers and examples in the terminal
 HIDDEN = ("batches", "examples", "order", "jump", "kind", "replay", "check", "not_a_number_in_batch")
 COLUMNS = ("step", "delay", "batch", "predicted", "measured", "in θ", "in m", "in v")
-LEVELS = (
-    # the certificate speaks in these words; the first that a sentence holds decides its colour
-    ("not to the bit", "care", "with care"),
-    ("not proved", "care", "with care"),
-    ("none is within", "care", "with care"),
-    ("to the bit", "good", "proved"),
-    ("agree with central differences", "good", "proved"),
-    ("it holds within", "good", "measured"),
-)
 STYLE = """
 .sortable tr.verified td.number { color: var(--ink); font-weight: 500; }
 """
@@ -40,7 +31,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(found.verdict)}</p></header>",
         *_pictures(found),
         section("Every step, in numbers", _table(found)),
-        section("How far to trust it", _certificate(found)),
+        section("How far to trust it", findings(found.certificate)),
         section(
             "Where this comes from",
             provenance_table({key: value for key, value in found.data.attrs.items() if key not in HIDDEN}),
@@ -178,20 +169,8 @@ def _table(found: FlightExplanation) -> str:
 
 def _row(culprit: Culprit) -> str:
     numbers = [culprit.predicted, culprit.measured, *(culprit.channels[name] for name in figures.CHANNELS)]
-    cells = [(str(culprit.step), float(culprit.step)), (str(culprit.delay), float(culprit.delay))]
-    cells.append((", ".join(map(str, culprit.batches[:4])), float(culprit.batches[0])))
-    cells += [("" if math.isnan(x) else f"{x:+.3g}", -math.inf if math.isnan(x) else x) for x in numbers]
-    tags = "".join(f'<td data-value="{_script_number(value)}" class="number">{text}</td>' for text, value in cells)
+    cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
+    cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
+    cells += [number(value, "" if math.isnan(value) else None) for value in numbers]
+    tags = "".join(cells)
     return f"<tr class='{'verified' if math.isfinite(culprit.measured) else 'predicted'}'>{tags}</tr>"
-
-
-def _script_number(value: float) -> str:
-    return str(value).replace("inf", "Infinity")
-
-
-def _certificate(found: FlightExplanation) -> str:
-    items = []
-    for line in found.certificate.splitlines():
-        level, word = next(((level, word) for phrase, level, word in LEVELS if phrase in line), ("note", "note"))
-        items.append(f"<li class='{level}'><strong>{word}</strong><span>{escape(line)}</span></li>")
-    return "<ul class='certificate'>\n" + "\n".join(items) + "\n</ul>"

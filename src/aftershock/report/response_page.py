@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import figures
-from .shell import plot, provenance_table, section, write_page
+from .shell import findings, number, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..api.response import Response
@@ -24,14 +24,6 @@ COLUMNS = (
     "largest increase",
     "largest decrease",
     "total |δF|",
-)
-LEVELS = (
-    # The certificate speaks in these words; the first that a sentence holds decides its colour.
-    ("do not trust", "bad", "do not trust"),
-    ("use it with care", "care", "with care"),
-    ("cross a kink", "care", "with care"),
-    ("trust it.", "good", "trust"),
-    ("exact: every number", "good", "trust"),
 )
 
 
@@ -52,8 +44,8 @@ def write_response_page(
         *(_paragraph(text) for text in told),
         *_curves(response),
         section("Summary", _summary_table(response)),
-        section("How far to trust it", _certificate(response), *_error_plots(response)),
-        section("Where this comes from", provenance_table(response.data.attrs)),
+        section("How far to trust it", findings(response.certificate), *_error_plots(response)),
+        section("Where this comes from", _provenance(response)),
     ]
     return write_page(Path(path), title, sections)
 
@@ -66,7 +58,7 @@ def _paragraph(text: str) -> str:
 
 
 def _curves(response: Response) -> list[str]:
-    name = figures.strongest(response)[0]
+    name = response.order[0]
     best = response.best_answer
     predicted = "" if best == "exact" else f", as the {best} predicts it"
     return [
@@ -96,14 +88,14 @@ def _error_plots(response: Response) -> list[str]:
     errors = response.certificate.errors
     if errors is None:
         return []
-    words = str(response.certificate).splitlines()
+    words = response.certificate.findings[0].sentence
     plots = [
         plot(
             figures.error_figure(response),
             "error",
             "Symmetric error |d − d̂| / (|d| + |d̂|) against the exact response: 0 % is equal, 100 % is the "
-            "wrong sign. Faint lines are single changes.",
-            f"Curves of each approximate answer's error by horizon. {words[0]}",
+            "wrong sign, or a prediction that ran away. Faint lines are single changes.",
+            f"Curves of each approximate answer's error by horizon. {words}",
         )
     ]
     if errors.sizes["scale"] > 1:
@@ -112,7 +104,7 @@ def _error_plots(response: Response) -> list[str]:
                 figures.scale_figure(response),
                 "scales",
                 "How the error grows with the size of the change.",
-                f"Curves of each approximate answer's error by scale. {words[0]}",
+                f"Curves of each approximate answer's error by scale. {words}",
             )
         )
     return plots
@@ -122,8 +114,8 @@ def _error_plots(response: Response) -> list[str]:
 
 
 def _summary_table(response: Response) -> str:
-    """One row per change, scale and answer; the first sort is by peak."""
-    names = figures.strongest(response)
+    """One row per change, scale and answer, in the order that the caption names."""
+    names = response.order
     scales = [float(scale) for scale in response.data["scale"].values]
     columns = [name for name in COLUMNS if name != "scale" or len(scales) > 1]
     rows = [
@@ -136,48 +128,36 @@ def _summary_table(response: Response) -> str:
     hidden = len(names) - SHOWN_CHANGES
     note = f" The {hidden} changes with the smallest peaks are left out." if hidden > 0 else ""
     return (
-        "<div class='wide'><table class='sortable'>\n<caption>Positive numbers raise the loss. A delayed change "
-        "has its largest effect later than in the first state after it. Click a column to sort."
-        f"{note}</caption>\n"
+        "<div class='wide'><table class='sortable'>\n<caption>Changes by the size of their "
+        f"{escape(response.best_answer)} peak at scale {response.largest_scale:g}, largest first. Positive numbers "
+        "raise the loss; totals have no sign. A delayed change has its largest effect later than in the first state "
+        f"after it. Click a column to sort.{note}</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table></div>"
     )
 
 
 def _summary_row(response: Response, name: str, scale: float, answer: str, columns: Sequence[str]) -> str:
     row = response.summary.sel({"change": name, "scale": scale, "answer": answer})
-    peak = float(row["peak_sign"] * row["peak"])
-    cells: dict[str, tuple[str, str | float]] = {
-        "change": (name, name),
-        "scale": (f"{scale:g}", scale),
-        "answer": (answer, answer),
-        "peak": (f"{peak:+.3g}", peak),
-        "at h": (str(int(row["peak_horizon"])), int(row["peak_horizon"])),
-        "delayed": ("yes" if row["delayed"] else "no", int(row["delayed"])),
-        "largest increase": _number(row["max_increase"]),
-        "largest decrease": _number(row["max_decrease"]),
-        "total |δF|": _number(row["total_abs"]),
+    horizon, delayed, total = int(row["peak_horizon"]), bool(row["delayed"]), float(row["total_abs"])
+    cells = {
+        "change": _label(name),
+        "scale": number(scale, f"{scale:g}"),
+        "answer": _label(answer),
+        "peak": number(float(row["peak_sign"] * row["peak"])),
+        "at h": number(horizon, str(horizon)),
+        "delayed": number(int(delayed), "yes" if delayed else "no"),
+        "largest increase": number(float(row["max_increase"])),
+        "largest decrease": number(0.0 - float(row["max_decrease"])),
+        "total |δF|": number(total, f"{total:.3g}"),
     }
-    tags = []
-    for column in columns:
-        text, value = cells[column]
-        kind = "" if isinstance(value, str) else " class='number'"
-        tags.append(f'<td data-value="{escape(str(value))}"{kind}>{escape(text)}</td>')
-    return f"<tr class='{escape(answer)}'>" + "".join(tags) + "</tr>"
+    return f"<tr class='{escape(answer)}'>" + "".join(cells[column] for column in columns) + "</tr>"
 
 
-def _number(value: Any) -> tuple[str, float]:
-    return f"{float(value):.3g}", float(value)
+def _label(text: str) -> str:
+    return f'<td data-value="{escape(text)}">{escape(text)}</td>'
 
 
-def _certificate(response: Response) -> str:
-    items = []
-    for line in str(response.certificate).splitlines():
-        level, word = trust_level(line)
-        items.append(f"<li class='{level}'><strong>{word}</strong><span>{escape(line)}</span></li>")
-    return "<ul class='certificate'>\n" + "\n".join(items) + "\n</ul>"
-
-
-def trust_level(line: str) -> tuple[str, str]:
-    """The colour and the word for one sentence of a certificate."""
-    spoken = line.lower()
-    return next(((level, word) for phrase, level, word in LEVELS if phrase in spoken), ("note", "note"))
+def _provenance(response: Response) -> str:
+    """What was asked, and what made the answer."""
+    asked = {name: response.data[name].item() for name in ("kind", "at", "probe")}
+    return provenance_table({**asked, **response.data.attrs})

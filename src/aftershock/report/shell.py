@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +12,10 @@ from ..results.files import write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+    from ..results.certificate import Certificate
+
+WORDS = {"ok": "good", "care": "with care", "bad": "beware", "note": "note"}  # for those who see no colours
 
 
 def write_page(path: Path, title: str, sections: Sequence[str], *, style: str = "", script: str = "") -> Path:
@@ -53,6 +58,23 @@ def plot(figure: Figure, name: str, caption: str, alternative: str) -> str:
         f'<figure>\n<div role="img" aria-label="{escape(alternative)}">{drawing}</div>\n'
         f"<figcaption>{escape(caption)}</figcaption>\n</figure>"
     )
+
+
+def findings(certificate: Certificate) -> str:
+    """The sentences of a certificate, each in the colour of its level."""
+    items = "\n".join(
+        f"<li class='{found.level}'><strong>{WORDS[found.level]}</strong><span>{escape(found.sentence)}</span></li>"
+        for found in certificate.findings
+    )
+    return f"<ul class='certificate'>\n{items}\n</ul>"
+
+
+def number(value: float, text: str | None = None) -> str:
+    """A cell of a sortable table; text: what is shown, where that is not the signed number itself."""
+    shown = text if text is not None else f"{value:+.3g}" if value else "0"
+    # what is not a number sorts last, and the script's infinity has a name of its own
+    key = str(-math.inf if math.isnan(value) else value).replace("inf", "Infinity")
+    return f'<td data-value="{key}" class="number">{escape(shown)}</td>'
 
 
 def provenance_table(attrs: Mapping[Any, Any]) -> str:
@@ -98,7 +120,7 @@ tbody tr:not(.exact) td.number { color: var(--faint); }
 .certificate li { display: flex; gap: 14px; padding: 9px 14px; margin-bottom: 6px; background: var(--wash);
   border-left: 4px solid #b6bcc6; border-radius: 3px; }
 .certificate strong { flex: 0 0 104px; font-size: 14px; line-height: 1.75; color: var(--faint); }
-.certificate .good { border-color: #2e8b6f; background: #eff8f4; } .good strong { color: #1f6b54; }
+.certificate .ok { border-color: #2e8b6f; background: #eff8f4; } .ok strong { color: #1f6b54; }
 .certificate .care { border-color: #d39a1e; background: #fdf7e8; } .care strong { color: #8a5f06; }
 .certificate .bad { border-color: #c8432b; background: #fdf1ee; } .bad strong { color: #a5301a; }
 .provenance { font-size: 13px; color: var(--faint); }

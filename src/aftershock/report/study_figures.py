@@ -10,7 +10,7 @@ from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import ANSWERS
 from . import study_data
 from .drawing import Drawing, Frame, add_band, lines, positive, ramp, short
-from .figures import COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, METHOD_COLOURS, key_above, style
+from .figures import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, key_above, style
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 6, 12  # what is embedded must stay small
 PREDICTIONS = ("tangent", "endpoint", "semilinear")
+# endpoint-exact is an ablation of the studies, not an answer of the API
+PREDICTION_COLOURS = {**ANSWER_COLOURS, "endpoint": "#2f6db3"}
+PREDICTION_DASHES = {**DASHES, "endpoint": "dash"}
 CHANNELS = {
     "100": "θ",
     "010": "m",
@@ -78,9 +81,9 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
                         "x": [horizons if c is not None else [] for c in curves],
                         "y": [short(c.values) if c is not None else [] for c in curves],
                     }
-    figure = lines(frames, ["exact", *PREDICTIONS], [INK, *(METHOD_COLOURS[m] for m in PREDICTIONS)])
+    figure = lines(frames, ["exact", *PREDICTIONS], [INK, *(PREDICTION_COLOURS[m] for m in PREDICTIONS)])
     for trace in figure.data:
-        trace.update(line={"dash": DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
+        trace.update(line={"dash": PREDICTION_DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
     style(figure, HORIZON_TITLE, "change of the probe's loss", HEIGHT)
     figure.update_yaxes(exponentformat="power")
@@ -115,7 +118,7 @@ def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
                 "slope 2",
             ],
         }
-    figure = lines(frames, [*PREDICTIONS, "slope 2"], [*(METHOD_COLOURS[m] for m in PREDICTIONS), FAINT])
+    figure = lines(frames, [*PREDICTIONS, "slope 2"], [*(PREDICTION_COLOURS[m] for m in PREDICTIONS), FAINT])
     figure.data[-1].update(line={"dash": "dash", "width": 1.5}, mode="lines")
     style(figure, "scale α of the shock", "error over the response at α = 1", HEIGHT)
     figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
@@ -139,7 +142,7 @@ def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
                 "x": [horizons if m in answers else [] for m in PREDICTIONS],
                 "y": [positive(at.sel({"answer": m}).values) if m in answers else [] for m in PREDICTIONS],
             }
-    figure = lines(frames, PREDICTIONS, [METHOD_COLOURS[m] for m in PREDICTIONS])
+    figure = lines(frames, PREDICTIONS, [PREDICTION_COLOURS[m] for m in PREDICTIONS])
     style(figure, HORIZON_TITLE, "error over the response's size", HEIGHT)
     figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
     key_above(figure)

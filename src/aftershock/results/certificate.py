@@ -1,165 +1,382 @@
-"""How far each answer may be trusted, measured against the exact pair and said in words."""
+"""How far each answer may be trusted: errors against the exact pair, thresholds, and findings as data and words.
+
+A finding is data first: its level, and the number that decided it beside its threshold. Pages and terminals take
+their colours from the level; the sentence is for people, and no code reads it.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, get_args
+
+from .summaries import diverged_at, finite
 
 if TYPE_CHECKING:
     import xarray as xr
 
-TRUST_ERROR = 0.2  # the paper's bar for the symmetric error of a valid horizon or scale
-TRUST_NRMSE, CARE_NRMSE = 0.2, 0.5
-TRUST_SIGNS, CARE_SIGNS = 0.9, 0.75
-NOISE_MARGIN = 10.0  # a peak below this many roundings of the loss is noise
+Level = Literal["note", "ok", "care", "bad"]  # from harmless to bad
 TINY = 1e-30
+SHOWN = 4  # names in one sentence
 
 
-def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """e_h = |d − d̂| / (|d| + |d̂| + 1e−30)."""
-    return abs(exact - predicted) / (abs(exact) + abs(predicted) + TINY)
+@dataclass(frozen=True)
+class Trust:
+    """The numbers that decide a verdict. Pass another one to `certify` to be stricter or more generous.
+
+    >>> Trust(nrmse=0.1).nrmse
+    0.1
+    """
+
+    symmetric_error: float = 0.2  # the paper's bar for a valid horizon or scale (eq. app_validity_radius)
+    # The paper has no bar for the numbers below; they are our judgement.
+    nrmse: float = 0.2  # the same fifth, over all horizons together: sizes can be read off
+    careful_nrmse: float = 0.5  # beyond it half of the response is error, and only its rough size is left
+    signs: float = 0.9  # one horizon in ten may be wrong: where a response crosses zero, its sign is a toss-up
+    careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
+    noise_margin: float = 10.0  # a loss sums many rounded terms, so that its error is several roundings, not one
 
 
-def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """(Σ_h (d − d̂)² / Σ_h d²)^½; undefined (NaN) where the exact response is zero throughout."""
-    size = (exact**2).sum("horizon")
-    return (((exact - predicted) ** 2).sum("horizon") / size.where(size > 0)) ** 0.5
+TRUST = Trust()
 
 
-def sign_agreement(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:
-    """Share of horizons with the same sign, among those at which the exact response is above float noise."""
-    counted = abs(exact) > noise
-    return ((exact * predicted > 0) & counted).sum("horizon") / counted.sum("horizon")
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found out about a result.
 
+    level: "ok", "care" (usable, with a reservation), "bad", or "note" (good to know, nothing wrong).
+    subject: what it is about: an answer ("tangent"), "noise", "clipping", "divergence", …
+    quantity, value, threshold: the number that decided the level, and what it was compared with; None where there
+        is no such number.
+    sentence: the same in words.
 
-def trusted_horizon(error: xr.DataArray) -> xr.DataArray:
-    """The last horizon up to which every symmetric error stays within 0.2; 0 where the first fails."""
-    good = (error <= TRUST_ERROR).astype(int).cumprod("horizon")
-    return (good * error["horizon"]).max("horizon")
+    >>> found = Finding("care", "tangent", "nrmse", 0.31, 0.2, "Tangent at scale 1: use it with care.")
+    >>> found.level, found.value > found.threshold
+    ('care', True)
+    """
 
-
-def validity_radius(error: xr.DataArray) -> xr.DataArray:
-    """The largest scale run whose median symmetric error over horizons is within 0.2; 0 where none is."""
-    valid = error.median("horizon") <= TRUST_ERROR
-    return (valid * error["scale"]).max("scale")
+    level: Level
+    subject: str
+    quantity: str
+    value: float | None
+    threshold: float | None
+    sentence: str
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Errors per answer, change and scale (`errors`, an xarray Dataset), and the verdict in words."""
+    """What was found out about a result, most important first, and the errors behind it.
 
-    errors: xr.Dataset | None
-    text: str
+    findings: each has a level, a number, its threshold and a sentence; `str(certificate)` is the sentences.
+    errors: an `xarray.Dataset` by answer, change and scale; None where nothing could be compared.
+
+    >>> certificate = Certificate((Finding("ok", "exact", "", None, None, "Exact: two real runs."),))
+    >>> print(certificate)
+    Exact: two real runs.
+    >>> certificate.level
+    'ok'
+    """
+
+    findings: tuple[Finding, ...]
+    errors: xr.Dataset | None = None
+
+    @property
+    def level(self) -> Level:
+        """The worst level of all findings."""
+        order = get_args(Level)
+        return max((finding.level for finding in self.findings), key=order.index, default="note")
 
     def __str__(self) -> str:
-        return self.text
+        return "\n".join(finding.sentence for finding in self.findings)
 
 
-def certify(data: xr.Dataset) -> Certificate:
-    """The certificate of a response's dataset."""
-    lines = [_noise_line(data), *_warnings(data)]
-    response, answers = data["response"], [str(m) for m in data["answer"].values]
-    if data.attrs.get("refused"):
-        lines.insert(0, f"Only the exact response is given: {data.attrs['refused']}.")
-    if "exact" not in answers:
-        lines.insert(0, "Not verified: the exact pair was not run, so nothing here is proved. Do not trust it blindly.")
-        return Certificate(None, "\n".join(lines))
-    exact = response.sel({"answer": "exact"}, drop=True)
+# --- errors of a prediction
+
+
+def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
+    """Error of each number between 0 (equal) and 1 (another sign, or infinitely far off).
+
+    e = |d − d̂| / (|d| + |d̂| + 1e−30)
+
+    NaN where the exact number is not finite, or a prediction is missing (NaN): there is nothing to compare.
+
+    exact, predicted: d and d̂, of shapes that fit each other.
+
+    >>> import xarray as xr
+    >>> exact = xr.DataArray([1.0, 2.0, -4.0, float("inf")], dims="horizon")
+    >>> predicted = xr.DataArray([1.0, 1.0, 4.0, 8.0], dims="horizon")
+    >>> symmetric_error(exact, predicted).round(2).values.tolist()
+    [0.0, 0.33, 1.0, nan]
+    """
+    exact, bounded = exact.where(finite(exact)), predicted.where(finite(predicted))
+    error = abs(exact - bounded) / (abs(exact) + abs(bounded) + TINY)
+    return error.where(abs(predicted) != math.inf, 1.0).where(exact.notnull())
+
+
+def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
+    """Error over all horizons together, relative to the size of the exact response: 0 is equal, 1 is as bad as zero.
+
+    (Σ_h (d − d̂)² / Σ_h d²)^½ over the horizons at which d is finite
+
+    NaN where the exact response is zero throughout, and where a prediction is missing (NaN) at one of the horizons.
+
+    exact, predicted: d and d̂ with a dimension `horizon`.
+
+    >>> import xarray as xr
+    >>> exact = xr.DataArray([3.0, 4.0], dims="horizon")
+    >>> float(nrmse(exact, 1.5 * exact))
+    0.5
+    """
+    return relative_error(exact, predicted, ["horizon"])
+
+
+def relative_error(exact: xr.DataArray, predicted: xr.DataArray, over: list[str]) -> xr.DataArray:
+    """(Σ (d − d̂)² / Σ d²)^½ with both sums over the dimensions `over`, where d is finite.
+
+    >>> import xarray as xr
+    >>> exact = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
+    >>> float(relative_error(exact, exact + 1.0, ["change", "horizon"]))
+    0.4
+    """
+    import numpy as np
+
+    known = finite(exact)
+    exact = exact.where(known)
+    with np.errstate(over="ignore"):  # a prediction that has run away is infinitely wrong
+        miss = ((exact - predicted) ** 2).where(known, 0.0).sum(over, skipna=False)
+        size = (exact**2).sum(over)
+        return (miss / size.where(size > 0)) ** 0.5
+
+
+def sign_agreement(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:
+    """Share of horizons at which the predicted sign is the exact one.
+
+    Counted are the horizons at which the exact response is finite and above float noise; NaN where there is none.
+
+    exact, predicted: with a dimension `horizon`. noise: the size below which a response has no sign.
+
+    >>> import xarray as xr
+    >>> exact = xr.DataArray([1.0, -1.0, 1e-9], dims="horizon")
+    >>> predicted = xr.DataArray([0.5, 0.5, -1.0], dims="horizon")
+    >>> float(sign_agreement(exact, predicted, xr.DataArray(1e-6)))
+    0.5
+    """
+    counted = (abs(exact) > noise) & finite(exact)
+    return ((exact * predicted > 0) & counted).sum("horizon") / counted.sum("horizon")
+
+
+def trusted_horizon(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> xr.DataArray:
+    """The last horizon up to which every symmetric error stays within the bar; 0 where the first fails.
+
+    error: of `symmetric_error`, with a dimension and coordinate `horizon`.
+
+    >>> import xarray as xr
+    >>> error = xr.DataArray([0.1, 0.15, 0.5, 0.1], dims="horizon", coords={"horizon": [1, 2, 3, 4]})
+    >>> int(trusted_horizon(error))
+    2
+    """
+    good = (error <= bar).astype(int).cumprod("horizon")
+    return (good * error["horizon"]).max("horizon")
+
+
+def validity_radius(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> xr.DataArray:
+    """The largest scale run whose median symmetric error over horizons is within the bar; 0 where none is.
+
+    α* = max {α : median_h e_h(α) ≤ 0.2}, on the grid of scales that were run (eq. app_validity_radius)
+
+    error: of `symmetric_error`, with dimensions `horizon` and `scale` and the scales as a coordinate.
+
+    >>> import xarray as xr
+    >>> error = xr.DataArray([[0.01, 0.1], [0.2, 0.6]], dims=("scale", "horizon"), coords={"scale": [0.5, 1.0]})
+    >>> float(validity_radius(error))
+    0.5
+    """
+    known = error.notnull().any("horizon")  # a scale with nothing to compare is not valid
+    valid = error.where(known, math.inf).median("horizon") <= bar
+    return (valid * error["scale"]).max("scale")
+
+
+# --- the certificate of a response
+
+
+def certify(data: xr.Dataset, trust: Trust = TRUST) -> Certificate:
+    """The certificate of a response's dataset: what may be believed, and the numbers that say so.
+
+    data: as in `Response.data`: `response[answer, change, scale, horizon]`, `noise_floor[horizon]`,
+        `clip_switched[change, scale]`, and per change `zero_v`, `zero_v_touched`, `no_derivative`.
+    trust: the thresholds.
+
+    >>> import xarray as xr
+    >>> curves = [[[[1.0, 2.0]]], [[[1.0, 2.1]]]]  # exact and tangent, of one change at one scale
+    >>> count = ("change", [0])
+    >>> data = xr.Dataset(
+    ...     {
+    ...         "response": (("answer", "change", "scale", "horizon"), curves),
+    ...         "noise_floor": ("horizon", [1e-7, 1e-7]),
+    ...         "clip_switched": (("change", "scale"), [[False]]),
+    ...         "zero_v": count, "zero_v_touched": count, "no_derivative": count,
+    ...     },
+    ...     {"answer": ["exact", "tangent"], "change": ["bad batch"], "scale": [1.0], "horizon": [1, 2]},
+    ...     {"dtype": "float32"},
+    ... )
+    >>> found = certify(data)
+    >>> [(finding.subject, finding.level) for finding in found.findings]
+    [('tangent', 'ok'), ('noise', 'note')]
+    >>> print(found.findings[0].sentence)
+    Tangent at scale 1: trust it. Its error (NRMSE) is 0.045, its sign is right at 100% of horizons, and it holds \
+within 20 % up to horizon 2 of 2.
+    """
+    answers = [str(answer) for answer in data["answer"].values]
     others = [answer for answer in answers if answer != "exact"]
+    warnings = [_noise(data, answers, trust), *_warnings(data, answers)]
+    if "exact" not in answers:
+        sentence = "Not verified: the exact pair was not run, so nothing here is proved. Do not trust it blindly."
+        return Certificate((Finding("bad", "exact", "answers", None, None, sentence), *warnings))
+    exact = data["response"].sel({"answer": "exact"}, drop=True)
+    diverged = _divergence(exact)
     if not others:
-        lines.insert(0, "Exact: every number is the difference of two real runs.")
-        return Certificate(None, "\n".join(lines))
-    errors = _errors(data, exact, response.sel({"answer": others}))
-    verdicts = [_verdict(answer, errors.sel({"answer": answer}), data) for answer in others]
-    return Certificate(errors, "\n".join(verdicts + lines))
+        sentence = "Exact: every number is the difference of two real runs."
+        proved = Finding("ok", "exact", "answers", None, None, sentence)
+        return Certificate((*diverged, proved, *_refused(data), *warnings))
+    errors = _errors(exact, data["response"].sel({"answer": others}), data["noise_floor"], trust)
+    verdicts = [_verdict(answer, errors.sel({"answer": answer}), bool(diverged), trust) for answer in others]
+    return Certificate((*diverged, *verdicts, *_refused(data), *warnings), errors)
 
 
-def _errors(data: xr.Dataset, exact: xr.DataArray, predicted: xr.DataArray) -> xr.Dataset:
+def _errors(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray, trust: Trust) -> xr.Dataset:
     import xarray as xr
 
-    error = symmetric_error(exact, predicted)
+    away = predicted.fillna(math.inf)  # a prediction that has left the numbers is wrong, not missing
+    error = symmetric_error(exact, away)
     return xr.Dataset(
         {
             "symmetric_error": error,
-            "nrmse": nrmse(exact, predicted),
-            "sign_agreement": sign_agreement(exact, predicted, data["noise_floor"]),
-            "trusted_horizon": trusted_horizon(error),
-            "validity_radius": validity_radius(error),
+            "nrmse": nrmse(exact, away),
+            "sign_agreement": sign_agreement(exact, predicted, noise),
+            "trusted_horizon": trusted_horizon(error, trust.symmetric_error),
+            "validity_radius": validity_radius(error, trust.symmetric_error),
         }
     )
 
 
-def _verdict(answer: str, errors: xr.Dataset, data: xr.Dataset) -> str:
-    """One sentence: is this answer to be trusted at the largest scale, how good is it, how far does it reach."""
-    scale = float(data["scale"].values.max())
+def _verdict(answer: str, errors: xr.Dataset, diverged: bool, trust: Trust) -> Finding:
+    """Is this answer to be trusted at the largest scale, how good is it, how far does it reach."""
+    scale = float(errors["scale"].values.max())
     at = errors.sel(scale=scale)
-    bad = at["nrmse"] > CARE_NRMSE
-    bad |= ~(at["sign_agreement"] >= CARE_SIGNS)  # also where no horizon rises above the noise
-    good = (at["nrmse"] <= TRUST_NRMSE) & (at["sign_agreement"] >= TRUST_SIGNS)
-    count, last = data.sizes["change"], int(data["horizon"].values[-1])
-    if int(bad.sum()) == count:
-        word = "do not trust it"
-    elif int(good.sum()) == count:
-        word = "trust it"
-    elif int(bad.sum()):
-        word = f"do not trust it for {_names(data['change'].values[bad.values])}"
-    else:
-        word = "use it with care"
-    reach = at["trusted_horizon"].median()
+    wrong, signs, names = at["nrmse"].values, at["sign_agreement"].values, at["change"].values
+    # written so that NaN, where nothing is finite and above the noise, is bad
+    bad = ~((wrong <= trust.careful_nrmse) & (signs >= trust.careful_signs))
+    good = (wrong <= trust.nrmse) & (signs >= trust.signs)
+    level: Level = "ok" if good.all() else "bad" if bad.any() else "care"
+    some = "" if bad.all() else f" for {_names([str(name) for name in names[bad]])}"
+    word = {"ok": "trust it", "care": "use it with care", "bad": f"do not trust it{some}"}[level]
+    bars = (trust.careful_nrmse, trust.careful_signs) if level == "bad" else (trust.nrmse, trust.signs)
+    by_signs = level != "ok" and bool((wrong <= bars[0]).all())
+    decided = ("sign_agreement", signs.min(), bars[1]) if by_signs else ("nrmse", wrong.max(), bars[0])
+    sentence = f"{answer.capitalize()} at scale {scale:g}: {word}. {_quality(errors, at, diverged, trust)}."
+    value = None if math.isnan(decided[1]) else float(decided[1])
+    return Finding(level, answer, decided[0], value, decided[2], sentence)
+
+
+def _quality(errors: xr.Dataset, at: xr.Dataset, diverged: bool, trust: Trust) -> str:
+    """The errors in words."""
+    count, last = at.sizes["change"], int(at["horizon"].values[-1])
+    if not bool(at["sign_agreement"].notnull().any()):
+        return "Its error cannot be measured: no exact response is finite and above the noise"
+    worst = f" (worst of {count}: {_size(at['nrmse'].max())})" if count > 1 else ""
     text = (
-        f"{answer.capitalize()} at scale {scale:g}: {word}. Its error (NRMSE) is {float(at['nrmse'].median()):.2g}"
-        f"{_worst(at['nrmse'], count)}, its sign is right at {float(at['sign_agreement'].median()):.0%} of horizons, "
-        f"and it holds within 20 % up to horizon {float(reach):.0f} of {last}"
+        f"Its error (NRMSE) is {_size(at['nrmse'].median())}{worst}, its sign is right at "
+        f"{float(at['sign_agreement'].median()):.0%} of horizons, and it holds within "
+        f"{100 * trust.symmetric_error:g} % up to horizon {float(at['trusted_horizon'].median()):.0f} of {last}"
     )
-    if data.sizes["scale"] > 1:
+    if errors.sizes["scale"] > 1:
         text += f"; its validity radius among the scales run is {float(errors['validity_radius'].median()):.3g}"
-    return text + "."
+    return text + (". Only horizons at which the exact run is finite were compared" if diverged else "")
 
 
-def _worst(values: xr.DataArray, count: int) -> str:
-    return f" (worst of {count}: {float(values.max()):.2g})" if count > 1 else ""
+def _size(value: xr.DataArray) -> str:
+    number = float(value)
+    return f"{number:.2g}" if math.isfinite(number) else "infinite"
 
 
-def _names(values: Any) -> str:
-    names = [str(value) for value in values]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _noise_line(data: xr.Dataset) -> str:
-    noise = float(data["noise_floor"].max())
-    size = abs(data["response"]).max()
+def _divergence(exact: xr.DataArray) -> list[Finding]:
+    """Which runs left the finite numbers, and when."""
+    first = diverged_at(exact)
+    runs = [
+        (int(at), str(change), float(scale))
+        for change, row in zip(first["change"].values, first.transpose("change", "scale").values)
+        for scale, at in zip(first["scale"].values, row)
+        if not math.isnan(at)
+    ]
+    if not runs:
+        return []
+    runs.sort(key=lambda run: run[0])
+    several = exact.sizes["scale"] > 1
+    told = [f"'{name}'{f' at scale {scale:g}' if several else ''} at horizon {at}" for at, name, scale in runs]
+    last, count = int(exact["horizon"].values[-1]), first.size
+    which = "The exact run" if count == 1 else f"{len(runs)} of {count} exact runs"
+    sentence = (
+        f"{which} left the finite numbers: {_names(told)} (of {last}). From there on the response is infinite, and "
+        "no prediction of it can be checked."
+    )
+    return [Finding("bad", "divergence", "diverged_at", float(runs[0][0]), None, sentence)]
+
+
+def _refused(data: xr.Dataset) -> list[Finding]:
+    reason = str(data["refused"].item()) if "refused" in data else ""
+    sentence = f"Only the exact response is given: {reason}."
+    return [Finding("note", "refused", "answers", None, None, sentence)] if reason else []
+
+
+def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:
+    """The float noise of the loss beside the exact response, or, said so, beside the best prediction of it."""
+    answer = next((name for name in ("exact", "semilinear") if name in answers), answers[0])
+    what = "exact response" if answer == "exact" else f"response that {answer} predicts (the exact one was not run)"
+    curves, noise = data["response"].sel({"answer": answer}), float(data["noise_floor"].max())
+    size = float(abs(curves.where(finite(curves))).max())
+    ratio = math.nan if math.isnan(size) else size / noise if noise else math.inf
+    level: Level = "note"
     text = f"One rounding of the probe's loss ({data.attrs.get('dtype', 'float')}) is {noise:.1g}"
-    if float(size) < NOISE_MARGIN * noise:
-        return (
-            f"{text}, and no response rises clearly above it: do not trust any sign here. "
-            "Use point.to(dtype=torch.float64)."
-        )
-    return f"{text}, {float(size) / max(noise, TINY):.1e} times below the largest response."
+    if ratio < trust.noise_margin:
+        level = "bad"
+        text += f", and no {what} rises clearly above it: do not trust any sign here. "
+        text += "Use point.to(dtype=torch.float64)."
+    elif math.isnan(ratio):
+        text += f"; no {what} is finite, to compare it with."
+    else:
+        text += f", {ratio:.1e} times below the largest {what}."
+    return Finding(level, "noise", "peak_over_noise", None if math.isnan(ratio) else ratio, trust.noise_margin, text)
 
 
-def _warnings(data: xr.Dataset) -> list[str]:
-    lines = []
+def _warnings(data: xr.Dataset, answers: list[str]) -> list[Finding]:
+    """What makes linear answers doubtful; notes only, where no such answer was run."""
+    linear: Level = "care" if set(answers) - {"exact"} else "note"
+    tangent: Level = "care" if "tangent" in answers else "note"
+    found = []
     touched, zero = int(data["zero_v_touched"].max()), int(data["zero_v"].max())
-    if zero:
-        lines.append(
-            f"{zero:,} coordinates had no gradient yet (v = 0)"
-            + (
-                f"; a change touches {touched:,} of them, where the tangent's slope holds only for gradients far below "
-                "eps: read the exact response, or the semilinear one."
-                if touched
-                else ", and no change touches them."
-            )
+    if zero and touched:
+        sentence = (
+            f"{zero:,} coordinates had no gradient yet (v = 0); a change touches {touched:,} of them, where the "
+            "tangent's slope holds only for gradients far below eps: read the exact response, or the semilinear one."
         )
-    broken = int(data["no_derivative"].max())
-    if broken:
-        lines.append(
+        found.append(Finding(tangent, "v = 0", "zero_v_touched", touched, 0, sentence))
+    elif zero:
+        sentence = f"{zero:,} coordinates had no gradient yet (v = 0), and no change touches them."
+        found.append(Finding("note", "v = 0", "zero_v_touched", touched, 0, sentence))
+    if broken := int(data["no_derivative"].max()):
+        sentence = (
             f"At {broken:,} touched coordinates no derivative exists (v = 0 with m ≠ 0, or no gradient in the "
             "control's step), so the tangent leaves them out."
         )
-    switched = int(data["clip_switched"].sum())
-    if switched:
-        lines.append(
+        found.append(Finding(tangent, "v = 0", "no_derivative", broken, 0, sentence))
+    if switched := int(data["clip_switched"].sum()):
+        sentence = (
             f"Clipping switched on or off in {switched} of {data['clip_switched'].size} shocked runs: "
             "the linear answers cross a kink."
         )
-    return lines
+        found.append(Finding(linear, "clipping", "clip_switched", switched, 0, sentence))
+    return found

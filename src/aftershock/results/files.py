@@ -1,4 +1,7 @@
-"""Tensors and a JSON header in one safetensors file that carries its own digest. Nothing is ever unpickled."""
+"""Files: tensors and a JSON header in one safetensors file with its digest; labelled results as zarr.
+
+Everything is written whole or not at all, and nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -125,21 +128,64 @@ def _chunks(file: IO[bytes]) -> Any:
     return iter(lambda: file.read(CHUNK), b"")
 
 
+# --- labelled results
+
+
 def save_dataset(data: xr.Dataset, path: Path) -> None:
-    """zarr beside its place, then moved there."""
+    """Write a dataset as zarr, whole or not at all: beside its place, then moved there.
+
+    path: a folder that does not exist yet, an empty one, or an older result, which is replaced.
+    """
+    _may_replace(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
-            data.to_zarr(part, mode="w", consolidated=False)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            path.rename(old / "old")
-            part.rename(path)
-            shutil.rmtree(old)
-        else:
-            part.rename(path)
+            # a chunk that is left out because it is empty would come back with other bits: -0.0 as 0.0
+            data.drop_encoding().to_zarr(part, mode="w", consolidated=False, write_empty_chunks=True)
+        _move(part, path)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def load_dataset(path: Path, wanted: Iterable[str], what: str) -> xr.Dataset:
+    """A dataset that `save_dataset` wrote, in memory; whatever is wrong with the file is an `InvalidFile`.
+
+    wanted: variables that it must have. what: its name for the user, such as "saved response".
+    """
+    import xarray as xr
+
+    if not path.exists():
+        raise InvalidFile(f"there is no {what} at {path}")
+    try:
+        data = xr.open_zarr(path, chunks=None, consolidated=False).load()
+    except Exception as error:  # whatever zarr finds wrong in a foreign file
+        raise InvalidFile(f"{path} is damaged or not a {what}: {error}") from error
+    missing = [name for name in wanted if name not in data.variables]
+    if missing:
+        raise InvalidFile(f"{path} is not a {what} of this version of aftershock: it has no {missing[0]!r}")
+    return data
+
+
+def _may_replace(path: Path) -> None:
+    """Only results are replaced: a folder of something else would be lost."""
+    if path.exists() and not (path / "zarr.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise InvalidFile(f"{path} exists and is not a saved result: choose another path")
+
+
+def _move(part: Path, path: Path) -> None:
+    """Into its place; what was there before comes back where that fails."""
+    if not path.exists():
+        part.rename(path)
+        return
+    away = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
+    path.rename(away / "old")
+    try:
+        part.rename(path)
+    except BaseException:
+        (away / "old").rename(path)
+        raise
+    finally:
+        shutil.rmtree(away)

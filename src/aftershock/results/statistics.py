@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
-from .certificate import nrmse, symmetric_error, validity_radius
+from .certificate import nrmse, relative_error, symmetric_error, validity_radius
 from .summaries import summarize
 
 if TYPE_CHECKING:
@@ -35,13 +35,28 @@ RESAMPLES = 9999
 
 
 def across_candidates(values: xr.DataArray) -> xr.DataArray:
-    """Median over the candidates inside each system."""
+    """Median over the candidates inside each system: one number per system.
+
+    values: with a dimension `change`; NaN is left out.
+
+    >>> import xarray as xr
+    >>> across_candidates(xr.DataArray([[1.0, 5.0, 2.0], [4.0, 4.0, 9.0]], dims=("system", "change"))).values.tolist()
+    [2.0, 4.0]
+    """
     _need(values, "change")
     return _median(values, "change")
 
 
 def across_systems(values: xr.DataArray) -> xr.Dataset:
-    """`median`, `q25`, `q75` and `iqr` over systems, how many `systems` were counted, how many were `undefined`."""
+    """`median`, `q25`, `q75` and `iqr` over systems, how many `systems` were counted, how many were `undefined`.
+
+    values: one number per system, with a dimension `system`; NaN is undefined.
+
+    >>> import xarray as xr
+    >>> found = across_systems(xr.DataArray([1.0, 2.0, 4.0, float("nan")], dims="system"))
+    >>> float(found["median"]), float(found["iqr"]), int(found["systems"]), int(found["undefined"])
+    (2.0, 1.5, 3, 1)
+    """
     import xarray as xr
 
     _need(values, "system")
@@ -64,6 +79,13 @@ def aggregate(values: xr.DataArray) -> xr.Dataset:
 
     Horizons, where there are any, go by their median, as symmetric errors do; quantities that combine horizons in
     another way (NRMSE, peaks) have none left. Dimensions other than horizon, change and system stay.
+
+    values: with a dimension `system`, and `change` and `horizon` where the quantity has them.
+
+    >>> import xarray as xr
+    >>> values = xr.DataArray([[1.0, 3.0], [5.0, 5.0], [7.0, 9.0]], dims=("system", "change"))
+    >>> float(aggregate(values)["median"])  # of 2, 5 and 8
+    5.0
     """
     if "horizon" in values.dims:
         values = _median(values, "horizon")
@@ -71,13 +93,25 @@ def aggregate(values: xr.DataArray) -> xr.Dataset:
 
 
 def variance(values: xr.DataArray, dim: str) -> xr.DataArray:
-    """Population variance, Σ (x − x̄)² / n."""
+    """Population variance along a dimension, Σ (x − x̄)² / n.
+
+    >>> import xarray as xr
+    >>> float(variance(xr.DataArray([1.0, 3.0], dims="future"), "future"))
+    1.0
+    """
     _need(values, dim)
     return values.var(dim, ddof=0)
 
 
 def coefficient_of_variation(values: xr.DataArray, dim: str) -> xr.DataArray:
-    """Population standard deviation over |mean|; NaN where the mean is zero."""
+    """How much values spread, relative to their size: population standard deviation over |mean|.
+
+    NaN where the mean is zero.
+
+    >>> import xarray as xr
+    >>> float(coefficient_of_variation(xr.DataArray([1.0, 3.0], dims="future"), "future"))
+    0.5
+    """
     mean = abs(values.mean(dim))
     return variance(values, dim) ** 0.5 / mean.where(mean > 0)
 
@@ -88,12 +122,19 @@ def coefficient_of_variation(values: xr.DataArray, dim: str) -> xr.DataArray:
 def pooled_nrmse(exact: xr.DataArray, predicted: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
     """(Σ (d − d̂)² / Σ d²)^½ with both sums over all of `over`: ("scale", "horizon"), ("change", "horizon"), …
 
-    Large responses weigh more than in a mean of `nrmse`. NaN where every exact response is zero.
+    Large responses weigh more than in a mean of `nrmse`. Where d is not finite it is left out of both sums. NaN where
+    every exact response is zero, or a prediction is missing (NaN) where there is an exact response.
+
+    exact, predicted: d and d̂. over: the dimensions of the sums.
+
+    >>> import xarray as xr
+    >>> exact = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
+    >>> float(pooled_nrmse(exact, exact + 1.0, ("change", "horizon")))
+    0.4
     """
     for dim in over:
         _need(exact, dim)
-    size = (exact**2).sum(list(over))
-    return (((exact - predicted) ** 2).sum(list(over)) / size.where(size > 0)) ** 0.5
+    return relative_error(exact, predicted, list(over))
 
 
 def error_exponents(exact: xr.DataArray, predicted: xr.DataArray, limit: float) -> xr.Dataset:
@@ -101,6 +142,14 @@ def error_exponents(exact: xr.DataArray, predicted: xr.DataArray, limit: float) 
 
     2 where the remainder is quadratic. Gives `exponent`, `intercept`, `r_squared`, the number of `scales` fitted and
     `reason`. Undefined where an error is exactly zero or not finite; R² also where all errors are equal.
+
+    exact, predicted: d and d̂ with a dimension and coordinate `scale`. limit: the largest scale that is fitted.
+
+    >>> import xarray as xr
+    >>> scale = xr.DataArray([0.125, 0.25, 1.0], dims="scale", coords={"scale": [0.125, 0.25, 1.0]})
+    >>> found = error_exponents(scale + 3 * scale**2, scale, limit=0.25)
+    >>> round(float(found["exponent"]), 6), int(found["scales"])
+    (2.0, 2)
     """
     import numpy as np
     import xarray as xr
@@ -137,11 +186,17 @@ def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 # --- rankings and signs
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rank_correlation(a: np.typing.ArrayLike, b: np.typing.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Spearman's ρ along the last axis, ties averaged, and why it is undefined where it is (NaN).
 
     A side that is constant to rounding has no order: exact one-step matching makes such scores. Candidates without
     both numbers are left out.
+
+    >>> rho, reason = rank_correlation([[1, 2, 3], [1, 2, 3]], [[10, 30, 20], [5, 5, 5]])
+    >>> rho.tolist()
+    [0.5, nan]
+    >>> reason.tolist()
+    ['', 'one side is the same for every candidate']
     """
     import numpy as np
 
@@ -180,6 +235,13 @@ def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
     """Rank correlation of two quantities over the candidates inside each system: `rho` and `reason`.
 
     Undefined where one side is constant, or where fewer than three candidates have both numbers.
+
+    score, target: with a dimension `change`; every other dimension stays.
+
+    >>> import xarray as xr
+    >>> found = spearman(xr.DataArray([1.0, 2.0, 3.0], dims="change"), xr.DataArray([10.0, 30.0, 20.0], dims="change"))
+    >>> float(found["rho"])
+    0.5
     """
     import xarray as xr
 
@@ -198,6 +260,15 @@ def extremum_sign_accuracy(exact: xr.DataArray, predicted: xr.DataArray) -> xr.D
 
     Candidates whose exact response is zero throughout have no sign, and ones with a NaN are not known: they are left
     out, and the share is NaN where none remains.
+
+    exact, predicted: with dimensions `change` and `horizon`.
+
+    >>> import xarray as xr
+    >>> horizon = {"horizon": [1, 2]}
+    >>> exact = xr.DataArray([[0.1, -2.0], [1.0, 0.5]], dims=("change", "horizon"), coords=horizon)
+    >>> predicted = xr.DataArray([[-3.0, 0.1], [-1.0, 0.5]], dims=("change", "horizon"), coords=horizon)
+    >>> float(extremum_sign_accuracy(exact, predicted))
+    0.5
     """
     _need(exact, "change")
     signs = [summarize(response.fillna(0.0))["peak_sign"] for response in (exact, predicted)]
@@ -214,6 +285,15 @@ def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str 
     alternative: "greater" asks whether the reference is larger. Gives, per answer, the median `difference`
     (reference less answer), `statistic`, `p`, `p_holm`, the number of `pairs`, and `reason`; p is undefined where no
     pair differs, and is then no comparison that Holm counts. Other dimensions are families of their own.
+
+    values: with dimensions `system` and `answer`. reference: one of the answers.
+
+    >>> import xarray as xr
+    >>> rho = [[0.9, 0.8, 0.95, 0.9, 0.85, 0.92], [0.5, 0.2, 0.6, 0.1, 0.4, 0.3]]
+    >>> values = xr.DataArray(rho, dims=("answer", "system"), coords={"answer": ["iso", "norm"]})
+    >>> found = compare_answers(values, "iso", "greater").sel(answer="norm")
+    >>> int(found["pairs"]), float(found["p"])  # every pair agrees: p = 1/2⁶
+    (6, 0.015625)
     """
     import numpy as np
     from scipy import stats
@@ -239,10 +319,15 @@ def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str 
     return found.assign(p_holm=_along(holm, found["p"], "answer"))
 
 
-def holm(p: np.ndarray) -> np.ndarray:
+def holm(p: np.typing.ArrayLike) -> np.ndarray:
     """Holm's step-down correction: the i-th smallest of n becomes the largest (n−j) p_j so far, at most 1.
 
     NaN stays NaN and is not counted.
+
+    p: p-values of one family of comparisons.
+
+    >>> holm([0.01, 0.04, 0.03, float("nan")]).tolist()
+    [0.03, 0.06, 0.06, nan]
     """
     import numpy as np
 
@@ -256,7 +341,17 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 def median_interval(values: xr.DataArray, generator: np.random.Generator, level: float = 0.95) -> xr.Dataset:
-    """Percentile bootstrap interval of the median over systems: `median`, `low`, `high`, `systems`, `reason`."""
+    """Percentile bootstrap interval of the median over systems: `median`, `low`, `high`, `systems`, `reason`.
+
+    values: one number per system, with a dimension `system`. generator: draws the resamples. level: of the interval.
+
+    >>> import numpy as np
+    >>> import xarray as xr
+    >>> values = xr.DataArray([1.0, 2.0, 3.0, 4.0, 5.0], dims="system")
+    >>> found = median_interval(values, np.random.default_rng(0))
+    >>> float(found["low"]), float(found["median"]), float(found["high"])
+    (1.0, 3.0, 5.0)
+    """
     import numpy as np
     from scipy import stats
 

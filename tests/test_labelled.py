@@ -1,0 +1,111 @@
+"""Every result is a file of its data: saved whole or not at all, loaded by its kind, shown in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import aftershock as ak
+from aftershock.errors import InvalidFile
+from aftershock.results.labelled import LabelledResult
+
+from .cases import make
+
+
+class Toy(LabelledResult):
+    kind = "toy"
+    wanted = ("score", "by")
+
+    def __str__(self) -> str:
+        return f"best by {self.data['by'].item()}: <{self.data['change'].values[0]}>"
+
+
+def toy() -> Toy:
+    scores = np.array([-0.0, np.inf, np.nan])
+    return Toy(
+        xr.Dataset(
+            {"score": ("change", scores), "nothing": ("change", [-0.0] * 3), "by": "peak", "note": "", "n": 3},
+            {"change": ["a", "b & c", "ü"]},
+            {"torch": "2.7"},
+        )
+    )
+
+
+def test_a_subclass_is_saved_loaded_and_shown(tmp_path: Path) -> None:
+    toy().save(tmp_path / "deep" / "toy")
+    found = Toy.load(str(tmp_path / "deep" / "toy"))
+    assert type(found) is Toy
+    xr.testing.assert_identical(found.data, toy().data)
+    assert np.signbit(found.data["nothing"].values).all()  # a chunk of zeros keeps its bits
+    found.save(tmp_path / "again")
+    xr.testing.assert_identical(Toy.load(tmp_path / "again").data, toy().data)
+    assert found._repr_html_() == "<pre>best by peak: &lt;a&gt;</pre>"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.data = toy().data  # type: ignore[misc]
+
+
+def test_another_kind_of_file_is_refused_by_name(tmp_path: Path) -> None:
+    toy().save(tmp_path / "toy")
+    with pytest.raises(InvalidFile, match=r"toy is not a saved response of this version .* it has no 'response'"):
+        ak.Response.load(tmp_path / "toy")
+    with pytest.raises(InvalidFile, match="there is no saved toy at"):
+        Toy.load(tmp_path / "nothing")
+    (tmp_path / "toy" / "score" / "zarr.json").write_text("{")
+    with pytest.raises(InvalidFile, match="damaged or not a saved toy"):
+        Toy.load(tmp_path / "toy")
+
+
+def test_only_results_are_replaced(tmp_path: Path) -> None:
+    """A mistyped path must not cost the user a folder."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years of work")
+    (tmp_path / "file").write_text("more work")
+    for name in ("thesis", "file"):
+        with pytest.raises(InvalidFile, match=f"{name} exists and is not a saved result"):
+            toy().save(tmp_path / name)
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "more work"
+    (tmp_path / "empty").mkdir()
+    toy().save(tmp_path / "empty")
+    xr.testing.assert_identical(Toy.load(tmp_path / "empty").data, toy().data)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "thesis"]
+
+
+def test_a_move_that_fails_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy().save(tmp_path / "r")
+    move = Path.rename
+
+    def last_move_fails(self: Path, target: Path) -> Path:
+        if target == tmp_path / "r" and ".old." not in str(self):
+            raise OSError("no")
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "rename", last_move_fails)
+    with pytest.raises(OSError, match="no"):
+        Toy(toy().data.assign(by="total")).save(tmp_path / "r")
+    assert [p.name for p in tmp_path.iterdir()] == ["r"]
+    xr.testing.assert_identical(Toy.load(tmp_path / "r").data, toy().data)
+
+
+def test_others_may_read_a_result_as_any_folder(tmp_path: Path) -> None:
+    toy().save(tmp_path / "r")
+    (tmp_path / "plain").mkdir()
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("r", "plain")}
+    assert len(modes) == 1
+
+
+def test_data_of_a_response_are_variables_and_attributes_say_what_made_it() -> None:
+    case = make("tanh_mlp")
+    path = case.path(4)
+    data = path.replace(case.batches(2), 1).response(case.batch()).data
+    assert (data["at"].item(), data["kind"].item(), data["refused"].item()) == (1, "replace", "")
+    assert data["probe"].item() == "a fixed batch"
+    assert set(data.attrs) == {
+        "aftershock", "torch", "python", "device", "dtype", "parameters", "training_step", "path_steps", "clip", "lr",
+        "attention", "check",
+    }  # fmt: skip
