@@ -442,7 +442,7 @@ def test_weight_decay_and_bias_correction(name: str) -> None:
         return FrozenMemory(matrix[0, 0], *matrix[0, 1:], *matrix[1:, 0], matrix[1, 1], matrix[2, 2])
 
     for table, dim, key, values in (
-        (by_decay, "system", "weight_decay", decays),
+        (by_decay, "weight_decay", "weight_decay", decays),
         (by_count, "step", "count", counts),
     ):
         for i, value in enumerate(values):

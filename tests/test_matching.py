@@ -15,6 +15,7 @@ from scipy.optimize import brentq
 
 import aftershock as ak
 from aftershock.core.dynamics import Dynamics
+from aftershock.core.graphs import GradientGraph
 from aftershock.core.loss import LossFunction
 from aftershock.errors import InvalidInput
 from aftershock.theory.channels import channel_responses
@@ -80,7 +81,7 @@ def test_later_responses_differ_and_are_never_used(monkeypatch: pytest.MonkeyPat
     paths = [case.point().follow([case.batch(), first, *case.batches(4)][1:]) for _ in range(2)]
     xis = residuals(paths[0].replace(others))
     calls: list[str] = []
-    for owner, name in ((Dynamics, "advance"), (LossFunction, "graph"), (LossFunction, "gradient")):
+    for owner, name in ((Dynamics, "advance"), (GradientGraph, "__init__"), (LossFunction, "gradient")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), name, calls))
     once, again = (match_first_step(path, xis, probe) for path in paths)
     assert calls == ["gradient", "gradient"] * 2  # the control's and the probe's; no later step, no curvature
@@ -158,7 +159,7 @@ def test_matching_refuses() -> None:
         match_first_step(path, xis[:, 1:], probe)
     with pytest.raises(InvalidInput, match="target"):
         match_first_step(path, xis, probe, target=0.0)
-    with pytest.raises(InvalidInput, match="does not fit"):
+    with pytest.raises(InvalidInput, match="no state after it"):
         match_first_step(path, xis, ak.own_loss, at=1)
     with pytest.raises(InvalidInput, match="has no ξ"):
         residuals(path.skip(0))
@@ -231,7 +232,7 @@ def test_beta1_persistence_by_hand(name: str) -> None:
     case = make(name)
     path, other, probe = case.path(5, lr=[0.01, 0.03, 0.02, 0.01, 0.02]), case.batch(), case.batch()
     data = persistence(path.replace([other]), probe, beta1=[0.99, 0.5])
-    assert list(data["beta1"].values) == [0.5, 0.99]
+    assert list(data["beta"].values) == [0.5, 0.99]
     displacements = []
     for i, beta in enumerate((0.5, 0.99)):
         expected, moved = persistence_by_hand(case, path, other, probe, (beta, None), rescaled_m)
@@ -269,7 +270,7 @@ def test_the_paths_own_beta_is_the_isolated_channel(name: str, channel: str) -> 
     path, probe = case.path(5), case.batch()
     change = path.replace(case.batches(2), at=1)
     own = getattr(path.steps[0].hypers[0], name)
-    found = persistence(change, probe, **{name: [own]})["response"].isel(system=0).values
+    found = persistence(change, probe, **{name: [own]})["response"].isel(beta=0).values
     hybrid = channel_responses(change, probe, answers=("exact",), scale=0.25)["response"].sel(channel=channel)
     np.testing.assert_allclose(found, hybrid.values[0], rtol=1e-7, atol=1e-13)
 
@@ -279,8 +280,8 @@ def test_unmatched_coordinates_are_counted() -> None:
     case = make("quadratic")
     path, probe = case.path(4), case.batch()
     data = persistence(path.reset(0, "v"), probe, beta2=[0.5, 0.999], scale=1.0)
-    assert int(data["unmatched"].sel(system="beta2=0.5").sum()) > 0
-    assert int(data["unmatched"].sel(system="beta2=0.999").sum()) == 0
+    assert int(data["unmatched"].sel(beta=0.5).sum()) > 0
+    assert int(data["unmatched"].sel(beta=0.999).sum()) == 0
     assert np.isfinite(data["response"]).all()
 
 

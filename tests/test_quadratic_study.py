@@ -165,7 +165,7 @@ def test_channels_and_persistence_are_the_engines(scene: Scene, change: ak.Chang
     for channel, name, betas in (("m", "beta1", [0.5, 0.99]), ("v", "beta2", [0.9, 0.999])):
         swept = theory.persistence(change, scene.standard.loss, scale=0.25, **{name: betas})["response"]
         mine = data[f"persistence_{channel}"].sel({f"decay_{channel}": betas}).isel(persistence_change=slice(0, 3))
-        close(mine.values, swept.transpose("system", "change", "horizon").values, 1e-5)
+        close(mine.values, swept.transpose("beta", "change", "horizon").values, 1e-5)
     short, long = data["channel_exact"], data["channel_long"]
     assert (short.values == long.isel(long_horizon=slice(0, HORIZON)).values).all()
     assert long.sizes["long_horizon"] == 128

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.core.adamw import Run
+from aftershock.core.dynamics import Dynamics, Step
+from aftershock.core.gates import Pattern, recording
 from aftershock.core.operators import as_rows
-from aftershock.core.state import Tangent, difference
+from aftershock.core.state import JointState, Tangent, difference
 from aftershock.errors import HiddenState, InvalidInput, UnfrozenGate
 from aftershock.theory import envelopes
 from aftershock.theory.envelopes import curvature_bound, error_bounds, operator_norm, write_in_bound
@@ -28,7 +30,6 @@ from aftershock.theory.switching import (
     margin_mass,
     pair_at,
     paired_steps,
-    recorded_step,
     start_pair,
     telescoped_defects,
 )
@@ -38,6 +39,13 @@ from .oracles import StepOracle
 
 IDENTITY = 1e-14  # relative to the state deviation: rounding of a few additions
 READABLE = ("relu_cnn", "tanh_mlp", "quadratic", "clipped", "two_groups", "adam_coupled", "dropout", "accumulated")
+
+
+def recorded_step(dynamics: Dynamics, step: Step, state: JointState) -> tuple[JointState, Step, Pattern]:
+    """f_s(x), equal to the bit, with the gates it chose."""
+    pattern = Pattern()
+    after, seen, _ = Dynamics(dynamics.loss.within(recording(pattern))).advance(step, state)
+    return after, seen, pattern
 
 
 def relu_run(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.changes import Edit
+from ..core.changes import Edit, names_of, scales_of
 from ..core.planning import Plan, plan_responses
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, respond
@@ -67,9 +67,9 @@ class Change:
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
         """
         watch = self._watch(probe, horizon)
-        scales = self._scales(scales)
+        scales = scales_of(self.edits, scales)
         answers, refused = self._answers(answers, watch)
-        names = self._labels(labels)
+        names = names_of(self.edits, labels)
         plan = self._plan(scales, answers, memory)
         work = plan.chunks(len(self)) * watch.horizons
         with progress("response", work, self._cost(plan, watch, scales)) as tick:
@@ -92,7 +92,7 @@ class Change:
     # --- inside
 
     def _watch(self, probe: Any, horizon: int | None) -> Watch:
-        return Watch.of(self.path.trajectory, self.at, probe, horizon)
+        return self.path.watch(self.at, probe, horizon)
 
     def _plan(self, scales: Sequence[float], answers: Sequence[str], memory: str | int | None) -> Plan:
         limit = self.path.memory if memory is None else memory
@@ -113,14 +113,6 @@ class Change:
         seconds = gradients * self.path.trajectory.seconds_per_step
         return Estimate(gradients, seconds, plan.peak, plan.chunks(len(self)))
 
-    def _scales(self, scales: Sequence[float]) -> list[float]:
-        values = [float(scale) for scale in scales]
-        if not values or not all(math.isfinite(scale) and scale != 0 for scale in values):
-            raise InvalidInput(f"scales must be nonzero numbers; got {list(scales)}")
-        if values != [1.0] and not all(edit.scalable for edit in self.edits):
-            raise InvalidInput(f"a {self.kind} has no scale between control and change; leave scales at 1")
-        return values
-
     def _answers(self, answers: Sequence[str] | None, watch: Watch) -> tuple[list[str], str]:
         """The answers to run, and why others are not."""
         wanted = list(ANSWERS if answers is None else answers)
@@ -139,11 +131,3 @@ class Change:
         if answers is not None:
             raise HiddenState(f"{reason}; ask for answers=('exact',), or probe in training mode")
         return ["exact"], reason
-
-    def _labels(self, labels: Sequence[str] | None) -> list[str]:
-        if labels is None:
-            names = [edit.name for edit in self.edits]
-            return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]
-        if len(labels) != len(self) or len(set(labels)) != len(self):
-            raise InvalidInput(f"{len(self)} changes need as many different labels; got {list(labels)}")
-        return [str(label) for label in labels]

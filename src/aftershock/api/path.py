@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float
-from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 from ..core.batches import Batch
@@ -16,13 +14,12 @@ from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper,
 from ..core.dynamics import Step
 from ..core.guards import Check
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
-from ..core.probe import Probe
+from ..core.probe import Watch
 from ..core.trajectory import Trajectory
-from ..errors import InvalidInput
+from ..errors import HiddenState, InvalidInput
 from .change import Change
-from .contributions import Explanation, explain
-from .probing import Readouts
-from .ranking import ExampleRanking, Ranking, rank, rank_examples
+from .contributions import Contributions, explain
+from .ranking import VERIFY, ExampleRanking, Ranking, rank, rank_examples
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
@@ -70,6 +67,20 @@ class Path:
     def check(self) -> Check:
         """The proof, made once and before the first answer, that this model's Hessian products are right."""
         return self._checked
+
+    def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
+        """Where a probe is read after a change at step `at`."""
+        return Watch.of(self.trajectory, self.index(at), probe, horizon)
+
+    def require_linear(self, watch: Watch) -> None:
+        """Prove that Hessian products are right, and refuse predictions where buffers are state outside (θ, m, v)."""
+        hidden = self.check().hidden or watch.hidden()
+        if hidden:
+            raise HiddenState(
+                f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), "
+                "which are state outside (θ, m, v), so predictions would be wrong; probe in training mode, or use "
+                "change.response(..., answers=('exact',))"
+            )
 
     def proof(self, answers: Iterable[str]) -> str:
         """What stands behind these answers: predictions need the check, exact runs do not."""
@@ -161,10 +172,8 @@ class Path:
 
     def response_operator(self, probe: Any, at: int = 0, horizon: int | None = None) -> ResponseOperator:
         """G for horizons 1 … `horizon` of a change at step `at`."""
-        at, found = self.index(at), Probe.of(probe)
-        readouts = Readouts(self, found, at, horizon)
-        gradients: Float[Tensor, "horizon param"] = readouts.gradients()
-        return ResponseOperator(self.trajectory, self.write_in(at), at, readouts.horizons, gradients)
+        watch = self.watch(at, probe, horizon)
+        return ResponseOperator(self.trajectory, self.write_in(at), watch.at, watch.range, watch.slopes())
 
     # --- ranking and explaining
 
@@ -176,37 +185,48 @@ class Path:
         at: int = 0,
         horizon: int | None = None,
         by: str = "peak",
-        verify: int = 0,
-        exact_write: bool = False,
+        verify: int = VERIFY,
         labels: Sequence[str] | None = None,
         memory: str | int | None = None,
     ) -> Ranking:
-        """Score any number of batches in the place of step `at`'s by one adjoint sweep, at every horizon.
+        """Score any number of batches in the place of step `at`'s by one adjoint sweep.
 
-        by: the summary to sort by (peak, max_increase, max_decrease, total_abs, total_increase, …).
+        The response to a batch is the adjoint paired with its gradient, where v is small with AdamW's exact kicks, the
+        probe read half way along what all batches share. Exact reruns of the strongest calibrate the rest, and say how
+        large the error is on reruns that it was not calibrated with. Costs a gradient per batch (less in rows on a
+        GPU), a sweep, and `verify` reruns.
+
+        pool: batches, any number.
+        probe: what is watched: a batch, `ak.own_loss`, a function of the model.
+        horizon: how many states after the step; default: to the end of the path.
+        by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
+            total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
         verify: rerun the top k exactly.
-        exact_write: also pair the adjoint with each batch's exact one-step difference, and sort by that. It
-            helps where v = 0 and may hurt elsewhere, since the readout stays linear.
         """
-        return rank(
-            self, pool, probe, at=at, horizon=horizon, by=by, verify=verify,
-            exact_write=exact_write, labels=labels, memory=memory,
-        )  # fmt: skip
+        return rank(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, labels=labels, memory=memory)
 
     def rank_examples(
-        self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = 0
+        self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = VERIFY
     ) -> ExampleRanking:
         """Score every single example of a pool at one outcome (`horizon`, default the last).
 
-        A score is the example's share of its batch's mean loss, from one forward-mode pass; examples that
-        couple, as in training BatchNorm, are refused. verify: rerun the top k exactly.
+        A share is what the example's part of its batch's mean gradient would add to the response, from one
+        forward-mode pass over the pool; examples that couple, as in training BatchNorm, are refused.
+
+        verify: add the top k examples' parts in exact reruns, which calibrate the rest.
         """
         return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify)
 
-    def explain(self, probe: Any, *, at: int | None = None, change: str = "zero", verify: int = 0) -> Explanation:
-        """Each step's contribution to the probe's loss at state `at` (default: the last), by channel.
+    def explain(
+        self, probe: Any, *, outcome: int | None = None, change: str = "zero", verify: int = VERIFY
+    ) -> Contributions:
+        """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
-        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m", "reset v".
+        A contribution is the outcome as it is, less the outcome with `change` made at that step; channels say where
+        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep: 2–3 gradients
+        a step.
+
+        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it.
         verify: rerun the top k exactly.
         """
-        return explain(self, probe, at=at, change=change, verify=verify)
+        return explain(self, probe, outcome=outcome, change=change, verify=verify)

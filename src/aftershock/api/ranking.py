@@ -1,28 +1,37 @@
-"""`rank`: one adjoint sweep, then any number of batches or examples."""
+"""`rank`: one adjoint sweep, then any number of batches or examples, calibrated by the few that are rerun."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..core.batches import Batch, example_count, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
-from ..core.memory import budget
-from ..core.operators import WriteIn
-from ..core.probe import Probe
-from ..core.scores import batch_scores, example_scores, example_weight, horizon_adjoints
+from ..core.planning import plan_history, plan_pool
+from ..core.probe import Watch
+from ..core.scores import (
+    SAMPLE,
+    PoolScores,
+    adjoint,
+    example_direction,
+    example_scores,
+    example_weight,
+    mean_write,
+    midpoint_slopes,
+    pool_scores,
+)
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, nrmse, sign_agreement
+from ..results.certificate import TRUST, Certificate, Finding, nrmse
+from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .change import GRAPH_COST, PRODUCT_COST, Change
-from .probing import Readouts, require_linear
 from .progress import Estimate, progress
-from .response import Response, sparkline
+from .response import sparkline
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,87 +39,77 @@ if TYPE_CHECKING:
     from .path import Path
 
 SHOWN = 10
-CHUNK = 32  # gradients held at once: their product with the adjoints then reads those once per chunk
+VERIFY = 3  # exact reruns, unless told otherwise: they calibrate, and each is judged by the others
 SUMMARIES = ("peak", "max_increase", "max_decrease", "total_abs", "total_increase", "total_decrease")
+LAST = "response"  # the signed response at the last horizon, which needs one outcome only
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """Predicted responses, strongest first. `data` is labelled; `verified` holds exact reruns of the top."""
+class Ranking(LabelledResult):
+    """Predicted responses of a pool of batches, strongest first, and exact reruns of the strongest.
 
-    data: xr.Dataset
-    by: str
-    verified: Response | None = None
+    `data` has, by change and horizon: `predicted` by the adjoint, `response` with the calibration added (`offset`,
+    the mean of what the reruns found and the adjoint did not), `measured` where it was rerun. `score` sorts them.
+    `held_out_error` is the median NRMSE of reruns, each predicted with the calibration of the others.
+    """
+
+    kind = "ranking"
+    wanted = ("response", "predicted", "measured", "score")
 
     @property
     def order(self) -> list[str]:
         """Labels, strongest first."""
         return [str(name) for name in self.data["change"].values]
 
+    @property
+    def by(self) -> str:
+        return str(self.data["by"].item())
+
+    @property
+    def verified(self) -> list[str]:
+        """Labels of the changes that were rerun exactly."""
+        known = self.data["measured"].notnull().all("horizon")
+        return [str(name) for name in self.data["change"].values[known.values]]
+
+    @property
+    def certificate(self) -> Certificate:
+        """How far the ranking may be trusted: by reruns that it was not calibrated with."""
+        return Certificate(tuple(_findings(self)))
+
     def __str__(self) -> str:
-        predicted = self.data["response"].isel(answer=-1)
+        measured = _score(self.data["measured"], self.by)
         width = max(6, *(len(name) for name in self.order[:SHOWN]))
         lines = [
-            f"{self.data.sizes['change']} changes at step {self.data.attrs['at']} ranked by {self.by} "
-            f"({self.data['answer'].values[-1]}, one adjoint sweep), strongest first:",
-            f"{'rank':>4}  {'change':<{width}}  {self.by:>12}  {'measured':>12}  predicted response by horizon",
+            f"{self.data.sizes['change']} changes at step {int(self.data['at'])} by predicted {self.by}, largest first "
+            "(one adjoint sweep, kicks at stiff coordinates):",
+            f"{'rank':>4}  {'change':<{width}}  {self.by:>14}  {'measured':>12}  predicted response by horizon",
         ]
-        measured = self._measured()
-        for i, name in enumerate(self.order[:SHOWN]):
-            score = float(self.data["score"].isel(change=i))
-            real = f"{measured[name]:>12.4g}" if name in measured else f"{'':>12}"
-            curve = sparkline(predicted.isel(change=i).values)
-            lines.append(f"{i + 1:>4}  {name:<{width}}  {score:>12.4g}  {real}  {curve}")
-        return "\n".join([*lines, self._proof()])
-
-    def _measured(self) -> dict[str, float]:
-        if self.verified is None:
-            return {}
-        values = self.verified.summary[self.by].sel({"answer": "exact", "scale": 1.0})
-        return {str(name): float(values.sel(change=name)) for name in values["change"].values}
-
-    def _proof(self) -> str:
-        """How the prediction compares with the exact reruns: its order first, then its sizes."""
-        if self.verified is None:
-            return "Not verified: pass verify=k to rerun the top k exactly. Do not trust it blindly."
-        exact = self.verified.exact.sel(scale=1.0, drop=True)
-        predicted = self.data["response"].isel(answer=-1).sel(change=exact["change"], horizon=exact["horizon"])
-        error = nrmse(exact, predicted)
-        signs = sign_agreement(exact, predicted, self.verified.data["noise_floor"])
-        measured = list(self._measured().values())
-        word = "trust the sizes" if float(error.max()) <= TRUST.nrmse else "do not trust the sizes"
-        if measured != sorted(measured, reverse=True):
-            word = "their measured order is another one: do not trust the order"
-        return (
-            f"Verified by rerunning the top {exact.sizes['change']}: {word}. The error (NRMSE) is "
-            f"{float(error.median()):.2g} (worst {float(error.max()):.2g}), and signs agree at "
-            f"{float(signs.median()):.0%} of horizons. The measured column is the truth."
-        )
+        shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
+        for i in shown:
+            row = self.data.isel(change=i)
+            real = f"{float(measured[i]):>+12.4g}" if self.order[i] in self.verified else f"{'':>12}"
+            curve = sparkline(row["response"].values)
+            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {float(row['score']):>+14.4g}  {real}  {curve}")
+        return "\n".join([*lines, str(self.certificate)])
 
 
-@dataclass(frozen=True)
-class ExampleRanking:
-    """Every example's share of its batch's predicted response at one outcome, strongest first."""
-
-    data: xr.Dataset
-    verified: dict[int, float]
-
-    def __str__(self) -> str:
-        horizon = self.data.attrs["horizon"]
-        lines = [
-            f"{self.data.sizes['example']} examples ranked by their share of the response at horizon {horizon} "
-            f"(tangent, one forward-mode pass), strongest first:",
-            f"{'rank':>4}  {'batch':>6}  {'example':>8}  {'share':>12}  {'measured':>12}",
-        ]
-        for i in range(min(SHOWN, self.data.sizes["example"])):
-            row = self.data.isel(example=i)
-            real = f"{self.verified[i]:>12.4g}" if i in self.verified else ""
-            lines.append(
-                f"{i + 1:>4}  {int(row['batch']):>6}  {int(row['index']):>8}  {float(row['share']):>12.4g}  {real}"
-            )
-        if not self.verified:
-            lines.append("Not verified: pass verify=k to add the top k examples' gradients in exact reruns.")
-        return "\n".join(lines)
+def _findings(ranking: Ranking) -> list[Finding]:
+    count, data = len(ranking.verified), ranking.data
+    if not count:
+        sentence = "Not verified: pass verify=k to rerun k of them exactly. Do not trust it blindly."
+        return [Finding("care", "ranking", "reruns", 0.0, 1.0, sentence)]
+    error = float(data["held_out_error"])
+    calibrated = f"Calibrated with exact reruns of {', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
+    if count == 1:
+        sentence = f"{calibrated}: one rerun cannot judge itself, so the error on others is not known."
+        return [Finding("care", "ranking", "reruns", 1.0, 2.0, sentence)]
+    level = TRUST.level(error)
+    word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
+    sentence = (
+        f"{calibrated}: {word}. Each rerun, predicted with the calibration of the others, is off by {error:.2g} "
+        f"(NRMSE, median of {count}); without calibration by {float(data['raw_error']):.2g}. "
+        "The measured column is the truth."
+    )
+    return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
 
 
 def rank(
@@ -122,155 +121,233 @@ def rank(
     horizon: int | None,
     by: str,
     verify: int,
-    exact_write: bool,
     labels: Sequence[str] | None,
     memory: str | int | None,
 ) -> Ranking:
     """See `Path.rank`."""
-    if by not in SUMMARIES:
-        raise InvalidInput(f"by is one of {', '.join(SUMMARIES)}; got {by!r}")
-    batches, readouts = _prepared(path, pool, probe, at, horizon)
+    import xarray as xr
+
+    if by not in (*SUMMARIES, LAST):
+        raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
+    batches, watch = _prepared(path, pool, probe, at, horizon)
     names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
     if len(names) != len(batches) or len(set(names)) != len(names):
         raise InvalidInput(f"{len(batches)} batches need as many different labels")
-    data = _score(path, batches, readouts, names, exact_write, memory)
-    data["score"] = summarize(data["response"].isel(answer=-1))[by]
-    data = data.isel(change=data["score"].argsort().values[::-1])
-    verified = None
-    if verify:
-        top = [str(name) for name in data["change"].values[:verify]]
-        change = path.replace([batches[names.index(name)] for name in top], readouts.at)
-        verified = change.response(
-            readouts.probe, answers=("exact",), horizon=len(readouts.horizons), labels=top, memory=memory
-        )
-    return Ranking(data, by, verified)
+    horizons = [watch.horizons] if by == LAST else watch.range
+    found = _predict(path, batches, watch, horizons, memory)
+    coords = {"change": names, "horizon": horizons}
+    predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
+    top = _score(predicted, by).argsort().values[::-1][: max(verify, 0)]
+    measured = xr.full_like(predicted, torch.nan)
+    if len(top):
+        measured[top] = _measure(path, [batches[i] for i in top], watch, memory)[:, [h - 1 for h in horizons]].numpy()
+    return Ranking(_calibrated(predicted, measured, by, found, watch, path))
 
 
-def _prepared(
-    path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None
-) -> tuple[list[Batch], Readouts]:
+def _predict(
+    path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], memory: str | int | None
+) -> PoolScores:
+    limit = path.memory if memory is None else memory
+    place = plan_history(path.trajectory, sum(horizons), limit)
+    control = path.control(watch.at)
+    with progress(
+        "adjoint sweep", watch.horizons, _estimate(path, len(horizons), watch.horizons, len(batches))
+    ) as tick:
+        slopes = midpoint_slopes(watch, mean_write(control, batches), horizons)
+        swept = adjoint(watch, slopes.__getitem__, horizons, place, tick)
+    with progress("ranking", len(batches)) as tick:
+        size = plan_pool(path.trajectory, len(horizons), limit)
+        return pool_scores(control, swept, path.trajectory, batches, size, tick)
+
+
+def _measure(
+    path: Path, batches: list[Batch], watch: Watch, memory: str | int | None
+) -> Float[Tensor, "change horizon"]:
+    """Exact reruns: the truth."""
+    change = Change(path, watch.at, "replace", path.replace(batches, watch.at).edits)
+    response = change.response(watch.probe, answers=("exact",), horizon=watch.horizons, memory=memory)
+    return torch.as_tensor(response.exact.isel(scale=0).values)
+
+
+def _calibrated(
+    predicted: xr.DataArray, measured: xr.DataArray, by: str, found: PoolScores, watch: Watch, path: Path
+) -> xr.Dataset:
+    """Predictions with the mean residual of the reruns added, sorted, and how good that is on each rerun left out."""
+    import xarray as xr
+
+    residual = (measured - predicted).where(abs(measured) < torch.inf)
+    offset = residual.mean("change").fillna(0.0)
+    response = predicted + offset
+    known = residual.dropna("change", how="all")
+    count = known.sizes["change"]
+    others = (known.sum("change") - known) / max(count - 1, 1)
+    truth, plain = measured.sel(change=known["change"]), predicted.sel(change=known["change"])
+    held_out = nrmse(truth, plain + others).median() if count > 1 else torch.nan
+    data = xr.Dataset(
+        {
+            "response": response,
+            "predicted": predicted,
+            "measured": measured,
+            "offset": offset,
+            "score": _score(response, by),
+            "xi_norm": ("change", found.xi_norm.numpy()),
+            "held_out_error": float(held_out),
+            "raw_error": float(nrmse(truth, plain).median()) if count else torch.nan,
+            "stiff_share": found.stiff,
+            "by": by,
+            "at": watch.at,
+            "probe": watch.probe.name,
+        },
+        attrs={**provenance(path.trajectory), "check": str(path.check())},
+    )
+    return data.isel(change=data["score"].argsort().values[::-1])
+
+
+def _score(response: xr.DataArray, by: str) -> xr.DataArray:
+    return response.isel(horizon=-1, drop=True) if by == LAST else summarize(response)[by]
+
+
+def _prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None) -> tuple[list[Batch], Watch]:
     batches = list(pool)
     if not batches:
         raise InvalidInput("the pool is empty: ranking needs at least one batch")
-    readouts = Readouts(path, Probe.of(probe), path.index(at), horizon)
-    require_linear(path, readouts)
-    return batches, readouts
+    watch = path.watch(at, probe, horizon)
+    path.require_linear(watch)
+    return batches, watch
 
 
-def _rows_at_once(path: Path, memory: str | int | None) -> int:
+def _estimate(path: Path, outcomes: int, steps: int, batches: int) -> Estimate:
+    products = outcomes * (steps + 1) / 2 + steps
+    gradients = outcomes + 2 * GRAPH_COST * steps + PRODUCT_COST * products + batches
     layout = path.point.loss.layout
-    available = budget(path.memory if memory is None else memory, layout.device)
-    return max(1, available // (2 * 5 * layout.padded_size * layout.dtype.itemsize))
-
-
-def _estimate(path: Path, horizons: int, batches: int, rows: int, sweeps: int) -> Estimate:
-    layout = path.point.loss.layout
-    gradients = horizons * (1 + GRAPH_COST * sweeps + PRODUCT_COST * (horizons + 1) / 2) + batches
     vector = layout.padded_size * layout.dtype.itemsize
-    return Estimate(gradients, gradients * path.trajectory.seconds_per_step, vector * (5 * rows + 2 * CHUNK), sweeps)
+    return Estimate(gradients, gradients * path.trajectory.seconds_per_step, vector * (5 * outcomes + 64), 1)
 
 
-def _score(
-    path: Path,
-    batches: Sequence[Batch],
-    readouts: Readouts,
-    names: Sequence[str],
-    exact_write: bool,
-    memory: str | int | None,
-) -> xr.Dataset:
-    import xarray as xr
+# --- examples
 
-    horizons = readouts.horizons
-    control = path.control(readouts.at)
-    rows = _rows_at_once(path, memory)
-    sweeps = -(-len(horizons) // rows)
-    estimate = _estimate(path, len(horizons), len(batches), min(rows, len(horizons)), sweeps)
-    with progress("adjoint sweep", len(horizons) * sweeps, estimate) as tick:
-        adjoints = horizon_adjoints(path.trajectory, readouts.at, horizons, readouts.gradient, rows, tick)
-    gradients = WriteIn(control.linear).rmv(adjoints)
-    with progress("ranking", len(batches)) as tick:
-        chunks = list(
-            batch_scores(control, adjoints, gradients, batches, min(CHUNK, rows), exact_write=exact_write, tick=tick)
+
+class ExampleRanking(LabelledResult):
+    """Every example's share of its batch's predicted response at one outcome, strongest first.
+
+    `data` has by example: `share` (calibrated by a common factor), `predicted`, `measured` where the example's part of
+    the gradient was added in an exact rerun, and where the example stands: `batch`, `index`.
+    """
+
+    kind = "example ranking"
+    wanted = ("share", "predicted", "measured", "batch", "index")
+
+    @property
+    def certificate(self) -> Certificate:
+        known = self.data.where(self.data["measured"].notnull(), drop=True)
+        count = known.sizes["example"]
+        if not count:
+            sentence = "Not verified: pass verify=k to add the top k examples' gradients in exact reruns."
+            return Certificate((Finding("care", "examples", "reruns", 0.0, 1.0, sentence),))
+        error = float(self.data["held_out_error"])
+        if count == 1:
+            sentence = "Calibrated with one exact rerun, which cannot judge itself."
+            return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
+        level = TRUST.level(error)
+        sentence = (
+            f"Calibrated with {count} exact reruns; each, predicted with the calibration of the others, is off by "
+            f"{error:.0%} (median). The measured column is the truth."
         )
-    found = {"tangent": torch.cat([tangent for tangent, _, _ in chunks])}
-    if exact_write:
-        found["write"] = torch.cat([written for _, written, _ in chunks if written is not None])
-    values = torch.stack(list(found.values())).double().cpu()
-    return xr.Dataset(
-        {
-            "response": (("answer", "change", "horizon"), values.numpy()),
-            "xi_norm": ("change", torch.cat([norm for _, _, norm in chunks]).double().cpu().numpy()),
-        },
-        coords={"answer": list(found), "change": list(names), "horizon": horizons},
-        attrs={
-            **provenance(path.trajectory),
-            "check": str(path.check()),
-            "at": readouts.at,
-            "probe": readouts.probe.name,
-        },
-    )
+        found = Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence)
+        return Certificate((found,))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.data.sizes['example']} examples ordered by the size of their share of the response at horizon "
+            f"{int(self.data['horizon'])} (one forward-mode pass), largest first:",
+            f"{'rank':>4}  {'batch':>6}  {'example':>8}  {'share':>12}  {'measured':>12}",
+        ]
+        for i in range(min(SHOWN, self.data.sizes["example"])):
+            row = self.data.isel(example=i)
+            measured = float(row["measured"])
+            real = f"{measured:>+12.4g}" if measured == measured else ""
+            lines.append(
+                f"{i + 1:>4}  {int(row['batch']):>6}  {int(row['index']):>8}  {float(row['share']):>+12.4g}  {real}"
+            )
+        return "\n".join([*lines, str(self.certificate)])
 
 
 def rank_examples(
     path: Path, pool: Iterable[Batch], probe: Any, *, at: int, horizon: int | None, verify: int
 ) -> ExampleRanking:
     """See `Path.rank_examples`."""
-    import xarray as xr
-
-    batches, readouts = _prepared(path, pool, probe, at, horizon)
-    outcome = readouts.horizons[-1]
-    control = path.control(readouts.at)
-    adjoint = horizon_adjoints(path.trajectory, readouts.at, [outcome], readouts.gradient, 1)
-    direction = WriteIn(control.linear).rmv(adjoint)[0]
+    batches, watch = _prepared(path, pool, probe, at, horizon)
+    outcome, control = [watch.horizons], path.control(watch.at)
     weight = example_weight(control, batches[0])
+    sample = batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
+    slopes = midpoint_slopes(watch, mean_write(control, sample), outcome)
+    place = plan_history(path.trajectory, watch.horizons, path.memory)
+    swept = adjoint(watch, slopes.__getitem__, outcome, place)
+    direction = example_direction(control, swept, path.trajectory, sample)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
         for i, batch in enumerate(batches):
-            slopes = example_scores(control, direction, batch, f"batch {i} of the pool")
-            shares.append(slopes.double().cpu() * (weight or 1 / example_count(batch)))
+            slope = example_scores(control, direction, batch, f"batch {i} of the pool")
+            shares.append(slope.double().cpu() * (weight or 1 / example_count(batch)))
             tick()
     share = torch.cat(shares)
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
     index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]
-    data = xr.Dataset(
+    measured = torch.full_like(share, torch.nan)
+    chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(verify, len(share)))]
+    measured[: len(chosen)] = _measure_examples(path, control, batches, watch, chosen, weight)
+    return ExampleRanking(_examples(path, watch, share[order], measured, batch_of, index_of))
+
+
+def _examples(
+    path: Path, watch: Watch, share: Tensor, measured: Tensor, batch_of: Tensor, index_of: Tensor
+) -> xr.Dataset:
+    """Shares are small, so that what curvature adds is common to them as a factor: the reruns' median one."""
+    import xarray as xr
+
+    known = measured.isfinite() & (share != 0)
+    ratios = measured[known] / share[known]
+    factor = float(ratios.quantile(0.5)) if len(ratios) else 1.0
+    errors = [
+        abs(float(others.quantile(0.5)) * float(s) - float(m)) / max(abs(float(m)), 1e-300)
+        for i, (s, m) in enumerate(zip(share[known], measured[known]))
+        if len(others := torch.cat([ratios[:i], ratios[i + 1 :]]))
+    ]
+    return xr.Dataset(
         {
-            "share": ("example", share[order].numpy()),
+            "share": ("example", (factor * share).numpy()),
+            "predicted": ("example", share.numpy()),
+            "measured": ("example", measured.numpy()),
             "batch": ("example", batch_of.numpy()),
             "index": ("example", index_of.numpy()),
+            "held_out_error": float(torch.tensor(errors).quantile(0.5)) if errors else torch.nan,
+            "at": watch.at,
+            "horizon": watch.horizons,
+            "probe": watch.probe.name,
         },
-        attrs={
-            **provenance(path.trajectory),
-            "check": str(path.check()),
-            "at": readouts.at,
-            "horizon": outcome,
-            "probe": readouts.probe.name,
-        },
+        attrs={**provenance(path.trajectory), "check": str(path.check())},
     )
-    chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(verify, len(share)))]
-    measured = _verify_examples(path, control, batches, readouts, chosen, weight)
-    return ExampleRanking(data, measured)
 
 
-def _verify_examples(
+def _measure_examples(
     path: Path,
     control: ControlStep,
     batches: Sequence[Batch],
-    readouts: Readouts,
+    watch: Watch,
     chosen: Sequence[tuple[int, int]],
     weight: float | None,
-) -> dict[int, float]:
+) -> Float[Tensor, " example"]:
     """The exact response to adding each chosen example's share of its batch's gradient to the control's."""
     if not chosen:
-        return {}
-    edits: list[Edit] = []
+        return torch.zeros(0, dtype=torch.float64)
+    loss, edits = path.point.loss, list[Edit]()
     for b, i in chosen:
         one = take_examples(batches[b], slice(i, i + 1))
         state, step = control.before, control.step
-        found = path.point.loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
-        edits.append(Perturb(path.point.loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
-    response = Change(path, readouts.at, "example", tuple(edits)).response(
-        readouts.probe, answers=("exact",), horizon=readouts.horizons[-1]
+        found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
+        edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
+    response = Change(path, watch.at, "example", tuple(edits)).response(
+        watch.probe, answers=("exact",), horizon=watch.horizons
     )
-    last = response.exact.isel(horizon=-1, scale=0)
-    return {k: float(last.isel(change=k)) for k in range(len(chosen))}
+    return torch.as_tensor(response.exact.isel(horizon=-1, scale=0).values)

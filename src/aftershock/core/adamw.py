@@ -222,8 +222,9 @@ class LinearStep:
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
         return Control(g, m, v, *sensitivities(run, m, v))
 
-    def _pieces(self, rows: Float[Tensor, "*change param"]) -> Iterator[tuple[Run, slice]]:
+    def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
         """The active parts of the flat vector, in pieces sized for this many rows."""
+        rows = self.raw if rows is None else rows
         for run in self.runs:
             if run.active:
                 for w in _blocks(run.where, rows):
@@ -231,7 +232,7 @@ class LinearStep:
 
     def _whole(self, name: str, fill: float = 0.0) -> Float[Tensor, " param"]:
         out = torch.full_like(self.raw, fill)
-        for run, w in self._pieces(self.raw):
+        for run, w in self.pieces():
             out[..., w] = getattr(self.control(run, w), name)
         return out
 
@@ -265,7 +266,7 @@ class LinearStep:
     def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
         found = torch.zeros(3, dtype=torch.int64, device=self.raw.device)
-        for run, w in self._pieces(self.raw):
+        for run, w in self.pieces():
             at, moved = self.control(run, w), one[w] != (other[w] if other.ndim else other)
             zero = at.v == 0
             found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (at.m != 0)).sum()])
@@ -299,7 +300,7 @@ class LinearStep:
 
     def absorb_(self, dx: Tangent, u: Float[Tensor, "change param"]) -> None:
         """One step of tangents, in place, given the gradient variation u they cause."""
-        for run, w in self._pieces(u):
+        for run, w in self.pieces(u):
             at, du = self.control(run, w), u[..., w]
             dm, dv = dx.m[..., w], dx.v[..., w]
             dm.lerp_(du, 1 - run.beta1)  # β1 δm + (1−β1) u
@@ -315,7 +316,7 @@ class LinearStep:
         if max_norm is not None:
             sizes = torch.stack([norms(self.raw + row) for row in xi])  # row by row: one vector of work at a time
             factors = torch.clamp(max_norm / (sizes + TORCH_EPSILON), max=1.0)
-        for run, w in self._pieces(xi):
+        for run, w in self.pieces(xi):
             self._absorb_exactly_at_(run, w, dx, xi, factors)
 
     def _absorb_exactly_at_(
@@ -333,7 +334,7 @@ class LinearStep:
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""
         w_all = torch.zeros_like(c.theta)
-        for run, w in self._pieces(c.theta):
+        for run, w in self.pieces(c.theta):
             at, theta, m, v = self.control(run, w), c.theta[..., w], c.m[..., w], c.v[..., w]
             m.addcmul_(at.dq_dm, theta)
             v.addcmul_(at.dq_dv, theta)
@@ -343,6 +344,12 @@ class LinearStep:
             m.mul_(run.beta1)
             v.mul_(run.beta2)
         return w_all
+
+
+def step_size(run: Run, m: Tensor, v: Tensor) -> Tensor:
+    """q(m, v) = −η m̂/(√v̂ + ε); 0/0 is a coordinate that does not move."""
+    d = (v / run.bias2).sqrt_().add_(run.eps)
+    return (m / d).nan_to_num_(0.0).mul_(-run.lr / run.bias1)
 
 
 def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:

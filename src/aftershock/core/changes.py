@@ -6,19 +6,22 @@ its gradient and perturbing by ξ = −g are three different changes.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import InvalidInput
 from .adamw import Hyper, LinearStep
 from .batches import Batch
 from .clipping import Clip
 from .dynamics import Dynamics, Linearized, Step
-from .state import JointState
+from .operators import WriteIn
+from .state import JointState, Tangent, difference
 from .trajectory import Trajectory
 
 
@@ -44,10 +47,12 @@ class ControlStep:
         return cls(dynamics, step, before, trajectory.state(at + 1), raw, present, linear)
 
     @classmethod
-    def linearized(cls, dynamics: Dynamics, at: Linearized, before: JointState) -> ControlStep:
-        """The same from a linearized step, without another gradient. Buffers after it are not known."""
-        raw, present = at.graph.raw, at.graph.present
-        after, _ = dynamics.apply(at.step, before, raw, present)
+    def linearized(cls, trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:
+        """The same from a linearized step: no gradient, and no step where its end is kept."""
+        dynamics, raw, present = trajectory.dynamics, at.graph.raw, at.graph.present
+        after = trajectory.kept(at.step.index + 1)
+        if after is None:  # its buffers are then not known
+            after, _ = dynamics.apply(at.step, before, raw, present)
         return cls(dynamics, at.step, before, after, raw, present, at.linear)
 
     def apply(
@@ -185,3 +190,31 @@ def touched_zero_v(control: ControlStep, shock: Shock, endpoint: JointState) -> 
     if shock.xi is not None:
         return control.linear.zero_counts(shock.xi, torch.zeros((), dtype=shock.xi.dtype, device=shock.xi.device))
     return control.linear.zero_counts(endpoint.theta, control.after.theta)
+
+
+def names_of(edits: Sequence[Edit], labels: Sequence[str] | None = None) -> list[str]:
+    """The label of every change: as given, else what it is, numbered where several are the same."""
+    if labels is None:
+        names = [edit.name for edit in edits]
+        return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]
+    if len(labels) != len(edits) or len(set(labels)) != len(edits):
+        raise InvalidInput(f"{len(edits)} changes need as many different labels; got {list(labels)}")
+    return [str(label) for label in labels]
+
+
+def scales_of(edits: Sequence[Edit], scales: Sequence[float]) -> list[float]:
+    """Scales α that have a meaning for every change."""
+    values = [float(scale) for scale in scales]
+    if not values or not all(math.isfinite(scale) and scale != 0 for scale in values):
+        raise InvalidInput(f"scales must be nonzero numbers; got {list(scales)}")
+    unscalable = [edit for edit in edits if not edit.scalable]
+    if values != [1.0] and unscalable:
+        raise InvalidInput(f"a {unscalable[0].name} has no scale between control and change; leave the scale at 1")
+    return values
+
+
+def first_tangent(control: ControlStep, shock: Shock, scale: float = 1.0) -> Tangent:
+    """δx_{t+1} = α B ξ. A change without ξ has no write-in to linearize: its exact difference at α."""
+    if shock.xi is None:
+        return difference(shock.endpoint(scale)[0], control.after)
+    return WriteIn(control.linear).mv(shock.xi) * scale

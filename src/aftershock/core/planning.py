@@ -24,6 +24,8 @@ from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
 
+POOL_AT_ONCE = 32  # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+
 
 class Meter(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, of those made while it watches: `peak` is their largest sum."""
@@ -166,6 +168,26 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
     available = budget(memory, trajectory.dynamics.layout.device)
     fits = (n for n in _sizes(count) if rollout_bytes(trajectory, n * exact, n * predicted, n) <= available)
     return next(fits, 1)
+
+
+def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
+    """Where so many cotangents of a sweep are kept: beside the model, or in host memory where they do not fit."""
+    device, vector = trajectory.dynamics.layout.device, Footprint.of(trajectory).vector
+    if device.type == "cpu" or cotangents * vector <= budget(memory, device) // 2:
+        return device
+    if cotangents * vector <= budget(None, torch.device("cpu")):
+        return torch.device("cpu")
+    raise OutOfMemory(
+        f"the sweep passes {cotangents} cotangents of {readable(vector)} each, which fit neither on {device} nor in "
+        'host memory; rank at one outcome (by="response"), or at a shorter horizon'
+    )
+
+
+def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
+    """How many gradients of a pool are held at once: many read the adjoints fewer times."""
+    footprint = Footprint.of(trajectory)
+    room = budget(memory, trajectory.dynamics.layout.device) // 2 - 5 * outcomes * footprint.vector
+    return max(1, min(POOL_AT_ONCE, room // (2 * footprint.row)))
 
 
 def pass_bytes(trajectory: Trajectory, each: Pass, scales: int) -> int:

@@ -71,8 +71,14 @@ class Probe:
 
     def gradient(self, trajectory: Trajectory, time: int, state: JointState) -> Gradient:
         """F_time and ∇F_time at `state`: 1 g."""
+        return self.gradient_at(trajectory, time, state.theta, state)
+
+    def gradient_at(
+        self, trajectory: Trajectory, time: int, theta: Float[Tensor, " param"], state: JointState
+    ) -> Gradient:
+        """The same at another θ, with the buffers of `state`."""
         loss, batch, random, where = self.arguments(trajectory, time)
-        return loss.gradient(state.theta, state.buffers, batch, random, where, evaluating=self.evaluating)
+        return loss.gradient(theta, state.buffers, batch, random, where, evaluating=self.evaluating)
 
 
 own_loss = Probe(own=True)

@@ -91,7 +91,7 @@ def _carry(
         out.control[h] = reader.control(moment)
         out.noise[h] = eps * abs(out.control[h])
         if moment.last and "exact" in each.answers:
-            switched = torch.tensor(moment.exact.switched()).view(len(edits), len(scales))
+            switched = torch.tensor(moment.exact.clip_switches(), dtype=torch.bool).view(len(edits), len(scales))
             out.clip_switched[some] |= switched
         tick()
 

@@ -131,7 +131,7 @@ class ExactRows:
         self._fill(begin, rows)
         self._alive = [True] * len(self._states)
         self._own = set(range(len(self._states))) if rows.owned else set[int]()
-        self.clip_switched = [False] * len(self._states)  # clipping bound on one side only, at some step
+        self._switched = [0] * len(self._states)  # steps at which clipping bound one of row and control only
         if self.together:
             self._stack()
         elif self.parked:
@@ -186,9 +186,9 @@ class ExactRows:
         out = [0.0 if s is None else values[s] - control if self._alive[s] else math.inf for s in self.slots]
         return torch.tensor(out, dtype=torch.float64)
 
-    def switched(self) -> list[bool]:
-        """Whether clipping has bound one of row and control only, row by row."""
-        return [slot is not None and self.clip_switched[slot] for slot in self.slots]
+    def clip_switches(self) -> list[int]:
+        """At how many steps so far clipping has bound one of row and control only, row by row."""
+        return [0 if slot is None else self._switched[slot] for slot in self.slots]
 
     def own_losses(self, time: int) -> list[float]:
         """The loss of the step at `time` at every slot: it comes with the gradient that the step needs anyway."""
@@ -234,7 +234,7 @@ class ExactRows:
             state = self.slot_state(slot)
             after, seen, _ = self.dynamics.advance_with(gradient, step, state, consume=slot in self._own)
             self._own.add(slot)
-            self.clip_switched[slot] |= seen.clip.binds != self.trajectory.steps[time].clip.binds
+            self._switched[slot] += seen.clip.binds != self.trajectory.steps[time].clip.binds
             self._states[slot] = _moved(after, torch.device("cpu")) if self.parked else after
 
     def _stack(self) -> None:
@@ -295,7 +295,7 @@ class ExactRows:
             if gradient is not None and step is not None:
                 groups.setdefault(step.hypers, []).append(slot)
                 clip = clip_(gradient.grads, gradient.norm, step.max_norm)
-                self.clip_switched[slot] |= clip.binds != self.trajectory.steps[time].clip.binds
+                self._switched[slot] += clip.binds != self.trajectory.steps[time].clip.binds
         fused = self.layout.device.type == "cuda"
         for hypers, slots in groups.items():
             for group, hyper in enumerate(hypers):

@@ -1,106 +1,295 @@
-"""Adjoint scores: one sweep back from an outcome, then one dot product per batch, example or past step."""
+"""Adjoint scores: one sweep back from an outcome, then a dot product per batch, example or past step.
+
+AdamW is linear along the sweep, with exact kicks at stiff coordinates (`kicks`), and a probe may be read half way
+along the displacement that all candidates share (`midpoint_slopes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..errors import ExamplesCouple
+from .adamw import displacement
 from .batches import Batch, example_count, take_examples
-from .changes import ControlStep, Edit
+from .changes import ControlStep, Edit, Skip
+from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
+from .kicks import COLUMNS, STIFF, History, Writes, count_moves, kick_responses, stiff
+from .layout import Layout
+from .loss import Gradient
 from .operators import readout
-from .state import Cotangent, JointState, difference, pair, pair_channels, stack
+from .probe import Watch
+from .reductions import parts, products
+from .rollout import Rows, rollout
+from .rows import pool_gradients
+from .state import CHANNELS, Cotangent, JointState, Tangent, difference
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
-SAMPLE = 8  # examples on which independence is tested
+SAMPLE = 8  # examples on which independence is tested, and candidates whose mean displacement is followed
 EXAMPLES_AT_ONCE = 512
 
 
-def horizon_adjoints(
-    trajectory: Trajectory,
-    at: int,
+# --- where the probe is read
+
+
+def mean_write(control: ControlStep, pool: Sequence[Batch]) -> Tangent:
+    """The mean over a sample of candidates of the exact difference after the step: 1 g for each of the sample."""
+    every = max(1, len(pool) // SAMPLE)
+    some = list(pool[::every])[:SAMPLE]
+    total: Tangent | None = None
+    for gradient in _gradients(control, some):
+        end = control.apply(control.dynamics.layout.join(gradient.grads), gradient.present)[0]
+        dx = difference(end, control.after)
+        total = dx if total is None else Tangent(*(getattr(total, c).add_(getattr(dx, c)) for c in CHANNELS))
+    assert total is not None
+    return total * (1 / len(some))
+
+
+def midpoint_slopes(watch: Watch, shared: Tangent, horizons: Sequence[int]) -> dict[int, Float[Tensor, " param"]]:
+    """∇F half way along a displacement that all candidates share, carried on as one semilinear row.
+
+    Candidates that replace the same batch share most of what they do: read at the control the probe's slope would
+    miss its curvature along that. One Hessian product per step, one gradient per outcome.
+    """
+    trajectory, found = watch.trajectory, {}
+    rows = Rows(semilinear=Tangent(*(getattr(shared, c)[None].clone() for c in CHANNELS)))
+    for moment in rollout(trajectory, watch.first, rows, watch.at + max(horizons)):
+        if moment.time - watch.at in horizons:
+            assert moment.semilinear is not None
+            theta = torch.add(moment.control.theta, moment.semilinear.theta[0], alpha=0.5)
+            slope = watch.probe.gradient_at(trajectory, moment.time, theta, moment.control)
+            found[moment.time - watch.at] = trajectory.dynamics.layout.join(slope.grads)
+    return found
+
+
+# --- the sweep
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """Cotangents of every outcome at the state after the changed step, and λ_θ at every state on the way."""
+
+    horizons: tuple[int, ...]  # the last outcome first
+    first: Cotangent
+    history: History
+
+    def by_horizon(self, values: Float[Tensor, "outcome change"]) -> Float[Tensor, "horizon change"]:
+        """Rows of outcomes in the order of their horizons."""
+        return values[[self.horizons.index(h) for h in sorted(self.horizons)]]
+
+
+def adjoint(
+    watch: Watch,
+    slopes: Callable[[int], Float[Tensor, " param"]],
     horizons: Sequence[int],
-    readout_at: Callable[[int], Float[Tensor, " param"]],
-    rows_at_once: int,
+    place: torch.device,
     tick: Callable[[], None] = lambda: None,
-) -> Cotangent:
-    """Φ(t+h, t+1)ᵀ c_{t+h} for every horizon, as rows at the state after step `at`.
+) -> Adjoint:
+    """Φ(t+h, t+1)ᵀ c_{t+h} for every horizon, as rows at the state after the changed step.
 
-    Outcomes join the sweep when their time comes, so that H horizons cost H²/2 Hessian products; more
-    rows than `rows_at_once` take several sweeps.
+    Outcomes join the sweep when their time comes: H horizons cost H²/2 Hessian products.
     """
-    found: list[Cotangent] = []
-    for first in range(0, len(horizons), rows_at_once):
-        some = sorted(horizons[first : first + rows_at_once], reverse=True)
+    order = sorted(horizons, reverse=True)
+    history = History(place)
 
-        def inject(time: int, c: Cotangent, some: Sequence[int] = some) -> int:
-            if time - at in some:
-                c.theta[some.index(time - at)] = readout_at(time - at)
-            tick()
-            return sum(h >= time - at for h in some)
-
-        c = readout(trajectory.dynamics.layout.zeros(len(some)))
-        c = adjoint_sweep(trajectory, at + some[0], at + 1, c, inject)
-        found.append(c[[some.index(h) for h in sorted(some)]])
-    return Cotangent(*(torch.cat([getattr(c, name) for c in found]) for name in ("theta", "m", "v")))
-
-
-def batch_scores(
-    control: ControlStep,
-    adjoints: Cotangent,
-    gradients: Float[Tensor, "outcome param"],
-    pool: Iterable[Batch],
-    at_once: int,
-    *,
-    exact_write: bool,
-    tick: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Float[Tensor, "change outcome"], Float[Tensor, "change outcome"] | None, Float[Tensor, " change"]]]:
-    """Predicted responses to each batch of the pool in the place of the control's: 1 g each.
-
-    Yields, for `at_once` batches at a time: the tangent scores G ξ; with `exact_write`, the exact one-step
-    difference paired with the adjoint; and ‖ξ‖. `gradients` is Bᵀ of `adjoints`, one row per outcome.
-    """
-    loss, step, before = control.dynamics.loss, control.step, control.before
-    rows = loss.layout.zeros(at_once)  # one buffer for all: fresh memory for each gradient costs as much as it
-    ends: list[JointState] = []
-    norms: list[Tensor] = []
-
-    # G ξ = G g_i − G ĝ, and ‖ξ‖² from ⟨g_i, ĝ⟩: the gradients themselves are read once and not written again
-    against = torch.cat([gradients, control.raw[None]])
-    base, own = gradients @ control.raw, control.raw @ control.raw
-
-    def flush(count: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        products = rows[:count] @ against.mT
-        sizes = torch.stack(norms).to(own).square() - 2 * products[:, -1] + own
-        written = None
-        if exact_write:
-            written = pair(adjoints, stack([difference(end, control.after) for end in ends])).mT
-        ends.clear()
-        norms.clear()
-        return products[:, :-1] - base, written, sizes.clamp_(min=0).sqrt_()
-
-    count = 0
-    for i, batch in enumerate(pool):
-        found = loss.gradient(before.theta, before.buffers, batch, step.random, f"batch {i} of the pool")
-        row, present = rows[count], tuple(g is not None for g in found.grads)
-        if not all(present):
-            row.zero_()
-        loss.layout.write(row, found.grads)
-        norms.append(found.norm)
-        if exact_write:
-            ends.append(control.apply(row, present)[0])
-        count += 1
+    def inject(time: int, c: Cotangent) -> int:
+        horizon = time - watch.at
+        if horizon in order:
+            c.theta[order.index(horizon)] = slopes(horizon)
         tick()
-        if count == at_once:
-            yield flush(count)
-            count = 0
-    if count:
-        yield flush(count)
+        return sum(h >= horizon for h in order)
+
+    def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
+        history.keep(at.step.index, c.theta)
+
+    c = readout(watch.trajectory.dynamics.layout.zeros(len(order)))
+    first = adjoint_sweep(watch.trajectory, watch.at + order[0], watch.first, c, inject, visit)
+    return Adjoint(tuple(order), first, history)
+
+
+# --- batches
+
+
+@dataclass(frozen=True)
+class PoolScores:
+    """Predicted responses of a pool, and how many coordinates a candidate writes that are stiff (median share)."""
+
+    response: Float[Tensor, "change outcome"]
+    xi_norm: Float[Tensor, " change"]
+    stiff: float
+
+
+def pool_scores(
+    control: ControlStep,
+    found: Adjoint,
+    trajectory: Trajectory,
+    pool: Sequence[Batch],
+    at_once: int,
+    tick: Callable[[], None] = lambda: None,
+) -> PoolScores:
+    """Predicted responses to each batch of the pool in the place of the control's: 1 g each, or less in rows.
+
+    ⟨∂F/∂g, g_i − g⟩ with the gradients that reach the moments (clipping is exact), and at stiff coordinates the exact
+    write with its kicks instead.
+    """
+    layout, step = control.dynamics.layout, control.step
+    lift = control.linear.absorb_transposed_(found.first.clone())  # ∂F/∂g of every outcome, past the clip
+    _mask_inactive_(control, lift)
+    screen, theta = _Screen(control), found.first.theta
+    against = torch.cat([lift, control.raw[None]])
+    base, own = products(lift, control.raw) * control.step.clip.factor, products(control.raw, control.raw)
+    rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
+    values, sizes, writes = [], [], []
+    for first in range(0, len(pool), at_once):
+        some = list(pool[first : first + at_once])
+        gradients = _gradients(control, some, first)
+        for row, gradient in zip(rows, gradients):
+            if not all(gradient.present):
+                row.zero_()
+            layout.write(row, gradient.grads)
+            tick()
+        norm = torch.stack([gradient.norm for gradient in gradients]).to(own)
+        factor = torch.ones_like(norm)
+        if step.max_norm is not None:
+            factor = torch.clamp(step.max_norm / (norm + TORCH_EPSILON), max=1.0)
+        some_rows = rows[: len(some)]
+        paired = products(some_rows, against)
+        linear = paired[:, :-1] * factor[:, None] - base
+        wrote = screen.writes(some_rows, factor, first)
+        _replace_(linear, wrote, lift, theta, first)
+        values.append(linear.double())
+        sizes.append((norm.square() - 2 * paired[:, -1] + own).clamp_(min=0).sqrt_())
+        writes.append(wrote.writes)
+    joined = Writes.joined(writes)
+    kicked = kick_responses(trajectory, found.history, joined, len(pool), len(found.horizons)).sum(0)
+    response = torch.cat(values) + kicked.mT
+    share = len(joined) / (len(pool) * layout.size)
+    return PoolScores(found.by_horizon(response.mT.cpu()).mT, torch.cat(sizes).double().cpu(), share)
+
+
+def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> list[Gradient]:
+    """Gradients of candidates at the control's state before the step."""
+    loss, step, before = control.dynamics.loss, control.step, control.before
+    return pool_gradients(
+        loss, before.theta, before.buffers, batches, step.random,
+        lambda i: f"batch {first + i} of the pool", control.present,
+    )  # fmt: skip
+
+
+def _mask_inactive_(control: ControlStep, lift: Float[Tensor, "outcome param"]) -> None:
+    for run in control.linear.runs:
+        if not run.active or run.sign != 1.0:
+            lift[..., run.where] *= run.sign if run.active else 0.0
+
+
+@dataclass(frozen=True)
+class _Wrote:
+    """Exact writes at stiff coordinates: the moments' part, the displacement of θ, the gradient difference."""
+
+    writes: Writes
+    dtheta: Float[Tensor, " pair"]
+    dg: Float[Tensor, " pair"]
+
+
+class _Screen:
+    """Finds, in rows of gradients, the coordinates at which a candidate's write is stiff.
+
+    |δv| > τ v with δv = (1−β2)(g_i² − g²) is |g_i| > √(g² + τ v/(1−β2)), one comparison; where the control's own
+    gradient made v, every candidate is stiff.
+    """
+
+    def __init__(self, control: ControlStep) -> None:
+        self.control = control
+        self.limit = torch.full_like(control.raw, torch.inf)
+        for run, w in control.linear.pieces():
+            at = control.linear.control(run, w)
+            share = 1 - run.beta2
+            limit = (at.g * at.g + (STIFF / share) * at.v).sqrt_() if share > 0 else torch.full_like(at.g, torch.inf)
+            if run.coupled:
+                limit = (limit - (run.coupled * control.before.theta[w]).abs()).clamp_(min=0)
+            own = share * at.g * at.g > STIFF * at.v
+            self.limit[w] = torch.where(own, -1.0, limit)
+
+    def writes(self, rows: Float[Tensor, "row param"], factor: Float[Tensor, " row"], first: int) -> _Wrote:
+        """The exact writes of some candidates at their stiff coordinates: one pass over the gradients."""
+        loudest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
+        columns = (loudest > self.limit).nonzero()[:, 0]
+        row, column = (rows[:, columns].abs() > self.limit[columns]).nonzero(as_tuple=True)
+        where = columns[column]
+        return self._exact(row, where, rows[row, where] * factor[row], first)
+
+    def _exact(self, row: Tensor, where: Int64[Tensor, " pair"], clipped: Float[Tensor, " pair"], first: int) -> _Wrote:
+        dm, dv, dtheta, dg = (torch.zeros_like(clipped) for _ in range(4))
+        control = self.control
+        for run in control.linear.runs:
+            some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
+            if run.active and len(some):
+                at, now = where[some], control.before
+                coupled = run.coupled * now.theta[at]
+                g = control.raw[at] * (run.sign * control.step.clip.factor) + coupled
+                other = clipped[some] * run.sign + coupled
+                m = torch.lerp(now.m[at], g, 1 - run.beta1)
+                v = (run.beta2 * now.v[at]).addcmul_(g, g, value=1 - run.beta2)
+                dg[some] = other - g
+                dm[some] = (1 - run.beta1) * (other - g)
+                dv[some] = (1 - run.beta2) * (other - g) * (other + g)
+                dtheta[some] = displacement(run, m, v, dm[some], dv[some])
+        step = torch.full_like(row, control.step.index)
+        return _Wrote(Writes(row + first, where, dm, dv, step), dtheta, dg)
+
+
+def _replace_(
+    linear: Float[Tensor, "row outcome"],
+    wrote: _Wrote,
+    lift: Float[Tensor, "outcome param"],
+    theta: Float[Tensor, "outcome param"],
+    first: int,
+) -> None:
+    """Take the linear part of stiff coordinates out of the scores and put the exact displacement in."""
+    where = wrote.writes.coordinate
+    if len(where):
+        exact = theta[:, where] * wrote.dtheta - lift[:, where] * wrote.dg
+        linear.index_add_(0, wrote.writes.row - first, exact.mT.to(linear))
+
+
+# --- examples
+
+
+def example_direction(
+    control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch]
+) -> Float[Tensor, " param"]:
+    """∂F/∂ĝ for shares of a batch's gradient: the adjoint's, and at stiff coordinates the slope of the exact response.
+
+    There the slope is that of a least-squares line through the exact responses of a sample of batches, whose
+    gradients have the size that examples give them; the derivative would hold only far below eps.
+    """
+    layout = control.dynamics.layout
+    lift = control.linear.absorb_transposed_(found.first.clone())
+    _mask_inactive_(control, lift)
+    screen, parts = _Screen(control), []
+    for i, gradient in enumerate(_gradients(control, sample)):
+        row = layout.join(gradient.grads)[None]
+        parts.append(screen.writes(row, torch.ones_like(row[:, 0]), i))
+    pairs = torch.cat([part.writes.coordinate for part in parts])
+    if len(pairs):
+        where, place = pairs.unique(return_inverse=True)
+        # every pair is a row of its own, so that its response comes back by itself
+        joined = Writes.joined([part.writes for part in parts])
+        alone = Writes(torch.arange(len(pairs), device=pairs.device), *(getattr(joined, c) for c in COLUMNS[1:]))
+        response = kick_responses(trajectory, found.history, alone, len(pairs), 1).sum(0)[0]
+        response += (found.first.theta[0][pairs] * torch.cat([part.dtheta for part in parts])).double()
+        dg = torch.cat([part.dg for part in parts]).double()
+        up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
+        up.index_add_(0, place, response * dg)
+        down.index_add_(0, place, dg * dg)
+        lift[0][where] = torch.where(down > 0, up / down, 0.0).to(lift)
+    return clip_jacobian(control.linear.clip, control.raw, lift)[0]
 
 
 def example_scores(
@@ -109,7 +298,7 @@ def example_scores(
     batch: Batch,
     where: str,
 ) -> Float[Tensor, " example"]:
-    """Each example's share of its batch's score ⟨Bᵀλ, g⟩, without per-example gradients.
+    """Each example's share of its batch's score ⟨∂F/∂ĝ, g⟩, without per-example gradients.
 
     The shares of a batch sum to the score of its gradient. About three forward passes.
     """
@@ -143,26 +332,98 @@ def example_weight(control: ControlStep, batch: Batch) -> float | None:
     )
 
 
+# --- past steps
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which module owns each parameter, so that a sum over coordinates can be split by module."""
+
+    names: list[str]
+    owner: Int64[Tensor, " parameter"]
+    layout: Layout
+
+    @classmethod
+    def of(cls, layout: Layout) -> Layers:
+        owners = [name.rpartition(".")[0] or name for name in layout.names]
+        names = list(dict.fromkeys(owners))
+        return cls(names, torch.tensor([names.index(owner) for owner in owners]), layout)
+
+    @classmethod
+    def whole(cls, layout: Layout) -> Layers:
+        """No split."""
+        return cls(["model"], torch.zeros(len(layout.names), dtype=torch.int64), layout)
+
+    def paired(self, a: Float[Tensor, " param"], b: Float[Tensor, " param"]) -> Float[Tensor, " layer"]:
+        """⟨a, b⟩ by layer."""
+        if len(self.names) == 1:
+            return products(a, b).double().cpu()[None]
+        by_parameter = parts(a, b, self.layout.padded_sizes).double().cpu()
+        return torch.zeros(len(self.names), dtype=torch.float64).index_add_(0, self.owner, by_parameter)
+
+    def of_coordinates(self, where: Int64[Tensor, " pair"]) -> Int64[Tensor, " pair"]:
+        starts = torch.tensor(self.layout.starts, device=where.device)
+        return self.owner.to(where.device)[torch.searchsorted(starts, where, right=True) - 1]
+
+
 def contributions(
     trajectory: Trajectory,
     time: int,
     gradient: Float[Tensor, " param"],
-    edit: Callable[[int], Edit],
+    edits: Callable[[int], Mapping[str, Edit]],
+    place: torch.device,
+    layers: Layers | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> Float[Tensor, "step channel"]:
+) -> dict[str, Float[Tensor, "step channel layer"]]:
     """What each step before state `time` adds to an outcome there, split by where the write waits (θ, m, v).
 
-    The contribution of a step is the outcome as it is, less the outcome with `edit(step)` made: the exact
-    one-step difference paired with the adjoint. One sweep, 2–3 g per step.
+    The contribution of a step is the outcome as it is, less the outcome with an edit made: the exact one-step
+    difference paired with the adjoint, with kicks at stiff coordinates; channels add up to the whole. One sweep, 2–3
+    g per step, and a few elementwise passes per edit.
     """
-    out = torch.zeros(time, 3, dtype=torch.float64)
+    layout = trajectory.dynamics.layout
+    owners = Layers.whole(layout) if layers is None else layers
+    out: dict[str, Tensor] = {}
+    writes: dict[str, list[Writes]] = {}
+    history = History(place)
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
-        control = ControlStep.linearized(trajectory.dynamics, at, before)
-        end, _ = edit(at.step.index).shock(control).endpoint(1.0)
-        dx = stack([difference(end, control.after)])
-        out[at.step.index] = -pair_channels(c, dx)[:, 0, 0].double().cpu()
+        index = at.step.index
+        history.keep(index, c.theta)
+        control = ControlStep.linearized(trajectory, at, before)
+        for name, edit in edits(index).items():
+            end, _ = edit.shock(control).endpoint(1.0)
+            dx = difference(end, control.after)
+            lag = int(isinstance(edit, Skip))
+            writes.setdefault(name, []).append(_taken_out(dx, control.after.v, index, lag, owners))
+            table = out.setdefault(name, torch.full((time, 3, len(owners.names)), torch.nan, dtype=torch.float64))
+            for channel, part in enumerate(CHANNELS):
+                table[index, channel] = -owners.paired(getattr(c, part)[0], getattr(dx, part))
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(gradient[None].clone()), visit=visit)
+    for name, each in writes.items():
+        joined, table = Writes.joined(each), out[name]
+        kicked = kick_responses(trajectory, history, joined, time * len(owners.names), 1)[:, 0].cpu()
+        table[:, 1:] -= kicked.view(2, time, len(owners.names)).transpose(0, 1)
+        if joined.lag:
+            _subtract_counts(table, trajectory, history, owners)
     return out
+
+
+def _taken_out(dx: Tangent, v: Float[Tensor, " param"], step: int, lag: int, owners: Layers) -> Writes:
+    """The stiff part of a write, which leaves the difference; its row is the step's and the layer's."""
+    where = stiff(dx.v, v)
+    row = step * len(owners.names) + owners.of_coordinates(where)
+    found = Writes(row, where, dx.m[where], dx.v[where], torch.full_like(where, step), lag)
+    dx.m[where] = 0.0
+    dx.v[where] = 0.0
+    return found
+
+
+def _subtract_counts(table: Tensor, trajectory: Trajectory, history: History, owners: Layers) -> None:
+    """A skipped step leaves the counts one behind, which changes the size of every later step."""
+    for step, moved in count_moves(trajectory, 1, len(table)):
+        slope = history.whole(step, moved.device)
+        if slope is not None:
+            table[:step, 0] -= owners.paired(slope[0], moved)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Literal
 
+import torch
+
 from .dynamics import Dynamics, Linearized, Step
 from .randomness import RandomState
 from .state import JointState
@@ -68,6 +70,10 @@ class Trajectory:
         self._linearized[seen.index] = linearized
         return after, seen, random
 
+    @property
+    def device(self) -> torch.device:
+        return self.dynamics.layout.device
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -78,6 +84,10 @@ class Trajectory:
         for step in self.steps[begin:time]:
             state = self.dynamics.advance(step, state, consume=step.index > begin)[0]
         return state
+
+    def kept(self, time: int) -> JointState | None:
+        """x_time where it is in memory."""
+        return self._states.get(time)
 
     def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         """Steps start … stop−1, each with the state before it."""

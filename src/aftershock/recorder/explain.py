@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..api.probing import Readouts, require_linear
 from ..api.progress import progress
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
-from ..core.probe import own_loss
-from ..core.scores import horizon_adjoints
+from ..core.probe import Watch, own_loss
+from ..core.scores import adjoint
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from ..results.provenance import provenance
@@ -73,18 +72,18 @@ def explain(
     records = [found.records[number] for number in range(start, target + 1)]
     replayed = replay(records, window, found.states[start], code.model, code.loss_fn, code.dataset)
     path, last = replayed.path, replayed.last
-    readouts = Readouts(path, own_loss, 0, last)
-    require_linear(path, readouts)
+    watch = path.watch(0, own_loss, last)
+    path.require_linear(watch)
     jump = largest_jump([record.hypers for record in replayed.records])
     with progress("adjoint sweep", last) as tick:
         swept = sweep(
-            path.trajectory, last, readouts.gradient(last),
+            path.trajectory, last, watch.slope(last),
             references=references, jump=jump, tick=tick,
         )  # fmt: skip
     spike = Spike.of(replayed)
     proofs = _verify(replayed, swept, spike, references, verify)
     data = _labelled(replayed, swept, proofs, spike, jump, found, step)
-    _add_examples(data, replayed, readouts, proofs, examples)
+    _add_examples(data, replayed, watch, proofs, examples)
     return FlightExplanation(data)
 
 
@@ -301,7 +300,7 @@ def _has_nan(record: Record) -> bool:
     return any(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _add_examples(data: xr.Dataset, replayed: Replay, readouts: Readouts, proofs: Proofs, examples: int) -> None:
+def _add_examples(data: xr.Dataset, replayed: Replay, watch: Watch, proofs: Proofs, examples: int) -> None:
     trajectory, last = replayed.trajectory, replayed.last
     shares: dict[int, Tensor] = {}
     notes: dict[str, str] = {}
@@ -309,8 +308,8 @@ def _add_examples(data: xr.Dataset, replayed: Replay, readouts: Readouts, proofs
         steps = trajectory.steps
         other = steps[at - 1 if at else at + 1].batch
         control = ControlStep.of(trajectory, at)
-        adjoint = horizon_adjoints(trajectory, at, [last - at], lambda horizon: readouts.gradient(last), 1)
-        found, note = example_shares(control, adjoint, steps[at].batch, other)
+        swept = adjoint(replace(watch, at=at), lambda horizon: watch.slope(last), [last - at], trajectory.device)
+        found, note = example_shares(control, swept.first, steps[at].batch, other)
         notes[str(data["step"].values[at])] = note
         if found is not None:
             shares[at] = found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -18,6 +17,8 @@ from ..core.changes import ControlStep, Edit
 from ..core.dynamics import Dynamics, Step
 from ..core.loss import Autocast
 from ..core.planning import plan_states
+from ..core.probe import Reader, own_loss
+from ..core.rollout import Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
@@ -103,15 +104,11 @@ def rerun(trajectory: Trajectory, at: int, edit: Edit, until: int, steps: Sequen
     steps: other steps in the place of the path's, such as ones with another learning rate. A run that diverges
     has an infinite loss from there on.
     """
-    steps = trajectory.steps if steps is None else steps
-    state, losses = edit.shock(ControlStep.of(trajectory, at)).endpoint(1.0)[0], []
-    try:
-        for step in steps[at + 1 : until]:
-            state, seen, _ = trajectory.dynamics.advance(step, state)
-            losses.append(seen.loss)
-        losses.append(_value(trajectory, steps[until], state))
-    except NotFinite:
-        losses += [math.inf] * (until - at - len(losses))
+    start = edit.shock(ControlStep.of(trajectory, at)).endpoint(1.0)[0]
+    reader, losses = Reader(trajectory, own_loss), []
+    rows = Rows([start], steps=None if steps is None else [steps])
+    for moment in rollout(trajectory, at + 1, rows, until):
+        losses.append(trajectory.steps[moment.time].loss + float(reader.exact(moment)[0]))
     return losses
 
 

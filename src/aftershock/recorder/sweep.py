@@ -11,11 +11,9 @@ from torch import Tensor
 
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
-from ..core.dynamics import Linearized
-from ..core.layout import Layout
-from ..core.operators import readout
-from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference
-from ..core.sweeps import adjoint_sweep
+from ..core.planning import plan_history
+from ..core.scores import Layers, contributions
+from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
 
@@ -81,29 +79,22 @@ def sweep(
     Each is the exact one-step difference of a change paired with the adjoint. Costs 2–3 g per step, a few
     elementwise passes per change, and `references` gradients per step for the replaced batch.
     """
-    layout = trajectory.dynamics.layout
-    layers, owner = _layers(layout)
-    found = Swept(
-        torch.full((len(CHANGES), last, len(CHANNELS), len(layers)), torch.nan, dtype=torch.float64),
-        torch.zeros(last, dtype=torch.float64),
-        layers,
-    )
-    found.contribution[CHANGES.index("lr"), 1:] = 0.0
+    layers = Layers.of(trajectory.dynamics.layout)
 
-    def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
-        index = at.step.index
-        control = _control(trajectory, at, before)
-        for name, edit in edits_at(trajectory, index, last, references).items():
-            parts = paired(layout, c, difference(edit.shock(control).endpoint(1.0)[0], control.after))
-            row = found.contribution[CHANGES.index(name), index]
-            row.zero_().index_add_(1, owner, -parts)
-        if jump is not None and index >= jump.at:
-            end = Hypers(jump.before).shock(control).endpoint(1.0)[0]
-            found.held[index] = -paired(layout, c, difference(end, control.after)).sum()
-        tick()
+    def edits(index: int) -> dict[str, Edit]:
+        held = {"held": Hypers(jump.before)} if jump is not None and index >= jump.at else {}
+        return edits_at(trajectory, index, last, references) | held
 
-    adjoint_sweep(trajectory, last, 0, readout(gradient[None].clone()), visit=visit)
-    return found
+    place = plan_history(trajectory, last, None)
+    parts = contributions(trajectory, last, gradient, edits, place, layers, tick)
+    found = torch.full((len(CHANGES), last, len(CHANNELS), len(layers.names)), torch.nan, dtype=torch.float64)
+    found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part
+    for name, table in parts.items():
+        if name in CHANGES:
+            row = found[CHANGES.index(name)]
+            row[~table.isnan()] = table[~table.isnan()]
+    held = parts.get("held", torch.zeros(last, 1, 1, dtype=torch.float64)).nan_to_num(0.0).sum((-1, -2))
+    return Swept(found, held, layers.names)
 
 
 def largest_jump(hypers: Sequence[tuple[Hyper, ...]]) -> Jump | None:
@@ -115,28 +106,3 @@ def largest_jump(hypers: Sequence[tuple[Hyper, ...]]) -> Jump | None:
             if ratio > (1.1 if best is None else best.ratio):
                 best = Jump(at, hypers[at - 1], ratio)
     return best
-
-
-def paired(layout: Layout, c: Cotangent, dx: Tangent) -> Float[Tensor, "channel parameter"]:
-    """⟨c, δx⟩ split by channel and parameter."""
-    sizes = layout.padded_sizes
-    rows = [
-        torch.stack([torch.dot(a, b) for a, b in zip(getattr(c, name)[0].split(sizes), getattr(dx, name).split(sizes))])
-        for name in CHANNELS
-    ]
-    return torch.stack(rows).double().cpu()
-
-
-def _control(trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:
-    """The control step from what the sweep already has: no gradient, and no step where its end is kept."""
-    if trajectory.keep == "checkpoints":
-        return ControlStep.linearized(trajectory.dynamics, at, before)
-    after = trajectory.state(at.step.index + 1)
-    return ControlStep(trajectory.dynamics, at.step, before, after, at.graph.raw, at.graph.present, at.linear)
-
-
-def _layers(layout: Layout) -> tuple[list[str], Tensor]:
-    """The modules that own parameters, and which of them owns each."""
-    owners = [name.rpartition(".")[0] or name for name in layout.names]
-    layers = list(dict.fromkeys(owners))
-    return layers, torch.tensor([layers.index(owner) for owner in owners])

@@ -36,6 +36,14 @@ class Trust:
     careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
     noise_margin: float = 10.0  # a loss sums many rounded terms, so that its error is several roundings, not one
 
+    def level(self, error: float) -> Level:
+        """What a relative error over all horizons allows.
+
+        >>> Trust().level(0.3)
+        'care'
+        """
+        return "ok" if error <= self.nrmse else "care" if error <= self.careful_nrmse else "bad"
+
 
 TRUST = Trust()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.probe import Watch
 from ..core.trajectory import Trajectory
 from ..version import __version__
 
@@ -27,3 +28,8 @@ def provenance(trajectory: Trajectory) -> dict[str, Any]:
         "lr": float(step.hypers[0].lr),
         "attention": "path: as trained; Hessian products: math",
     }
+
+
+def described(watch: Watch, kind: str) -> dict[str, Any]:
+    """The same for a result that watches a probe after a change of this kind."""
+    return {**provenance(watch.trajectory), "kind": kind, "at": watch.at, "probe": watch.probe.name}

@@ -5,22 +5,25 @@ Every score of the table comes from one sweep; the readout permutations need not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, Shock
-from ..core.dynamics import Linearized
+from ..core.changes import ControlStep, Shock, first_tangent, names_of
 from ..core.graphs import GradientGraph
-from ..core.state import Cotangent, JointState, Tangent, difference, pair, stack
-from ..core.sweeps import transit_, transit_semilinear_
-from ..errors import InvalidInput, NotFinite
+from ..core.planning import at_once
+from ..core.probe import Reader, Watch
+from ..core.reductions import norms
+from ..core.rollout import Moment, Rows, rollout
+from ..core.state import Cotangent, Tangent, difference, pair, stack
+from ..core.sweeps import transit_
+from ..errors import InvalidInput
+from ..results.provenance import described
 from ..results.statistics import rank_correlation
-from .channels import Watch, first_tangent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +43,7 @@ TRAJECTORIES = (
     "semilinear",
 )
 STATIC = ("exact_one_step", "gradient_norm", "write_norm", "curvature")
-VECTORS = 56  # flat vectors a change needs: six rows of δx with products and work, ξ, endpoints
+PREDICTED = 6  # rows a change carries: four linear ones, one semilinear, and the frozen one
 
 
 def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: str | int | None = None) -> xr.Dataset:
@@ -64,15 +67,16 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     propagations (full, initial θ, clamped θ, frozen, endpoint); N + H gradients; 2·N·H forward passes. Keeps H
     readouts in memory.
     """
-    watch = Watch.of(change.path, change.at, probe, horizon)
-    watch.require_linear()
+    watch = change.path.watch(change.at, probe, horizon)
+    change.path.require_linear(watch)
     path, control = change.path, change.path.control(change.at)
-    losses, slopes = watch.readouts()
+    slopes = watch.slopes()
     reference = path.trajectory.linearize(control.step, control.before).graph
     tables = []
-    for some in watch.chunks(change.edits, VECTORS, memory):
-        sweep = _Sweep(watch, control, [edit.shock(control) for edit in some], losses, slopes)
-        tables.append(sweep.table(reference))
+    size = at_once(path.trajectory, len(change), 0, PREDICTED, path.memory if memory is None else memory)
+    for first in range(0, len(change), size):
+        shocks = [edit.shock(control) for edit in change.edits[first : first + size]]
+        tables.append(_Sweep(watch, control, shocks, slopes).table(reference))
     return _labelled(watch, change, tables, slopes)
 
 
@@ -84,14 +88,13 @@ class _Sweep:
         watch: Watch,
         control: ControlStep,
         shocks: Sequence[Shock],
-        losses: Float[Tensor, " horizon"],
         slopes: Float[Tensor, "horizon param"],
     ) -> None:
-        self.watch, self.shocks, self.losses = watch, shocks, losses
+        self.watch, self.shocks = watch, shocks
         self.readouts = Cotangent(slopes, slopes[:, :0], slopes[:, :0])
-        self.ends = [shock.endpoint(1.0)[0] for shock in shocks]
+        ends = [shock.endpoint(1.0)[0] for shock in shocks]
         self.start = stack([first_tangent(control, shock) for shock in shocks])
-        self.exact = stack([difference(end, control.after) for end in self.ends])
+        self.exact = stack([difference(end, control.after) for end in ends])
         count, horizons = len(shocks), watch.horizons
         self.alignment = torch.zeros(count, horizons, horizons, dtype=torch.float64)
         self.norms = torch.zeros(count, horizons, dtype=torch.float64)
@@ -104,13 +107,13 @@ class _Sweep:
         found["frozen_dynamics"][:, 0] = self.alignment[:, 0, 0]
         found["no_propagation"] = self.alignment[:, 0, :]
         found["frozen_readout"] = self.alignment[:, :, 0]
-        found["norm_product"] = torch.linalg.vector_norm(slopes, dim=1).double().cpu() * self.norms
+        found["norm_product"] = norms(slopes).double().cpu() * self.norms
         static = torch.full((len(STATIC), len(self.shocks)), torch.nan, dtype=torch.float64)
         static[0], static[2] = found["endpoint"][:, 0].abs(), self.norms[:, 0]
         xis = [shock.xi for shock in self.shocks if shock.xi is not None]
         if len(xis) == len(self.shocks):
             xi = torch.stack(xis)
-            static[1] = torch.linalg.vector_norm(xi, dim=1)
+            static[1] = norms(xi)
             static[3] = torch.linalg.vecdot(xi, reference.products(xi)).abs()
         return {
             "response": torch.stack([found[name] for name in TRAJECTORIES]),
@@ -119,52 +122,37 @@ class _Sweep:
         }
 
     def run(self) -> None:
-        """One pass along the path, all rows of a step through its one gradient graph."""
+        """One rollout, all rows of a step through its one gradient graph."""
         count, none = len(self.shocks), torch.zeros_like(self.start.theta)
         alone = Tangent(self.start.theta, none, none)
         linear = _joined([self.start, alone, alone, self.exact])
         full, initial, clamped, endpoint = (linear[k * count : (k + 1) * count] for k in range(4))
-        semilinear = self.exact.clone()
-        trajectory = self.watch.path.trajectory
-        for h, (time, state) in enumerate(self.watch.states()):
+        rows, reader = (
+            Rows(semilinear=self.exact.clone(), linear=linear),
+            Reader(self.watch.trajectory, self.watch.probe),
+        )
+        for moment in rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last):
+            h = moment.time - self.watch.first
             c = self.readouts[h : h + 1]
             self.alignment[:, h, :] = pair(self.readouts, _seen(full)).mT
-            self.norms[:, h] = torch.linalg.vector_norm(full.theta, dim=1)
+            self.norms[:, h] = norms(full.theta)
             self.found["initial_theta"][:, h] = pair(c, _seen(initial))[0]
             self.found["clamped_theta"][:, h] = pair(c, _seen(clamped))[0]
-            self._read_probe(h, time, state, endpoint, semilinear)
-            if h + 1 == self.watch.horizons:
-                break
-            at = trajectory.linearize(trajectory.steps[time], state)
-            transit_(at, linear)
-            transit_semilinear_(at, semilinear)
+            self.found["semilinear"][:, h] = reader.semilinear(moment)
+            # the same reading of another row: endpoint-exact propagates linearly and reads the real probe
+            self.found["endpoint"][:, h] = reader.semilinear(replace(moment, semilinear=endpoint))
             clamped.m.zero_()
             clamped.v.zero_()
-            if h == 0:
-                self._freeze(at, full.clone())
+            if h == 0 and not moment.last:
+                self._freeze(moment, full.clone())
 
-    def _freeze(self, at: Linearized, dx: Tangent) -> None:
-        """A_{t+1}^{h−1} δx_1, from A_{t+1} δx_1 on, while that step's graph is there."""
+    def _freeze(self, moment: Moment, dx: Tangent) -> None:
+        """A_{t+1}^{h−1} δx_1, through one graph."""
+        trajectory = self.watch.trajectory
+        at = trajectory.linearize(trajectory.steps[moment.time], moment.control)
         for h in range(1, self.watch.horizons):
+            transit_(at, dx)
             self.found["frozen_dynamics"][:, h] = pair(self.readouts[h : h + 1], _seen(dx))[0]
-            if h + 1 < self.watch.horizons:
-                transit_(at, dx)
-
-    def _read_probe(self, h: int, time: int, state: JointState, endpoint: Tangent, semilinear: Tangent) -> None:
-        """The real probe; at h = 1 both are the exact state after the change."""
-        for i, end in enumerate(self.ends):
-            if h == 0:
-                value = self._probe(time, end.theta, state) - float(self.losses[0])
-                self.found["endpoint"][i, 0] = self.found["semilinear"][i, 0] = value
-                continue
-            for name, dx in (("endpoint", endpoint), ("semilinear", semilinear)):
-                self.found[name][i, h] = self._probe(time, state.theta + dx.theta[i], state) - float(self.losses[h])
-
-    def _probe(self, time: int, theta: Float[Tensor, " param"], state: JointState) -> float:
-        try:
-            return float(self.watch.probe.value(self.watch.path.trajectory, time, theta, state))
-        except NotFinite:  # a prediction that has run away is a wrong prediction, not an error
-            return math.inf
 
 
 def _seen(dx: Tangent) -> Tangent:
@@ -198,9 +186,10 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
         coords={
             "answer": [*TRAJECTORIES, *STATIC],
             "step": [watch.at + h for h in range(1, watch.horizons + 1)],
-            **watch.coordinates(change.edits),
+            "change": names_of(change.edits),
+            "horizon": watch.range,
         },
-        attrs={**watch.attributes(change.kind), "undefined": reason if undefined else ""},
+        attrs={**described(watch, change.kind), "undefined": reason if undefined else ""},
     )
 
 
@@ -213,7 +202,7 @@ def readout_null(
 ) -> xr.Dataset:
     """How Full ISO ranks when the readouts come in a shuffled order: S_{i,π} = max_h |c̄_{π(h)}ᵀ δθ_{i,h}|.
 
-    One permutation π is shared by all changes; each is a `future`. `spearman[future]` is the rank correlation
+    One permutation π is shared by all changes; `spearman[permutation]` is the rank correlation
     of the shuffled scores with `magnitude` (the exact M of every change; default: the table's own Full ISO
     score), `true_spearman` that of Full ISO itself, `percentile` the share of the null at or below it, in
     percent. Costs no gradient. Paper: "Readout controls", "Scalar baselines".
@@ -238,12 +227,12 @@ def readout_null(
     true = float(rank_correlation(full, target)[0])
     return xr.Dataset(
         {
-            "spearman": ("future", null),
-            "score": (("future", "change"), shuffled),
-            "order": (("future", "horizon"), orders + 1),
+            "spearman": ("permutation", null),
+            "score": (("permutation", "change"), shuffled),
+            "order": (("permutation", "horizon"), orders + 1),
             "true_spearman": true,
             "percentile": 100 * float(np.mean(null <= true)) if np.isfinite(null).all() else np.nan,
         },
-        coords={"future": np.arange(permutations), "change": table["change"], "horizon": table["horizon"]},
+        coords={"permutation": np.arange(permutations), "change": table["change"], "horizon": table["horizon"]},
         attrs=dict(table.attrs),
     )

@@ -307,7 +307,7 @@ def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: S
     """
     place = Place.of(path, step, coordinate, exact_diagonal)
     found = [FrozenMemory(**place.coefficients(weight_decay=value)) for value in values]
-    return _table(found, "system").assign_coords(weight_decay=("system", [float(value) for value in values]))
+    return _table(found, "weight_decay").assign_coords(weight_decay=[float(value) for value in values])
 
 
 def bias_correction_effect(path: Path, step: int, coordinate: Coordinate, counts: Sequence[int]) -> xr.Dataset:

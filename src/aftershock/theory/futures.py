@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.batches import Batch
+from ..core.changes import names_of
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
 from ..core.state import pair, stack
@@ -17,7 +18,7 @@ from ..errors import InvalidInput
 from ..results.statistics import FEWEST, spearman
 from ..results.summaries import summarize
 from .samplers import Sampler, sample_futures
-from .write_paths import change_names, gradient_difference, probe_slope
+from .write_paths import gradient_difference, probe_slope
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -154,7 +155,7 @@ def present_frozen(
             curve.append(pair(slope, dx)[0])
     values = torch.stack(curve, dim=1).double().cpu().numpy()
     response = xr.DataArray(
-        values, dims=("change", "horizon"), coords={"change": change_names(change), "horizon": range(1, horizon + 1)}
+        values, dims=("change", "horizon"), coords={"change": names_of(change.edits), "horizon": range(1, horizon + 1)}
     )
     return xr.Dataset({"response": response, "score": summary_of(response, by)}, attrs={"summary": by})
 

@@ -13,13 +13,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..core.adamw import Run, runs_of
-from ..core.changes import ControlStep, Perturb
+from ..core.changes import ControlStep, Perturb, names_of, scales_of
 from ..core.dynamics import Step
 from ..core.operators import WriteIn, readout
+from ..core.probe import Reader, Watch
+from ..core.rollout import Rows, rollout
 from ..core.state import JointState, difference
 from ..errors import InvalidInput, NotFinite
+from ..results.provenance import described
 from ..results.summaries import summarize
-from .channels import Watch, require_scale
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -91,10 +93,11 @@ def match_first_step(
     """
     import xarray as xr
 
-    watch = Watch.of(path, path.index(at), probe, 1)
+    watch = path.watch(at, probe, 1)
     control = path.control(watch.at)
     natural = control.dynamics.layout.vectors(xis)
-    losses, slopes = watch.readouts()
+    slopes = watch.slopes()
+    base = float(watch.probe.value(path.trajectory, watch.first, control.after.theta, control.after))
     candidates, signs, mu = first_step_candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
     shocks = [Perturb(xi).shock(control) for xi in candidates]
 
@@ -107,10 +110,10 @@ def match_first_step(
             return math.nan
         end = shocks[i].endpoint(gamma)[0]
         try:
-            loss = float(watch.probe.value(path.trajectory, watch.at + 1, end.theta, end))
+            loss = float(watch.probe.value(path.trajectory, watch.first, end.theta, end))
         except NotFinite:
             loss = math.inf
-        return float(signs[i]) * (loss - float(losses[0]))
+        return float(signs[i]) * (loss - base)
 
     gamma = calibrate(excess, len(shocks))
     left = excess(gamma)
@@ -123,7 +126,7 @@ def match_first_step(
             "reason": ("change", reasons),
         },
         coords={"change": list(range(len(gamma)))},
-        attrs={**watch.attributes("matched first step"), "target": mu, "tolerance": tolerance},
+        attrs={**described(watch, "matched first step"), "target": mu, "tolerance": tolerance},
     )
     scaled = candidates * gamma.to(candidates)[:, None]
     return Matched(control.dynamics.layout.compact(scaled), data)
@@ -201,7 +204,7 @@ def persistence(
 ) -> xr.Dataset:
     """How long the share of m (or v) lasts when β1 (or β2) is another, its first displacement being equal.
 
-    Each β is a `system`: control and hybrid run on exactly from the state after the change with that β at
+    For each `beta` control and hybrid run on exactly from the state after the change with that β at
     every later step. The hybrid carries Δm alone, rescaled so that the first future displacement, ∝ β1 Δm/ρ1,
     is the one at the path's own β1; or Δv alone. The paper does not say how it matches v: here each
     coordinate's Δv is solved for exactly the same displacement through v, η m̂ (1/d − 1/d'); `unmatched`
@@ -211,31 +214,32 @@ def persistence(
     import xarray as xr
 
     name, channel, betas = _decays(beta1, beta2)
-    require_scale(change, scale)
-    watch = Watch.of(change.path, change.at, probe, horizon)
+    scales_of(change.edits, [scale])
+    watch = change.path.watch(change.at, probe, horizon)
     if watch.horizons < 2:
         raise InvalidInput("a moment moves θ one step after the change: persistence() needs two horizons or more")
     control = change.path.control(change.at)
     ends = [edit.shock(control).endpoint(scale)[0] for edit in change.edits]
     following = change.path.control(change.at + 1)
-    rows = [row for beta in betas for row in _with_decay(watch, following, ends, name, channel, beta)]
-    shape, dims = (len(betas), len(ends)), ("system", "change")
-    response, first, unmatched = (torch.stack(column).unflatten(0, shape).numpy() for column in zip(*rows))
+    starts = [row for beta in betas for row in _with_decay(following, ends, name, channel, beta)]
+    shape, dims = (len(betas), len(ends)), ("beta", "change")
+    response = _along(watch, following.before, starts, len(ends)).unflatten(0, shape).numpy()
+    first, unmatched = (torch.stack([getattr(x, key) for x in starts]).unflatten(0, shape) for key in FOUND)
     data = xr.Dataset(
         {
             "response": ((*dims, "horizon"), response),
-            "first_displacement": (dims, first),
-            "unmatched": (dims, unmatched),
+            "first_displacement": (dims, first.numpy()),
+            "unmatched": (dims, unmatched.numpy()),
         },
         coords={
-            "system": [f"{name}={beta:g}" for beta in betas],
-            name: ("system", betas),
-            **watch.coordinates(change.edits),
+            "beta": betas,
+            "change": names_of(change.edits),
+            "horizon": watch.range,
         },
-        attrs={**watch.attributes(change.kind), "scale": scale, "channel": channel},
+        attrs={**described(watch, change.kind), "scale": scale, "channel": channel},
     )
     data = data.merge(summarize(data["response"]))
-    smallest = data[["peak", "total_abs"]].isel(system=0, drop=True)
+    smallest = data[["peak", "total_abs"]].isel(beta=0, drop=True)
     return data.assign({f"{key}_ratio": data[key] / smallest[key] for key in ("peak", "total_abs")})
 
 
@@ -249,20 +253,46 @@ def _decays(beta1: Sequence[float] | None, beta2: Sequence[float] | None) -> tup
     return name, channel, betas
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A hybrid under another β: its state, its β as a change of every step, and how its moment was matched."""
+
+    state: JointState
+    settings: dict[str, float]
+    displacement: Tensor
+    unmatched: Tensor
+
+    def steps(self, path: Sequence[Step]) -> list[Step]:
+        return [replace(s, hypers=tuple(replace(h, **self.settings) for h in s.hypers)) for s in path]  # type: ignore[arg-type]
+
+
+FOUND = ("displacement", "unmatched")
+
+
 def _with_decay(
-    watch: Watch, following: ControlStep, ends: Sequence[JointState], name: str, channel: str, beta: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(response, ‖first displacement‖, unmatched coordinates) of every change under another β."""
-    settings: dict[str, Any] = {name: beta}
-    steps = [replace(s, hypers=tuple(replace(h, **settings) for h in s.hypers)) for s in watch.path.steps]
-    first, now = steps[watch.at + 1], following
-    base = watch.rerun(now.before, steps)
+    following: ControlStep, ends: Sequence[JointState], name: str, channel: str, beta: float
+) -> Iterator[_Start]:
+    """Every change's hybrid under another β."""
+    now = following
+    first = replace(now.step, hypers=tuple(replace(h, **{name: beta}) for h in now.step.hypers))  # type: ignore[arg-type]
     control, _ = now.dynamics.apply(first, now.before, now.raw, now.present)
     for end in ends:
         start, unmatched = _match_moment(now, first, end, channel)
         # θ is the control's, so is the gradient: the first displacement needs no other
         moved = difference(now.dynamics.apply(first, start, now.raw, now.present)[0], control).theta
-        yield watch.rerun(start, steps) - base, moved.norm().double().cpu(), unmatched
+        yield _Start(start, {name: beta}, moved.norm().double().cpu(), unmatched)
+
+
+def _along(watch: Watch, control: JointState, starts: Sequence[_Start], changes: int) -> Float[Tensor, "row horizon"]:
+    """Exact runs of all hybrids and of the control under each β, in one rollout; each less its own control."""
+    groups = [starts[i : i + changes] for i in range(0, len(starts), changes)]
+    rows = [(state, group[0]) for group in groups for state in (control, *(start.state for start in group))]
+    steps = [start.steps(watch.trajectory.steps) for _, start in rows]
+    reader, out = Reader(watch.trajectory, watch.probe), []
+    for moment in rollout(watch.trajectory, watch.first, Rows([x for x, _ in rows], steps=steps), watch.last):
+        found = reader.exact(moment).view(len(groups), 1 + changes)
+        out.append((found[:, 1:] - found[:, :1]).reshape(-1))
+    return torch.stack(out, dim=1)
 
 
 def _match_moment(following: ControlStep, step: Step, end: JointState, channel: str) -> tuple[JointState, Tensor]:

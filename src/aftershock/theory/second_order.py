@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, Shock
+from ..core.changes import ControlStep, Shock, names_of
 from ..core.clipping import TORCH_EPSILON, Clip
 from ..core.graphs import GradientGraph
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
 from ..core.state import pair
 from ..errors import InvalidInput
-from .write_paths import change_names, gradient_difference, require_first_horizon, touched, without_derivative
+from .write_paths import gradient_difference, require_first_horizon, touched, without_derivative
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,7 +75,8 @@ def write_curvature(control: ControlStep, xi: Float[Tensor, " param"]) -> Float[
     bend = d2theta_dg2(control) * linear.gradient_variation(xi) ** 2
     clipping = clip_curvature(linear.clip, linear.raw, xi)
     if clipping is not None:
-        past_the_clip = WriteIn(replace(linear, clip=Clip(linear.clip.norm, 1.0)))
+        clipped = linear.raw * linear.clip.factor
+        past_the_clip = WriteIn(replace(linear, raw=clipped, clip=Clip(linear.clip.norm, 1.0)))
         bend += past_the_clip.mv(clipping).theta
     return bend
 
@@ -114,7 +115,7 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     dims = dict.fromkeys(("exact", "clip_switched"), ("change", "scale"))
     data = xr.Dataset(
         {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]},
-        coords={"change": change_names(change), "scale": [float(scale) for scale in scales]},
+        coords={"change": names_of(change.edits), "scale": [float(scale) for scale in scales]},
         attrs={"kind": change.kind, "at": change.at, "probe": found.name},
     )
     data["quadratic"] = data["curvature"] + data["write_in"]

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..core.adamw import adamw_step
-from ..core.changes import ControlStep, Shock
+from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
 from ..core.dynamics import Dynamics, Linearized, Step
-from ..core.gates import Pattern, recording, replaying
+from ..core.gates import Pattern, replaying
 from ..core.graphs import GradientGraph
+from ..core.rollout import Rows, rollout
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
-from .write_paths import change_names
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -119,10 +119,7 @@ def start_pair(change: Change, scale: float, index: int) -> tuple[ControlStep, S
     if not 0 <= index < len(change.edits):
         raise InvalidInput(f"index {index} is not one of {len(change.edits)} changes")
     edit = change.edits[index]
-    if scale == 0 or not math.isfinite(scale):
-        raise InvalidInput(f"scale must be a nonzero number; got {scale}")
-    if scale != 1.0 and not edit.scalable:
-        raise InvalidInput(f"a {edit.name} has no scale between control and change; leave scale at 1")
+    scales_of([edit], [scale])
     hidden = change.path.check().hidden
     if hidden:
         raise HiddenState(
@@ -136,33 +133,27 @@ def start_pair(change: Change, scale: float, index: int) -> tuple[ControlStep, S
 
 def paired_steps(change: Change, shocked: JointState, horizon: int) -> Iterator[PairStep]:
     """Both sides through the steps after the change, up to state t + horizon. 2 g a step, 3 with f̃."""
-    trajectory = change.path.trajectory
-    dynamics = trajectory.dynamics
-    for step, before in trajectory.forward(change.at + 1, change.at + horizon):
-        control_after, taken, pattern = recorded_step(dynamics, step, before)
-        if not math.isclose(taken.loss, step.loss, rel_tol=SAME_LOSS):
-            raise UnfrozenGate(
-                f"the loss at {step.where} is {step.loss:.6g}, and {taken.loss:.6g} while its gates are recorded: an "
-                "operation behaves differently when it is watched (F.l1_loss drops its weight, for one); replace it"
-            )
-        shocked_after, seen, shocked_pattern = recorded_step(dynamics, step, shocked)
-        yield PairStep(
-            SmoothExtension(dynamics, step, pattern),
-            before,
-            shocked,
-            control_after,
-            shocked_after,
-            shocked_pattern,
-            seen.clip.binds != step.clip.binds,
+    trajectory, first = change.path.trajectory, change.at + 1
+    before: tuple[SmoothExtension, JointState, JointState, Pattern] | None = None
+    switches = 0
+    for moment in rollout(trajectory, first, Rows([shocked], gates=True), first + horizon - 1):
+        control, row = moment.control.clone(), moment.states[0].clone()
+        if before is not None:
+            extension, was, other, pattern = before
+            clipped, switches = moment.exact.clip_switches()[0] > switches, moment.exact.clip_switches()[0]
+            yield PairStep(extension, was, other, control, row, pattern, clipped)
+        if not moment.last:
+            step, gates = trajectory.steps[moment.time], moment.gates
+            _require_same_loss(step, gates.loss)
+            before = (SmoothExtension(trajectory.dynamics, step, gates.control), control, row, gates.rows[0])
+
+
+def _require_same_loss(step: Step, watched: float) -> None:
+    if not math.isclose(watched, step.loss, rel_tol=SAME_LOSS):
+        raise UnfrozenGate(
+            f"the loss at {step.where} is {step.loss:.6g}, and {watched:.6g} while its gates are recorded: an "
+            "operation behaves differently when it is watched (F.l1_loss drops its weight, for one); replace it"
         )
-        shocked = shocked_after
-
-
-def recorded_step(dynamics: Dynamics, step: Step, state: JointState) -> tuple[JointState, Step, Pattern]:
-    """f_s(x), equal to the bit, with the gates it chose: 1 g."""
-    pattern = Pattern()
-    after, seen, _ = Dynamics(dynamics.loss.within(recording(pattern))).advance(step, state)
-    return after, seen, pattern
 
 
 def pair_at(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> PairStep:
@@ -186,22 +177,22 @@ def switch_fraction(
     """
     import xarray as xr
 
-    control, trajectory = change.path.control(change.at), change.path.trajectory
-    shocks = [edit.shock(control) for edit in change.edits]
-    states = [[shock.endpoint(scale)[0] for scale in scales] for shock in shocks]
-    horizons = len(change.path) - change.at
-    found = torch.full((len(shocks), len(scales), horizons), torch.nan, dtype=torch.float64)
-    for step, before in trajectory.forward(change.at + 1, len(change.path)):
-        _, _, pattern = recorded_step(trajectory.dynamics, step, before)
-        for i, row in enumerate(states):
-            for j, state in enumerate(row):
-                row[j], _, other = recorded_step(trajectory.dynamics, step, state)
-                found[i, j, step.index - change.at - 1] = _switched_share(pattern, other, kinds)
+    trajectory, last = change.path.trajectory, len(change.path)
+    control = change.path.control(change.at)
+    ends = [edit.shock(control).endpoint(scale)[0] for edit in change.edits for scale in scales]
+    found = torch.full((len(change), len(scales), last - change.at), torch.nan, dtype=torch.float64)
+    for moment in rollout(trajectory, change.at + 1, Rows(ends, gates=True), last):
+        if not moment.last:
+            gates = moment.gates
+            shares = [_switched_share(gates.control, row, kinds) for row in gates.rows]
+            found[:, :, moment.time - change.at - 1] = torch.tensor(shares).view(len(change), len(scales))
     return xr.DataArray(
         found.numpy(),
         dims=("change", "scale", "horizon"),
-        coords={"change": change_names(change), "scale": list(scales), "horizon": range(1, horizons + 1)},
-    )
+        coords={
+            "change": names_of(change.edits), "scale": list(scales), "horizon": range(1, last - change.at + 1),
+        },
+    )  # fmt: skip
 
 
 def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | None) -> float:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..core.adamw import LinearStep
-from ..core.changes import ControlStep, Edit
+from ..core.changes import ControlStep, Edit, names_of
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn
 from ..core.probe import Probe
@@ -62,7 +62,7 @@ def write_paths(change: Change, probe: Any = None) -> xr.Dataset:
             name: (dims.get(name, ("change",)), torch.stack([row[name] for row in rows]).cpu().numpy())
             for name in rows[0]
         },
-        coords={"change": change_names(change), "channel": list(PATHS), "layer": list(layout.names)},
+        coords={"change": names_of(change.edits), "channel": list(PATHS), "layer": list(layout.names)},
         attrs={"kind": change.kind, "at": change.at, "probe": "none" if probe is None else Probe.of(probe).name},
     )
 
@@ -146,9 +146,3 @@ def require_first_horizon(change: Change, probe: Probe, control: ControlStep) ->
             f"the loss of the path or probe depends on buffers that training moves ({', '.join(hidden[:2])}…), which "
             "are state outside (θ, m, v), so its derivatives would be wrong; probe in training mode"
         )
-
-
-def change_names(change: Change) -> list[str]:
-    """One different name per change, as its response has them."""
-    names = [edit.name for edit in change.edits]
-    return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]

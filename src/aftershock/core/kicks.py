@@ -1,0 +1,161 @@
+"""What a change wrote into m and v, where a derivative of AdamW is right and useless.
+
+At a coordinate whose v is tiny (a row of a rare token, an untouched weight) a real gradient changes v by more than a
+small part of itself: the step saturates, and its slope predicts moves a thousand times too large. But the write is
+known exactly, and without new gradients it moves θ at every later step s by a known *kick*
+
+    q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s),      q(m, v) = −η m̂ / (√v̂ + ε)
+
+so that only the feedback of the displacement through the network is linear: the response is Σ_s ⟨λ_θ(s+1), kick(s)⟩
+with the adjoint's θ part alone. Coordinates with |δv| ≤ τ v stay in the linear pairing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from .adamw import Run, displacement, runs_of, step_size
+from .layout import Layout
+from .state import JointState
+from .trajectory import Trajectory
+
+STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
+
+
+class History:
+    """λ_θ after every step that an adjoint sweep has passed, one row per outcome, kept where there is room."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+        self._kept: dict[int, Float[Tensor, "outcome param"]] = {}
+
+    def keep(self, step: int, theta: Float[Tensor, "outcome param"]) -> None:
+        """The cotangents at the state after `step`."""
+        self._kept[step] = theta.clone() if theta.device == self.place else theta.to(self.place)
+
+    def at(self, step: int, coordinates: Int64[Tensor, " coordinate"]) -> Float[Tensor, "outcome coordinate"]:
+        """The same at some coordinates, on their device; no rows for a step that no outcome lies behind."""
+        kept = self._kept.get(step)
+        if kept is None:
+            return torch.zeros(0, len(coordinates), device=coordinates.device)
+        return kept[:, coordinates.to(self.place)].to(coordinates.device)
+
+    def whole(self, step: int, device: torch.device) -> Float[Tensor, "outcome param"] | None:
+        """All of them at the state after `step`; None where no outcome lies behind it."""
+        kept = self._kept.get(step)
+        return None if kept is None else kept.to(device)
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Exact writes (δm, δv) of many changes at stiff coordinates: one entry per pair of change and coordinate.
+
+    lag: steps by which the changed run's counts are behind, as after a skipped step.
+    """
+
+    row: Int64[Tensor, " pair"]
+    coordinate: Int64[Tensor, " pair"]
+    dm: Float[Tensor, " pair"]
+    dv: Float[Tensor, " pair"]
+    at: Int64[Tensor, " pair"]  # the changed step
+    lag: int = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[Writes]) -> Writes:
+        """All pairs together, by the step at which they begin."""
+        columns = [torch.cat([getattr(part, name) for part in parts]) for name in COLUMNS]
+        order = columns[-1].argsort(stable=True)
+        row, coordinate, dm, dv, at = (column[order] for column in columns)
+        return cls(row, coordinate, dm, dv, at, parts[0].lag)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+COLUMNS = ("row", "coordinate", "dm", "dv", "at")
+
+
+def stiff(dv: Float[Tensor, " param"], v: Float[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
+    """Where a write changes v by more than τ of itself."""
+    return (dv.abs() > STIFF * v).nonzero()[:, 0]
+
+
+def kick_responses(
+    trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int
+) -> Float[Tensor, "channel outcome row"]:
+    """Σ_s ⟨λ_θ(s+1), kick(s)⟩ of every change, split into what m does alone and what v adds. No gradient.
+
+    Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
+    """
+    out = torch.zeros(2, outcomes, rows, dtype=torch.float64, device=writes.row.device)
+    if not len(writes):
+        return out
+    where, place = writes.coordinate.unique(return_inverse=True)
+    dm, dv, begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
+    for step, runs, after in _steps(trajectory, int(begin[0]) + 1, writes.lag):
+        slopes, begun = history.at(step, where), int(torch.searchsorted(begin, step))  # pairs written before this step
+        if not len(slopes):
+            break
+        m, v = after.m[where], after.v[where]
+        kicks = torch.zeros(2, begun, dtype=dm.dtype, device=dm.device)
+        for run in runs:
+            some = _inside(writes.coordinate[:begun], run)
+            if run.active and some is not None:
+                dm[:begun][some] *= run.beta1
+                dv[:begun][some] *= run.beta2
+                at, moved_m, moved_v = place[:begun][some], dm[:begun][some], dv[:begun][some]
+                alone = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
+                kicks[0, some] = alone
+                kicks[1, some] = displacement(run, m[at], v[at], moved_m, moved_v) - alone
+        paired = slopes.to(kicks)[:, place[:begun]]
+        for channel in range(2):
+            out[channel, : len(slopes)].index_add_(1, writes.row[:begun], (paired * kicks[channel]).double())
+    return out
+
+
+def count_moves(trajectory: Trajectory, first: int, stop: int) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
+    """For steps `first` … stop−1: q' − q, how a count that is one behind changes a step by itself."""
+    layout = trajectory.dynamics.layout
+    for step, runs, after in _steps(trajectory, first, 0):
+        if step >= stop:
+            return
+        behind = runs_of(layout, trajectory.steps[step].hypers, [c - 2 for c in after.counts], _present(runs, layout))
+        moved = torch.zeros_like(after.theta)
+        for now in runs:
+            late = next(run for run in behind if run.where.start <= now.where.start < run.where.stop)
+            if now.active and late.bias2 > 0:
+                m, v = after.m[now.where], after.v[now.where]
+                moved[now.where] = step_size(late, m, v) - step_size(now, m, v)
+        yield step, moved
+
+
+def _present(runs: Sequence[Run], layout: Layout) -> list[bool]:
+    return [any(run.active and run.where.start <= start < run.where.stop for run in runs) for start in layout.starts]
+
+
+def _steps(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, list[Run], JointState]]:
+    """Steps from `first` on with their scalars, counts `lag` behind, and the state after each."""
+    layout, counts = trajectory.dynamics.layout, None
+    for time, state in trajectory.states(first, len(trajectory)):
+        if counts is not None:
+            step = trajectory.steps[time - 1]
+            present = step.present or tuple(a != b for a, b in zip(counts, state.counts))
+            yield time - 1, runs_of(layout, step.hypers, [c - lag for c in counts], present), state
+        counts = state.counts
+
+
+def _inside(coordinates: Int64[Tensor, " pair"], run: Run) -> Tensor | slice | None:
+    """Which pairs lie in a run: all of them where it is the whole vector, None where none does."""
+    if not len(coordinates):
+        return None
+    low, high = int(coordinates.min()), int(coordinates.max())
+    if run.where.start <= low and high < run.where.stop:
+        return slice(None)
+    if high < run.where.start or low >= run.where.stop:
+        return None
+    return (coordinates >= run.where.start) & (coordinates < run.where.stop)
