@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 PATH_SEED = 2
-HORIZON = 12
 VERIFIED = 3  # reruns that `rank` may spend
 
 
@@ -47,13 +46,15 @@ class Size:
     """How much of everything is done."""
 
     pool: int = 24
+    horizon: int = 12
     rows: int = 12  # candidates that the semilinear and the tangent answer
-    slow_rows: int = 4  # the same where the model is a language model
+    slow_rows: int = 3  # the same where the model is a language model
     explained: int = 24
     longest: int = 10**9  # training, in steps
+    thinner: int = 1  # how many times smaller batches are
 
 
-FULL, QUICK = Size(), Size(pool=8, rows=3, slow_rows=1, explained=8, longest=100)
+FULL, QUICK = Size(), Size(pool=8, horizon=8, rows=3, slow_rows=1, explained=8, longest=60, thinner=4)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ FIGURES = (
     Figure("signed_norm", "ρ norm,\n|at H|"),
     Figure("peak", "ρ by\npeak", 0.9),
     Figure("peak_norm", "ρ norm,\npeak"),
-    Figure("error", "rank\nNRMSE", 0.2, at_least=False),
-    Figure("semilinear", "semi-\nlinear", 0.1, at_least=False),
-    Figure("tangent", "tangent"),
+    Figure("error", "rank\nerror", 0.2, at_least=False),
+    Figure("semilinear", "semilinear\nerror", 0.1, at_least=False),
+    Figure("tangent", "tangent\nerror"),
     Figure("explain", "ρ\nexplain", 0.95),
     Figure("explain_norm", "ρ norm,\n|explain|"),
     Figure("explain_error", "explain\nerror"),
@@ -122,11 +123,11 @@ def judge(recipe: Recipe, data: Data, size: Size, device: torch.device, folder: 
     judged = Judged(recipe.name, point.loss.layout.size, recipe.steps)
     judged.seconds["training"] = time.perf_counter() - began
     source, generator = recipe.source(data), torch.Generator().manual_seed(PATH_SEED)
-    batches = [source.batch(generator) for _ in range(max(HORIZON, size.explained))]
+    batches = [source.batch(generator) for _ in range(max(size.horizon, size.explained))]
     pool = [source.batch(generator) for _ in range(size.pool)]
     probe = source.batch(generator, held_out=True)
     rows = size.slow_rows if recipe.source is Data.tokens else size.rows
-    path = point.follow(batches[:HORIZON])
+    path = point.follow(batches[: size.horizon])
     truth = judge_ranking(judged, path, pool, probe)
     judge_rows(judged, path, pool[:rows], probe, truth[:rows])
     judge_explanation(judged, point.follow(batches[: size.explained]), probe)
@@ -267,7 +268,8 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed()
     began, found = time.perf_counter(), []
-    data, size = Data(options.text, options.tokenizer, options.cifar), QUICK if options.quick else FULL
+    size = QUICK if options.quick else FULL
+    data = Data(options.text, options.tokenizer, options.cifar, size.thinner)
     for recipe in RECIPES:
         if options.only and recipe.slug not in options.only:
             continue

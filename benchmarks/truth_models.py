@@ -74,19 +74,21 @@ class Data:
     text: Path | None = None
     tokenizer: Path | None = None
     cifar: Path | None = None
+    thinner: int = 1  # how many times smaller the batches are
 
     def tokens(self) -> Text:
-        if self.text is None or self.tokenizer is None:
-            return Text(synthetic_text(VOCABULARY), 8, 64)
-        return Text(tokenized(self.text, self.tokenizer), 8, 64)
+        given = self.text is not None and self.tokenizer is not None
+        tokens = tokenized(self.text, self.tokenizer) if given else synthetic_text(VOCABULARY)
+        return Text(tokens, 8 // self.thinner, 64)
 
     def letters(self) -> Text:
-        if self.text is None:
-            return Text(synthetic_text(LETTERS), 16, 48)
-        return Text(torch.tensor(list(self.text.read_bytes())), 16, 48)
+        given = self.text is not None
+        letters = torch.tensor(list(self.text.read_bytes())) if given else synthetic_text(LETTERS)
+        return Text(letters, 16 // self.thinner, 48)
 
     def pictures(self) -> Pictures:
-        return Pictures(synthetic_images() if self.cifar is None else load_cifar(self.cifar), 32)
+        images = synthetic_images() if self.cifar is None else load_cifar(self.cifar)
+        return Pictures(images, 32 // self.thinner)
 
 
 @cache
@@ -151,7 +153,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A causal transformer of two blocks; its head is its embedding, or its own."""
 
-    def __init__(self, tied: bool, width: int = 48, length: int = 64) -> None:
+    def __init__(self, tied: bool, width: int = 32, length: int = 64) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, 4, causal=True) for _ in range(2)])
@@ -253,9 +255,9 @@ def untied() -> nn.Module:
 
 
 RECIPES = (
-    Recipe("LM, 60 steps", tied, next_token, Data.tokens, 60),
-    Recipe("LM, 1,500 steps", tied, next_token, Data.tokens, 1500),
-    Recipe("LM untied, 1,000 steps, β2 0.95", untied, next_token, Data.tokens, 1000, beta2=0.95, weight_decay=0.1),
+    Recipe("LM early", untied, next_token, Data.tokens, 60),
+    Recipe("LM late, tied", tied, next_token, Data.tokens, 1500),
+    Recipe("LM β2 0.95", untied, next_token, Data.tokens, 1000, beta2=0.95, weight_decay=0.1),
     Recipe("MLP–GELU", mlp, loss_fn, Data.pictures, 100, lr=2e-4),
     Recipe("CNN–ReLU", cnn, loss_fn, Data.pictures, 100),
     Recipe("LSTM on letters", LetterModel, next_token, Data.letters, 300, lr=2e-3),
