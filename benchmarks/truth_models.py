@@ -267,12 +267,12 @@ RECIPES = (
 
 
 def trained(recipe: Recipe, data: Data, device: torch.device, folder: Path | None) -> ak.TrainingPoint:
-    """The recipe's point: from the folder if it was trained there before, else trained and, with one, kept."""
+    """The recipe's point, with batches moved to the device as they come; kept in the folder, if there is one."""
     with torch.random.fork_rng():
         torch.manual_seed(TRAINING_SEED)
         model = recipe.build()
     if folder is None:
-        return train(recipe, data, model, device)
+        return train(recipe, data, model, device).to(device)
     path = folder / f"{recipe.slug}-{_digest(recipe, data)}.safetensors"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
