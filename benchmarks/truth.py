@@ -143,7 +143,7 @@ def judge_ranking(judged: Judged, path: ak.Path, pool: list[Any], probe: Any) ->
         ranking = path.rank(pool, probe, verify=VERIFIED, labels=names)
     truth, norms = response.exact.sel(scale=1.0, drop=True), response.data["xi_norm"].values
     predicted = predictions(ranking).sel(change=names)
-    verified = ranking.verified.data["change"].values.tolist()
+    verified = ranking.verified
     others = [name for name in names if name not in verified]
     at_end, peak = truth.isel(horizon=-1).values, summarize(truth)["peak"].values
     judged.figures |= {
@@ -159,8 +159,8 @@ def judge_ranking(judged: Judged, path: ak.Path, pool: list[Any], probe: Any) ->
 
 
 def predictions(ranking: ak.Ranking) -> xr.DataArray:
-    """[change, horizon] as the ranking itself sorts them: with its last answer, calibrated where it calibrates."""
-    return ranking.data["response"].isel(answer=-1, drop=True, missing_dims="ignore")
+    """[change, horizon] as the ranking itself sorts them: calibrated by its reruns."""
+    return ranking.data["response"]
 
 
 def judge_rows(judged: Judged, path: ak.Path, pool: list[Any], probe: Any, truth: xr.DataArray) -> None:
