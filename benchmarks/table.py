@@ -14,14 +14,14 @@ class Row:
 
     work: str
     measured: float
-    bar: float
+    bar: float | None  # None: measured for its own sake
     unit: str
     grows: str
     note: str = ""
 
     @property
     def met(self) -> bool:
-        return self.measured <= self.bar
+        return self.bar is None or self.measured <= self.bar
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Skipped:
 
     work: str
     reason: str
+    verdict: str = "skipped"
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ def bars(rows: Sequence[Row | Skipped], title: str) -> Table:
     table.add_column("beside it", ratio=4)
     for row in rows:
         if isinstance(row, Skipped):
-            table.add_row(row.work, "—", "", "[yellow]skipped[/]", row.reason, "")
+            table.add_row(row.work, "—", "", f"[yellow]{row.verdict}[/]", row.reason, "")
             continue
-        verdict = "[green]ok[/]" if row.met else "[red]missed[/]"
+        verdict = "" if row.bar is None else "[green]ok[/]" if row.met else "[red]missed[/]"
         table.add_row(
             row.work,
             f"{row.measured:.3g} {row.unit}".rstrip(),
-            f"≤ {row.bar:.3g}",
+            "" if row.bar is None else f"≤ {row.bar:.3g}",
             verdict,
             row.grows,
             row.note,
