@@ -7,10 +7,10 @@ along the displacement that all candidates share (`midpoint_slopes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ..errors import ExamplesCouple
@@ -19,7 +19,7 @@ from .batches import Batch, example_count, take_examples
 from .changes import ControlStep, Edit, Skip
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
-from .kicks import COLUMNS, STIFF, History, Writes, count_moves, kick_responses, stiff
+from .kicks import STIFF, History, Writes, count_moves, kick_responses, stiff
 from .layout import Layout
 from .loss import Gradient
 from .operators import readout
@@ -136,7 +136,8 @@ def pool_scores(
     """Predicted responses to each batch of the pool in the place of the control's: 1 g each, or less in rows.
 
     ⟨∂F/∂g, g_i − g⟩ with the gradients that reach the moments (clipping is exact), and at stiff coordinates the exact
-    write with its kicks instead.
+    write with its kicks instead. A batch that uses other parameters than the control's has its whole exact
+    difference paired, and the counts of those parameters.
     """
     layout, step = control.dynamics.layout, control.step
     lift = control.linear.absorb_transposed_(found.first.clone())  # ∂F/∂g of every outcome, past the clip
@@ -145,6 +146,7 @@ def pool_scores(
     against = torch.cat([lift, control.raw[None]])
     base, own = products(lift, control.raw) * control.step.clip.factor, products(control.raw, control.raw)
     rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
+    counted = _Counted(trajectory, found, len(pool))
     values, sizes, writes = [], [], []
     for first in range(0, len(pool), at_once):
         some = list(pool[first : first + at_once])
@@ -161,14 +163,21 @@ def pool_scores(
         some_rows = rows[: len(some)]
         paired = products(some_rows, against)
         linear = paired[:, :-1] * factor[:, None] - base
-        wrote = screen.writes(some_rows, factor, first)
+        usual = torch.tensor([gradient.present == control.present for gradient in gradients], device=layout.device)
+        wrote = screen.writes(some_rows, factor, first, usual)
         _replace_(linear, wrote, lift, theta, first)
+        writes.append(wrote.writes)
+        for i in (~usual).nonzero()[:, 0].tolist():
+            present = gradients[i].present
+            dx = difference(control.apply(rows[i], present)[0], control.after)
+            lag = counted.lag(first + i, control.present, present)
+            writes.append(_taken_out(dx, control.after.v, layout, step.index, lag, first + i))
+            linear[i] = sum(products(getattr(found.first, c), getattr(dx, c)) for c in CHANNELS)
         values.append(linear.double())
         sizes.append((norm.square() - 2 * paired[:, -1] + own).clamp_(min=0).sqrt_())
-        writes.append(wrote.writes)
     joined = Writes.joined(writes)
     kicked = kick_responses(trajectory, found.history, joined, len(pool), len(found.horizons)).sum(0)
-    response = torch.cat(values) + kicked.mT
+    response = torch.cat(values) + kicked.mT + counted.responses(control.step.index + 1).to(kicked)
     share = len(joined) / (len(pool) * layout.size)
     return PoolScores(found.by_horizon(response.mT.cpu()).mT, torch.cat(sizes).double().cpu(), share)
 
@@ -190,7 +199,8 @@ def _mask_inactive_(control: ControlStep, lift: Float[Tensor, "outcome param"]) 
 
 @dataclass(frozen=True)
 class _Wrote:
-    """Exact writes at stiff coordinates: the moments' part, the displacement of θ, the gradient difference."""
+    """Exact writes at stiff coordinates: the moments' part, the displacement of θ, the difference of the clipped
+    gradients as the loss gives them (before `maximize` turns their sign)."""
 
     writes: Writes
     dtheta: Float[Tensor, " pair"]
@@ -200,8 +210,8 @@ class _Wrote:
 class _Screen:
     """Finds, in rows of gradients, the coordinates at which a candidate's write is stiff.
 
-    |δv| > τ v with δv = (1−β2)(g_i² − g²) is |g_i| > √(g² + τ v/(1−β2)), one comparison; where the control's own
-    gradient made v, every candidate is stiff.
+    |δv| > τ v with δv = (1−β2)(g_i² − g²) is |g_i| > √(g² + τ v/(1−β2)), one comparison. Where the control's own
+    gradient made v, or a decay is coupled to the gradient, more pass it than are stiff; those are few, and looked at.
     """
 
     def __init__(self, control: ControlStep) -> None:
@@ -216,16 +226,19 @@ class _Screen:
             own = share * at.g * at.g > STIFF * at.v
             self.limit[w] = torch.where(own, -1.0, limit)
 
-    def writes(self, rows: Float[Tensor, "row param"], factor: Float[Tensor, " row"], first: int) -> _Wrote:
+    def writes(
+        self, rows: Float[Tensor, "row param"], factor: Float[Tensor, " row"], first: int, some: Bool[Tensor, " row"]
+    ) -> _Wrote:
         """The exact writes of some candidates at their stiff coordinates: one pass over the gradients."""
         loudest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
         columns = (loudest > self.limit).nonzero()[:, 0]
-        row, column = (rows[:, columns].abs() > self.limit[columns]).nonzero(as_tuple=True)
-        where = columns[column]
+        row, column = (rows[:, columns].abs() * factor[:, None] > self.limit[columns]).nonzero(as_tuple=True)
+        row, where = row[some[row]], columns[column[some[row]]]
         return self._exact(row, where, rows[row, where] * factor[row], first)
 
     def _exact(self, row: Tensor, where: Int64[Tensor, " pair"], clipped: Float[Tensor, " pair"], first: int) -> _Wrote:
         dm, dv, dtheta, dg = (torch.zeros_like(clipped) for _ in range(4))
+        keep = torch.zeros_like(clipped, dtype=torch.bool)
         control = self.control
         for run in control.linear.runs:
             some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
@@ -236,12 +249,14 @@ class _Screen:
                 other = clipped[some] * run.sign + coupled
                 m = torch.lerp(now.m[at], g, 1 - run.beta1)
                 v = (run.beta2 * now.v[at]).addcmul_(g, g, value=1 - run.beta2)
-                dg[some] = other - g
+                dg[some] = run.sign * (other - g)
                 dm[some] = (1 - run.beta1) * (other - g)
                 dv[some] = (1 - run.beta2) * (other - g) * (other + g)
                 dtheta[some] = displacement(run, m, v, dm[some], dv[some])
+                keep[some] = dv[some].abs() > STIFF * v
+        row, where, dm, dv, dtheta, dg = (x[keep] for x in (row, where, dm, dv, dtheta, dg))
         step = torch.full_like(row, control.step.index)
-        return _Wrote(Writes(row + first, where, dm, dv, step), dtheta, dg)
+        return _Wrote(Writes(row + first, where, dm, dv, step, torch.zeros_like(row)), dtheta, dg)
 
 
 def _replace_(
@@ -258,6 +273,42 @@ def _replace_(
         linear.index_add_(0, wrote.writes.row - first, exact.mT.to(linear))
 
 
+def _taken_out(
+    dx: Tangent, v: Float[Tensor, " param"], layout: Layout, step: int, lag: Int64[Tensor, " parameter"], row: int
+) -> Writes:
+    """The stiff part of a write, which leaves the difference."""
+    where = stiff(dx.v, v)
+    at, rows = torch.full_like(where, step), torch.full_like(where, row)
+    found = Writes(rows, where, dx.m[where], dx.v[where], at, lag.to(where)[layout.parameter_of(where)])
+    dx.m[where] = 0.0
+    dx.v[where] = 0.0
+    return found
+
+
+class _Counted:
+    """Candidates whose step counts differ from the control's from their step on, and what that does by itself."""
+
+    def __init__(self, trajectory: Trajectory, found: Adjoint, rows: int) -> None:
+        self.trajectory, self.found = trajectory, found
+        self.lags = torch.zeros(rows, len(trajectory.dynamics.layout.names), dtype=torch.int64)
+
+    def lag(self, row: int, control: Sequence[bool], own: Sequence[bool]) -> Int64[Tensor, " parameter"]:
+        """By how many steps a row's counts are behind, where it used other parameters than the control."""
+        self.lags[row] = torch.tensor([int(a) - int(b) for a, b in zip(control, own)])
+        return self.lags[row]
+
+    def responses(self, first: int) -> Float[Tensor, "row outcome"]:
+        """Σ_s ⟨λ_θ(s+1), q' − q⟩ from step `first` on."""
+        out = torch.zeros(len(self.lags), len(self.found.horizons), dtype=torch.float64)
+        for lag in set(self.lags.unique().tolist()) - {0}:
+            behind = (self.lags == lag).double()
+            for step, moved in count_moves(self.trajectory, first, first + max(self.found.horizons) - 1, lag):
+                for outcome, slope in enumerate(self.found.history.whole(step, moved.device)):
+                    by_parameter = parts(slope.to(moved), moved, self.trajectory.dynamics.layout.padded_sizes)
+                    out[:, outcome] += behind @ by_parameter.double().cpu()
+        return out
+
+
 # --- examples
 
 
@@ -272,19 +323,20 @@ def example_direction(
     layout = control.dynamics.layout
     lift = control.linear.absorb_transposed_(found.first.clone())
     _mask_inactive_(control, lift)
-    screen, parts = _Screen(control), []
+    screen, wrote = _Screen(control), []
     for i, gradient in enumerate(_gradients(control, sample)):
         row = layout.join(gradient.grads)[None]
-        parts.append(screen.writes(row, torch.ones_like(row[:, 0]), i))
-    pairs = torch.cat([part.writes.coordinate for part in parts])
+        every = torch.ones_like(row[:, 0])
+        wrote.append(screen.writes(row, every, i, every > 0))
+    pairs = torch.cat([part.writes.coordinate for part in wrote])
     if len(pairs):
         where, place = pairs.unique(return_inverse=True)
         # every pair is a row of its own, so that its response comes back by itself
-        joined = Writes.joined([part.writes for part in parts])
-        alone = Writes(torch.arange(len(pairs), device=pairs.device), *(getattr(joined, c) for c in COLUMNS[1:]))
+        joined = Writes.joined([part.writes for part in wrote])
+        alone = replace(joined, row=torch.arange(len(pairs), device=pairs.device))
         response = kick_responses(trajectory, found.history, alone, len(pairs), 1).sum(0)[0]
-        response += (found.first.theta[0][pairs] * torch.cat([part.dtheta for part in parts])).double()
-        dg = torch.cat([part.dg for part in parts]).double()
+        response += (found.first.theta[0][pairs] * torch.cat([part.dtheta for part in wrote])).double()
+        dg = torch.cat([part.dg for part in wrote]).double()
         up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
         up.index_add_(0, place, response * dg)
         down.index_add_(0, place, dg * dg)
@@ -358,12 +410,15 @@ class Layers:
         """⟨a, b⟩ by layer."""
         if len(self.names) == 1:
             return products(a, b).double().cpu()[None]
-        by_parameter = parts(a, b, self.layout.padded_sizes).double().cpu()
-        return torch.zeros(len(self.names), dtype=torch.float64).index_add_(0, self.owner, by_parameter)
+        return self.summed(parts(a, b, self.layout.padded_sizes).double().cpu()[None])[0]
 
     def of_coordinates(self, where: Int64[Tensor, " pair"]) -> Int64[Tensor, " pair"]:
-        starts = torch.tensor(self.layout.starts, device=where.device)
-        return self.owner.to(where.device)[torch.searchsorted(starts, where, right=True) - 1]
+        return self.owner.to(where.device)[self.layout.parameter_of(where)]
+
+    def summed(self, values: Float[Tensor, "step parameter"]) -> Float[Tensor, "step layer"]:
+        """Numbers of parameters summed by layer."""
+        out = torch.zeros(len(values), len(self.names), dtype=values.dtype)
+        return out.index_add_(1, self.owner, values)
 
 
 def contributions(
@@ -385,6 +440,7 @@ def contributions(
     owners = Layers.whole(layout) if layers is None else layers
     out: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
+    behind: dict[str, Tensor] = {}  # by step and parameter: how many steps the counts are then behind
     history = History(place)
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
@@ -394,8 +450,11 @@ def contributions(
         for name, edit in edits(index).items():
             end, _ = edit.shock(control).endpoint(1.0)
             dx = difference(end, control.after)
-            lag = int(isinstance(edit, Skip))
-            writes.setdefault(name, []).append(_taken_out(dx, control.after.v, index, lag, owners))
+            lag = torch.tensor(control.present, dtype=torch.int64) * isinstance(edit, Skip)
+            taken = _taken_out(dx, control.after.v, layout, index, lag, 0)
+            row = index * len(owners.names) + owners.of_coordinates(taken.coordinate)
+            writes.setdefault(name, []).append(replace(taken, row=row))
+            behind.setdefault(name, torch.zeros(time, len(layout.names), dtype=torch.float64))[index] = lag
             table = out.setdefault(name, torch.full((time, 3, len(owners.names)), torch.nan, dtype=torch.float64))
             for channel, part in enumerate(CHANNELS):
                 table[index, channel] = -owners.paired(getattr(c, part)[0], getattr(dx, part))
@@ -406,24 +465,16 @@ def contributions(
         joined, table = Writes.joined(each), out[name]
         kicked = kick_responses(trajectory, history, joined, time * len(owners.names), 1)[:, 0].cpu()
         table[:, 1:] -= kicked.view(2, time, len(owners.names)).transpose(0, 1)
-        if joined.lag:
-            _subtract_counts(table, trajectory, history, owners)
+        if behind[name].any():
+            _subtract_counts(table, behind[name], trajectory, history, owners)
     return out
 
 
-def _taken_out(dx: Tangent, v: Float[Tensor, " param"], step: int, lag: int, owners: Layers) -> Writes:
-    """The stiff part of a write, which leaves the difference; its row is the step's and the layer's."""
-    where = stiff(dx.v, v)
-    row = step * len(owners.names) + owners.of_coordinates(where)
-    found = Writes(row, where, dx.m[where], dx.v[where], torch.full_like(where, step), lag)
-    dx.m[where] = 0.0
-    dx.v[where] = 0.0
-    return found
-
-
-def _subtract_counts(table: Tensor, trajectory: Trajectory, history: History, owners: Layers) -> None:
-    """A skipped step leaves the counts one behind, which changes the size of every later step."""
-    for step, moved in count_moves(trajectory, 1, len(table)):
+def _subtract_counts(
+    table: Tensor, behind: Float[Tensor, "step parameter"], trajectory: Trajectory, history: History, owners: Layers
+) -> None:
+    """A skipped step leaves the counts of its parameters one behind, which changes the size of every later step."""
+    for step, moved in count_moves(trajectory, 1, len(table), 1):
         slope = history.whole(step, moved.device)
-        if slope is not None:
-            table[:step, 0] -= owners.paired(slope[0], moved)
+        by_parameter = parts(slope[0].to(moved), moved, owners.layout.padded_sizes).double().cpu()
+        table[:step, 0] -= owners.summed(behind[:step] * by_parameter)
