@@ -203,7 +203,7 @@ class KickOracle:
     def linear_write(self, at: int, batch: object) -> Tensor:
         """The same, linear in the difference of the gradients that reach the moments (clipping is exact)."""
         o, c = self.steps[at], self.steps[at].columns
-        theta, m, v = o.split(o.x)
+        _, m, v = o.split(o.x)
         g, other = (self.effective(at, b) for b in (o.step.batch, batch))
         new_m, new_v = c["beta1"] * m + (1 - c["beta1"]) * g, c["beta2"] * v + (1 - c["beta2"]) * g**2
         dm, dv = (1 - c["beta1"]) * (other - g), 2 * (1 - c["beta2"]) * g * (other - g)

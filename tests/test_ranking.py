@@ -1,4 +1,4 @@
-"""Rankings against a forward oracle, calibration by hand, shares against per-example gradients, and explanations."""
+"""Rankings: calibration by hand, tables and files, shares against per-example gradients, and explanations."""
 
 from __future__ import annotations
 
@@ -9,157 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import aftershock as ak
-from aftershock.api.contributions import EDITS
 from aftershock.api.ranking import SUMMARIES
-from aftershock.core.scores import (
-    Layers,
-    adjoint,
-    contributions,
-    example_direction,
-    example_scores,
-    mean_write,
-    midpoint_slopes,
-    pool_scores,
-)
+from aftershock.core.scores import adjoint, example_direction, example_scores
 from aftershock.errors import ExamplesCouple, InvalidInput
 
-from .cases import CASES, Case, classes, make, mlp
+from .cases import Case, classes, make, mlp
 from .oracles import KickOracle
 
 CPU = torch.device("cpu")
-
-
-def oracle(case: Case, path: ak.Path) -> KickOracle:
-    return KickOracle(path, case.model, case.loss_fn)
-
-
-# --- kicks
-
-
-def predicted(truth: KickOracle, at: int, pool: list, slopes: dict[int, Tensor]) -> Tensor:
-    """Responses by batch and state: exact at stiff coordinates, elsewhere linear in the clipped gradient.
-
-    A batch that uses other parameters than the control's has no such linear part: its difference is exact throughout.
-    """
-    dx, lag = map(torch.stack, zip(*(truth.written(at, batch) for batch in pool)))
-    stiff, linear = truth.is_stiff(at, dx[:, 2]), torch.stack([truth.linear_write(at, batch) for batch in pool])
-    exact = stiff | lag.any(1, keepdim=True)
-    return truth.responses(at, torch.where(exact[:, None], dx, linear), stiff, lag, slopes)
-
-
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_scores_are_the_forward_recursion(name: str, at: int) -> None:
-    case = make(name)
-    path = case.path(6)
-    pool, probe = case.batches(4), case.batch()
-    watch, truth = path.watch(at, probe), oracle(case, path)
-    found = pool_scores(
-        path.control(at), adjoint(watch, watch.slope, watch.range, CPU), path.trajectory, pool, at_once=3
-    )
-    slopes = {at + h: watch.slope(h) for h in watch.range}
-    expected = predicted(truth, at, pool, slopes)
-    assert found.stiff > 0.1
-    assert expected.abs().max() > 1e-4
-    torch.testing.assert_close(found.response, expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
-    sizes = path.replace(pool, at).response(probe, answers=("tangent",), horizon=1).data["xi_norm"].values
-    np.testing.assert_allclose(found.xi_norm, sizes, rtol=1e-6)
-
-
-def edited(truth: KickOracle, at: int, change: str) -> tuple[Tensor, Tensor]:
-    """The exact difference that a change makes, and by how many steps the counts are then behind."""
-    o = truth.steps[at]
-    theta, m, v = o.split(o.x)
-    raw = o.raw(theta).detach()
-    end = {
-        "zero": lambda: o.update(o.x, 0 * raw),
-        "skip": lambda: o.x,
-        "reset m": lambda: o.update(torch.cat([theta, 0 * m, v]), raw),
-        "reset v": lambda: o.update(torch.cat([theta, m, 0 * v]), raw),
-    }[change]()
-    return end.view(3, -1) - truth.after[at], o.columns["present"] * (change == "skip")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_contributions_are_the_forward_recursion(name: str) -> None:
-    """Of all changes at all steps, channel by channel: what waits in θ, what m does alone, and what v adds."""
-    case = make(name)
-    path = case.path(5)
-    watch, truth = path.watch(0, case.batch()), oracle(case, path)
-    slope = watch.slope(4)  # an outcome before the end of the path
-    layers = Layers.of(path.point.loss.layout)
-    by_layer = contributions(path.trajectory, 4, slope, lambda step: EDITS, CPU, layers)
-    whole = contributions(path.trajectory, 4, slope, lambda step: EDITS, CPU)
-    for change in EDITS:
-        torch.testing.assert_close(by_layer[change].sum(2), whole[change][..., 0], rtol=1e-9, atol=1e-14)
-        scale = float(whole[change].abs().max())
-        for at in range(4):
-            dx, lag = edited(truth, at, change)
-            starts = dx * torch.tensor([[1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 0]])[:, :, None]
-            found = -truth.responses(at, starts, truth.is_stiff(at, dx[2]), lag, {4: slope})[:, 0]
-            every, theta, m, nothing = found.tolist()
-            parts = torch.tensor([theta, m - nothing, every - theta - m + nothing], dtype=torch.float64)
-            torch.testing.assert_close(whole[change][at, :, 0], parts, rtol=1e-8, atol=1e-9 * scale)
-            assert float(whole[change][at].sum()) == pytest.approx(every, rel=1e-8, abs=1e-9 * scale)
-
-
-def test_a_skip_of_the_first_step_ever() -> None:
-    """Moments that do not exist yet, counts that start at zero, and a parameter that appears later."""
-    case = make("unused_parameters")
-    case.optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, eps=1e-4)
-    path = case.path(4)
-    assert path.steps[0].present == (True, True, False, False)
-    assert path.steps[1].present == (True,) * 4
-    watch, truth = path.watch(0, case.batch()), oracle(case, path)
-    found = contributions(path.trajectory, 4, watch.slope(4), lambda step: EDITS, CPU)["skip"]
-    for at in range(4):
-        dx, lag = edited(truth, at, "skip")
-        expected = -truth.responses(at, dx[None], truth.is_stiff(at, dx[2]), lag, {4: watch.slope(4)})
-        assert float(found[at].sum()) == pytest.approx(float(expected), rel=1e-8)
-
-
-# --- midpoint
-
-
-def test_the_probe_is_read_half_way_along_the_mean() -> None:
-    """On a quadratic the shared row is an exact run from the mean write, and its midpoint slope has no error."""
-    case = make("quadratic")
-    path = case.path(5)
-    pool, probe = case.batches(3), case.batch()
-    watch, truth = path.watch(1, probe), oracle(case, path)
-    mean = torch.stack([truth.written(1, batch)[0] for batch in pool]).mean(0)
-    x, d, u, q = (truth.after[1] + mean).reshape(-1), *probe
-    slopes = {}
-    for time in range(2, 6):
-        middle = (x.view(3, -1)[0] + truth.after[time - 1][0]) / 2
-        slopes[time] = d * middle + u @ (u.mT @ middle) / u.shape[1] + q
-        x = truth.steps[time].step_of(x).detach() if time < 5 else x
-    found = midpoint_slopes(watch, mean_write(path.control(1), pool), watch.range)
-    for time, slope in slopes.items():
-        torch.testing.assert_close(truth.layout.compact(found[time - 1]), slope, rtol=1e-9, atol=1e-12)
-        assert (slope - truth.layout.compact(watch.slope(time - 1))).norm() > 1e-4 * slope.norm()
-    padded = {time: truth.layout.expand(slope) for time, slope in slopes.items()}
-    expected = predicted(truth, 1, pool, padded)
-    ranking = path.rank(pool, probe, at=1, verify=0).data.sel(change=[f"batch {i}" for i in range(3)])
-    np.testing.assert_allclose(ranking["predicted"].values, expected, rtol=1e-8, atol=1e-12)
-
-
-def test_the_midpoint_of_one_candidate_leaves_no_curvature_of_the_probe() -> None:
-    """F(θ+d) − F(θ) = ⟨∇F(θ + d/2), d⟩ for a quadratic: with the exact displacement nothing is left over."""
-    case = make("quadratic")
-    path = case.path(4)
-    batch, probe = case.batch(), case.batch()
-    watch = path.watch(0, probe)
-    found = midpoint_slopes(watch, mean_write(path.control(0), [batch]), watch.range)
-    exact = path.replace([batch]).response(probe, answers=("exact",)).exact.values[0, 0]
-    other = case.point().follow([batch, *(step.batch for step in path.steps[1:])])
-    for h in watch.range:
-        moved = other.trajectory.state(h).theta - path.trajectory.state(h).theta
-        assert float(found[h] @ moved) == pytest.approx(exact[h - 1], rel=1e-9, abs=1e-14)
-        assert float(watch.slope(h) @ moved) != pytest.approx(exact[h - 1], rel=1e-4)
 
 
 # --- calibration
@@ -216,11 +76,12 @@ def test_one_outcome_is_the_last_of_many() -> None:
 def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     """One candidate pushes a weight over a wall after two states: what is known of it counts, and no more."""
     case = make("quadratic")
-    wall = float(case.model.theta.detach()[0]) + 0.02
-    case.loss_fn = lambda m, b: m(b) - 1e-6 * (wall - m.theta[0]).log()
-    path = case.path(5)
-    pool, probe = case.batches(4), case.batch()
+    batches, pool, probe = case.batches(5), case.batches(4), case.batch()
     pool[0][2][0] = -1e3
+    free = case.point().follow([pool[0], *batches[1:]]).trajectory
+    wall = float(free.state(2).theta[0] + free.state(3).theta[0]) / 2
+    case.loss_fn = lambda m, b: m(b) - 1e-6 * (wall - m.theta[0]).log()
+    path = case.point().follow(batches)
     ranking = path.rank(pool, probe, verify=3)
     data = ranking.data.sel(change=[f"batch {i}" for i in range(4)])
     truth = data["measured"].values
@@ -236,7 +97,7 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
         finite = np.isfinite(row)
         others = [np.mean([r[h] for k, r in enumerate(residual) if k != j and np.isfinite(r[h])]) for h in range(5)]
         exact = truth[~np.isnan(truth[:, 0])][j]
-        errors.append(by_hand(exact[finite], (exact - row + others)[finite]))
+        errors.append(by_hand(exact[finite], exact[finite] - row[finite] + np.array(others)[finite]))
     assert float(data["held_out_error"]) == pytest.approx(np.median(errors), rel=1e-9)
 
 
@@ -281,3 +142,147 @@ def test_results_survive_a_file(tmp_path: Path) -> None:
         assert loaded.data.identical(result.data)
         assert str(loaded) == str(result)
         assert loaded.certificate == result.certificate
+
+
+# --- examples
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_example_shares_against_per_example_gradients(reduction: str, clip: float | None) -> None:
+    """Where v is large no write is stiff, and at the control's slope a share is the tangent's, to the digit."""
+    case = make("tanh_mlp")
+    case.loss_fn, case.clip = lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=reduction), clip
+    for state in case.optimizer.state.values():
+        state["exp_avg_sq"].add_(10.0)
+    path = case.path(5)
+    assert path.steps[0].clip.binds == (clip is not None)
+    pool, probe = case.batches(3), case.batch()
+    watch, control, truth = path.watch(0, probe, 4), path.control(0), KickOracle(path, case.model, case.loss_fn)
+    assert not any(truth.is_stiff(0, truth.written(0, batch)[0][2]).any() for batch in pool)
+    swept = adjoint(watch, watch.slope, [4], CPU)
+    direction = example_direction(control, swept, path.trajectory, pool)
+    row = path.response_operator(probe, 0, 4).rmv(torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(direction, row, rtol=1e-8, atol=1e-12)
+    o = truth.steps[0]
+    slopes = {
+        (b, i): torch.cat([g.reshape(-1) for g in o.gradients(o.split(o.x)[0], (x[i : i + 1], y[i : i + 1]))])
+        @ truth.layout.compact(row) * (1 if reduction == "sum" else 1 / len(y))
+        for b, (x, y) in enumerate(pool) for i in range(len(y))
+    }  # fmt: skip
+    for b, batch in enumerate(pool):
+        found = example_scores(control, direction, batch, "here") * (1 if reduction == "sum" else 1 / len(batch[1]))
+        expected = torch.stack([slopes[b, i] for i in range(len(found))])
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-14)
+    ranking = path.rank_examples(pool, probe, horizon=4, verify=2)
+    data = ranking.data
+    measured, k = data["measured"].values, np.arange(data.sizes["example"])
+    shares = [float(slopes[int(data["batch"][j]), int(data["index"][j])]) for j in k]
+    np.testing.assert_allclose(data["predicted"].values, shares, rtol=0.1, atol=0.01 * np.abs(shares).max())
+    assert (np.isfinite(measured) == (k < 2)).all()
+    ratios = measured[:2] / data["predicted"].values[:2]
+    np.testing.assert_allclose(data["share"].values, np.mean(ratios) * data["predicted"].values, rtol=1e-9)
+    assert float(data["held_out_error"]) == pytest.approx(
+        np.median(abs(ratios[::-1] * data["predicted"].values[:2] / measured[:2] - 1)), rel=1e-5
+    )
+    assert (np.diff(np.abs(data["share"].values)) <= 0).all()
+    # the top example's part, added to the control's gradient in a second run
+    b, i = int(data["batch"][0]), int(data["index"][0])
+    x, y = pool[b]
+    part = torch.cat([g.reshape(-1) for g in o.gradients(o.split(o.x)[0], (x[i : i + 1], y[i : i + 1]))])
+    part = part if reduction == "sum" else part / len(y)
+    assert measured[0] == pytest.approx(path.perturb(part).response(probe, horizon=4).exact.values[0, 0, -1], rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_shares_of_untouched_rows_are_useful_where_the_tangent_is_absurd(clip: float | None) -> None:
+    case = make("untouched_rows")
+    case.clip = clip
+    case.optimizer.param_groups[0]["eps"] = 1e-8
+    path = case.path(6)
+    draw = torch.Generator().manual_seed(0)
+    *pool, probe = (torch.randint(0, 6, (4, 6), generator=draw) for _ in range(4))
+    data = path.rank_examples(pool, probe, verify=99).data
+    predicted, measured = data["predicted"].values, data["measured"].values
+    row = path.response_operator(probe).rmv(torch.eye(6, dtype=torch.float64)[-1])
+    before, random = path.control(0).before, path.steps[0].random
+    tangent = []
+    for b, i in zip(data["batch"].values.tolist(), data["index"].values.tolist()):
+        one = path.point.loss.gradient(before.theta, {}, pool[b][i : i + 1], random, "here")
+        tangent.append(float(row @ path.point.loss.layout.join(one.grads)) / 4)
+    assert np.median(abs(np.array(tangent) - measured)) > 1e3 * np.median(abs(measured))
+    assert np.median(abs(predicted - measured)) < 0.6 * np.median(abs(measured))
+    assert np.corrcoef(predicted, measured)[0, 1] > 0.9
+
+
+def test_convolutions_and_text_rank_by_example() -> None:
+    for name in ("relu_cnn", "transformer", "tied"):
+        case = make(name)
+        path = case.path(3)
+        ranking = path.rank_examples([case.batch()], case.batch())
+        assert ranking.data["share"].notnull().all(), name
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "dropout"])
+def test_examples_that_couple_are_refused(name: str) -> None:
+    case = make(name)
+    path = case.path(3)
+    with pytest.raises(ExamplesCouple, match=r"[Bb]atch normalization|depend on each other"):
+        path.rank_examples([case.batch()], case.batch())
+
+
+def test_a_contrastive_loss_is_refused() -> None:
+    torch.manual_seed(0)
+    model = mlp(4, 5, 3).double()
+
+    def loss_fn(m: nn.Module, b: tuple) -> torch.Tensor:
+        z = m(b[0].double())
+        return (z @ z.mT).logsumexp(1).mean()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    case = Case("contrastive", model, optimizer, loss_fn, classes((4,)))
+    case.train(case.batches(3))
+    with pytest.raises(ExamplesCouple, match="neither the mean nor the sum"):
+        case.path(3).rank_examples([case.batch()], case.batch())
+
+
+# --- explaining
+
+
+def test_an_explanation_is_checked_by_reruns() -> None:
+    case = make("tanh_mlp")
+    path = case.path(6)
+    explanation = path.explain(ak.own_loss, outcome=5, verify=2)
+    total, measured = explanation.total.values, explanation.data["measured"].values
+    top = np.argsort(-abs(total))[:2]
+    assert set(np.flatnonzero(np.isfinite(measured))) == set(top)
+    for step in top.tolist():
+        exact = path.zero(step).response(ak.own_loss, answers=("exact",), horizon=5 - step).exact.values[0, 0, -1]
+        assert measured[step] == -exact
+    # a whole gradient is not a small change: the adjoint has the sign and the size, not the digits
+    np.testing.assert_allclose(measured[top], total[top], rtol=0.5)
+    heading, _, *rows = str(explanation).splitlines()[:-1]
+    assert "by the size of the prediction, largest first" in heading
+    assert [int(row.split()[0]) for row in rows] == np.argsort(-abs(total)).tolist()
+    for row in rows:
+        cells = row.split()
+        assert float(cells[1]) == pytest.approx(total[int(cells[0])], rel=1e-2)
+        assert cells[1][0] in "+-"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda path, batch: path.rank([], batch), "pool is empty"),
+        (lambda path, batch: path.rank([batch], batch, by="size"), "by is one of"),
+        (lambda path, batch: path.rank([batch], batch, horizon=9), "past the end"),
+        (lambda path, batch: path.rank([batch], batch, labels=["a", "b"]), "labels"),
+        (lambda path, batch: path.explain(batch, outcome=9), "past the end"),
+        (lambda path, batch: path.explain(batch, change="delete"), "change is one of"),
+    ],
+)
+def test_bad_input(call, words) -> None:  # type: ignore[no-untyped-def]
+    case = make("tanh_mlp")
+    path = case.path(3)
+    with pytest.raises(InvalidInput, match=words):
+        call(path, case.batch())

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from .adamw import Run, displacement, runs_of, step_size
 from .layout import Layout
-from .state import JointState
+from .reductions import parts
+from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
@@ -83,6 +84,19 @@ def stiff(dv: Float[Tensor, " param"], v: Float[Tensor, " param"]) -> Int64[Tens
     return (dv.abs() > STIFF * v).nonzero()[:, 0]
 
 
+def taken_out(
+    dx: Tangent, v: Float[Tensor, " param"], layout: Layout, step: int, lag: Sequence[int], row: int
+) -> Writes:
+    """The stiff part of a write at `step`, which leaves the difference. `lag` is by parameter."""
+    where = stiff(dx.v, v)
+    behind = torch.tensor(lag, device=where.device)[layout.parameter_of(where)]
+    at, rows = torch.full_like(where, step), torch.full_like(where, row)
+    found = Writes(rows, where, dx.m[where], dx.v[where], at, behind)
+    dx.m[where] = 0.0
+    dx.v[where] = 0.0
+    return found
+
+
 def kick_responses(
     trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int
 ) -> Float[Tensor, "channel outcome row"]:
@@ -121,15 +135,34 @@ def _add_kicks_(
             out[channel, : len(slopes)].index_add_(1, writes.row[:begun], (paired * kicks[channel]).double())
 
 
-def count_moves(
-    trajectory: Trajectory, first: int, stop: int, lag: int
-) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
-    """For steps `first` … stop−1: q' − q, how counts that are `lag` behind change a step by themselves."""
+def count_responses(
+    trajectory: Trajectory,
+    history: History,
+    lags: Int64[Tensor, "row parameter"],
+    begin: Int64[Tensor, " row"],
+    outcomes: int,
+) -> Float[Tensor, "outcome row parameter"]:
+    """Σ_s ⟨λ_θ(s+1), q' − q⟩ over steps after `begin`: what step counts that are `lags` behind do by themselves."""
+    sizes = trajectory.dynamics.layout.padded_sizes
+    out = torch.zeros(outcomes, *lags.shape, dtype=torch.float64)
+    for lag in set(lags.unique().tolist()) - {0}:
+        behind = (lags == lag).double()
+        for step, moved in _count_moves(trajectory, int(begin.min()) + 1, lag):
+            slopes = history.whole(step, moved.device)
+            if slopes is None:
+                break
+            begun = behind * (begin < step)[:, None]
+            for outcome, slope in enumerate(slopes):
+                out[outcome] += begun * parts(slope, moved, sizes).double().cpu()
+    return out
+
+
+def _count_moves(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
+    """For every step from `first` on: q' − q, how counts that are `lag` behind change it."""
     layout = trajectory.dynamics.layout
     for step, runs, after in _steps(trajectory, first, 0):
-        if step >= stop:
-            return
-        behind = runs_of(layout, trajectory.steps[step].hypers, [c - 1 - lag for c in after.counts], _present(runs, layout))
+        counts = [c - 1 - lag for c in after.counts]
+        behind = runs_of(layout, trajectory.steps[step].hypers, counts, _present(runs, layout))
         moved = torch.zeros_like(after.theta)
         for now in runs:
             late = next(run for run in behind if run.where.start <= now.where.start < run.where.stop)

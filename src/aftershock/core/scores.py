@@ -19,7 +19,7 @@ from .batches import Batch, example_count, take_examples
 from .changes import ControlStep, Edit, Skip
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
-from .kicks import STIFF, History, Writes, count_moves, kick_responses, stiff
+from .kicks import STIFF, History, Writes, count_responses, kick_responses, taken_out
 from .layout import Layout
 from .loss import Gradient
 from .operators import readout
@@ -27,7 +27,7 @@ from .probe import Watch
 from .reductions import parts, products
 from .rollout import Rows, rollout
 from .rows import pool_gradients
-from .state import CHANNELS, Cotangent, JointState, Tangent, difference
+from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair_channels
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
@@ -146,8 +146,7 @@ def pool_scores(
     against = torch.cat([lift, control.raw[None]])
     base, own = products(lift, control.raw) * control.step.clip.factor, products(control.raw, control.raw)
     rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
-    counted = _Counted(trajectory, found, len(pool))
-    values, sizes, writes = [], [], []
+    values, sizes, writes, odd = [], [], [], dict[int, list[int]]()
     for first in range(0, len(pool), at_once):
         some = list(pool[first : first + at_once])
         gradients = _gradients(control, some, first)
@@ -157,9 +156,7 @@ def pool_scores(
             layout.write(row, gradient.grads)
             tick()
         norm = torch.stack([gradient.norm for gradient in gradients]).to(own)
-        factor = torch.ones_like(norm)
-        if step.max_norm is not None:
-            factor = torch.clamp(step.max_norm / (norm + TORCH_EPSILON), max=1.0)
+        factor = _clip_factors(control, norm)
         some_rows = rows[: len(some)]
         paired = products(some_rows, against)
         linear = paired[:, :-1] * factor[:, None] - base
@@ -169,15 +166,19 @@ def pool_scores(
         writes.append(wrote.writes)
         for i in (~usual).nonzero()[:, 0].tolist():
             present = gradients[i].present
+            odd[first + i] = [int(a) - int(b) for a, b in zip(control.present, present)]
             dx = difference(control.apply(rows[i], present)[0], control.after)
-            lag = counted.lag(first + i, control.present, present)
-            writes.append(_taken_out(dx, control.after.v, layout, step.index, lag, first + i))
-            linear[i] = sum(products(getattr(found.first, c), getattr(dx, c)) for c in CHANNELS)
+            writes.append(taken_out(dx, control.after.v, layout, step.index, odd[first + i], first + i))
+            linear[i] = pair_channels(found.first, Tangent(*(getattr(dx, c)[None] for c in CHANNELS))).sum(0)[:, 0]
         values.append(linear.double())
         sizes.append((norm.square() - 2 * paired[:, -1] + own).clamp_(min=0).sqrt_())
     joined = Writes.joined(writes)
     kicked = kick_responses(trajectory, found.history, joined, len(pool), len(found.horizons)).sum(0)
-    response = torch.cat(values) + kicked.mT + counted.responses(control.step.index + 1).to(kicked)
+    response = torch.cat(values) + kicked.mT
+    if odd:
+        lags, begin = torch.tensor(list(odd.values())), torch.full((len(odd),), step.index)
+        counted = count_responses(trajectory, found.history, lags, begin, len(found.horizons)).sum(-1)
+        response[list(odd)] += counted.mT.to(response)
     share = len(joined) / (len(pool) * layout.size)
     return PoolScores(found.by_horizon(response.mT.cpu()).mT, torch.cat(sizes).double().cpu(), share)
 
@@ -189,6 +190,12 @@ def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -
         loss, before.theta, before.buffers, batches, step.random,
         lambda i: f"batch {first + i} of the pool", control.present,
     )  # fmt: skip
+
+
+def _clip_factors(control: ControlStep, norm: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """What clipping makes of gradients of these norms at the control's step."""
+    limit = control.step.max_norm
+    return torch.ones_like(norm) if limit is None else torch.clamp(limit / (norm + TORCH_EPSILON), max=1.0)
 
 
 def _mask_inactive_(control: ControlStep, lift: Float[Tensor, "outcome param"]) -> None:
@@ -273,42 +280,6 @@ def _replace_(
         linear.index_add_(0, wrote.writes.row - first, exact.mT.to(linear))
 
 
-def _taken_out(
-    dx: Tangent, v: Float[Tensor, " param"], layout: Layout, step: int, lag: Int64[Tensor, " parameter"], row: int
-) -> Writes:
-    """The stiff part of a write, which leaves the difference."""
-    where = stiff(dx.v, v)
-    at, rows = torch.full_like(where, step), torch.full_like(where, row)
-    found = Writes(rows, where, dx.m[where], dx.v[where], at, lag.to(where)[layout.parameter_of(where)])
-    dx.m[where] = 0.0
-    dx.v[where] = 0.0
-    return found
-
-
-class _Counted:
-    """Candidates whose step counts differ from the control's from their step on, and what that does by itself."""
-
-    def __init__(self, trajectory: Trajectory, found: Adjoint, rows: int) -> None:
-        self.trajectory, self.found = trajectory, found
-        self.lags = torch.zeros(rows, len(trajectory.dynamics.layout.names), dtype=torch.int64)
-
-    def lag(self, row: int, control: Sequence[bool], own: Sequence[bool]) -> Int64[Tensor, " parameter"]:
-        """By how many steps a row's counts are behind, where it used other parameters than the control."""
-        self.lags[row] = torch.tensor([int(a) - int(b) for a, b in zip(control, own)])
-        return self.lags[row]
-
-    def responses(self, first: int) -> Float[Tensor, "row outcome"]:
-        """Σ_s ⟨λ_θ(s+1), q' − q⟩ from step `first` on."""
-        out = torch.zeros(len(self.lags), len(self.found.horizons), dtype=torch.float64)
-        for lag in set(self.lags.unique().tolist()) - {0}:
-            behind = (self.lags == lag).double()
-            for step, moved in count_moves(self.trajectory, first, first + max(self.found.horizons) - 1, lag):
-                for outcome, slope in enumerate(self.found.history.whole(step, moved.device)):
-                    by_parameter = parts(slope.to(moved), moved, self.trajectory.dynamics.layout.padded_sizes)
-                    out[:, outcome] += behind @ by_parameter.double().cpu()
-        return out
-
-
 # --- examples
 
 
@@ -325,9 +296,8 @@ def example_direction(
     _mask_inactive_(control, lift)
     screen, wrote = _Screen(control), []
     for i, gradient in enumerate(_gradients(control, sample)):
-        row = layout.join(gradient.grads)[None]
-        every = torch.ones_like(row[:, 0])
-        wrote.append(screen.writes(row, every, i, every > 0))
+        row, factor = layout.join(gradient.grads)[None], _clip_factors(control, gradient.norm[None])
+        wrote.append(screen.writes(row, factor.to(row), i, factor > 0))
     pairs = torch.cat([part.writes.coordinate for part in wrote])
     if len(pairs):
         where, place = pairs.unique(return_inverse=True)
@@ -440,7 +410,7 @@ def contributions(
     owners = Layers.whole(layout) if layers is None else layers
     out: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
-    behind: dict[str, Tensor] = {}  # by step and parameter: how many steps the counts are then behind
+    lags: dict[str, list[list[int]]] = {}  # by step and parameter: how many steps the counts are then behind
     history = History(place)
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
@@ -450,11 +420,11 @@ def contributions(
         for name, edit in edits(index).items():
             end, _ = edit.shock(control).endpoint(1.0)
             dx = difference(end, control.after)
-            lag = torch.tensor(control.present, dtype=torch.int64) * isinstance(edit, Skip)
-            taken = _taken_out(dx, control.after.v, layout, index, lag, 0)
+            lag = [int(ok) for ok in control.present] if isinstance(edit, Skip) else [0] * len(control.present)
+            lags.setdefault(name, [lag] * time)[index] = lag
+            taken = taken_out(dx, control.after.v, layout, index, lag, 0)
             row = index * len(owners.names) + owners.of_coordinates(taken.coordinate)
             writes.setdefault(name, []).append(replace(taken, row=row))
-            behind.setdefault(name, torch.zeros(time, len(layout.names), dtype=torch.float64))[index] = lag
             table = out.setdefault(name, torch.full((time, 3, len(owners.names)), torch.nan, dtype=torch.float64))
             for channel, part in enumerate(CHANNELS):
                 table[index, channel] = -owners.paired(getattr(c, part)[0], getattr(dx, part))
@@ -465,16 +435,6 @@ def contributions(
         joined, table = Writes.joined(each), out[name]
         kicked = kick_responses(trajectory, history, joined, time * len(owners.names), 1)[:, 0].cpu()
         table[:, 1:] -= kicked.view(2, time, len(owners.names)).transpose(0, 1)
-        if behind[name].any():
-            _subtract_counts(table, behind[name], trajectory, history, owners)
+        counted = count_responses(trajectory, history, torch.tensor(lags[name]), torch.arange(time), 1)
+        table[:, 0] -= owners.summed(counted[0])
     return out
-
-
-def _subtract_counts(
-    table: Tensor, behind: Float[Tensor, "step parameter"], trajectory: Trajectory, history: History, owners: Layers
-) -> None:
-    """A skipped step leaves the counts of its parameters one behind, which changes the size of every later step."""
-    for step, moved in count_moves(trajectory, 1, len(table), 1):
-        slope = history.whole(step, moved.device)
-        by_parameter = parts(slope[0].to(moved), moved, owners.layout.padded_sizes).double().cpu()
-        table[:step, 0] -= owners.summed(behind[:step] * by_parameter)
