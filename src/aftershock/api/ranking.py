@@ -76,7 +76,8 @@ class Ranking(LabelledResult):
         return Certificate(tuple(_findings(self)))
 
     def __str__(self) -> str:
-        measured = _score(self.data["measured"], self.by)
+        predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
+        sign = "" if self.by == "total_abs" else "+"
         width = max(6, *(len(name) for name in self.order[:SHOWN]))
         lines = [
             f"{self.data.sizes['change']} changes at step {int(self.data['at'])} by predicted {self.by}, largest first "
@@ -86,9 +87,9 @@ class Ranking(LabelledResult):
         shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
         for i in shown:
             row = self.data.isel(change=i)
-            real = f"{float(measured[i]):>+12.4g}" if self.order[i] in self.verified else f"{'':>12}"
+            real = f"{measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
             curve = sparkline(row["response"].values)
-            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {float(row['score']):>+14.4g}  {real}  {curve}")
+            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {predicted[i]:>{sign}14.4g}  {real}  {curve}")
         return "\n".join([*lines, str(self.certificate)])
 
 
@@ -179,8 +180,8 @@ def _calibrated(
     offset = residual.mean("change").fillna(0.0)
     response = predicted + offset
     known = residual.dropna("change", how="all")
-    count = known.sizes["change"]
-    others = (known.sum("change") - known) / max(count - 1, 1)
+    count, seen = known.sizes["change"], known.notnull()
+    others = (known.sum("change") - known.fillna(0.0)) / (seen.sum("change") - seen).clip(min=1)
     truth, plain = measured.sel(change=known["change"]), predicted.sel(change=known["change"])
     held_out = nrmse(truth, plain + others).median() if count > 1 else torch.nan
     data = xr.Dataset(
@@ -205,6 +206,14 @@ def _calibrated(
 
 def _score(response: xr.DataArray, by: str) -> xr.DataArray:
     return response.isel(horizon=-1, drop=True) if by == LAST else summarize(response)[by]
+
+
+def _signed(response: xr.DataArray, by: str) -> xr.DataArray:
+    """The score as it is shown: positive means that the loss goes up."""
+    score = _score(response, by)
+    if by == "peak":
+        return summarize(response)["peak_sign"] * score
+    return -score if by.endswith("decrease") else score
 
 
 def _prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None) -> tuple[list[Batch], Watch]:
