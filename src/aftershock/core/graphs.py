@@ -113,9 +113,9 @@ class GradientGraph:
         except OutOfMemory:
             raise
         except Exception:  # no batching rule for an operation of this model
-            if sharing.compared("product"):
-                raise
-            sharing.settle("product", False)
+            if not sharing.compared("product"):
+                sharing.settle("product", False)
+            return False
         if not sharing.compared("product"):
             alone = layout.join(self._alone(curved, vectors[-1]))
             off = norms(out[-1] - alone)

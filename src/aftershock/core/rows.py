@@ -328,9 +328,7 @@ def _over_batches(
     """Gradients of many batches at one θ."""
     placed = [tree_flatten(loss.place(batch)) for batch in batches]
     spec = placed[0][1]
-    columns = zip(*(leaves for leaves, _ in placed))
-    stacked = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    dims = [0 if isinstance(leaf, Tensor) else None for leaf in stacked]
+    stacked, dims = _stacked([leaves for leaves, _ in placed])
 
     def one(own: list[Tensor], held: dict[str, Tensor], leaves: list[Any]) -> Any:
         return _loss_at(loss, own, held, spec.unflatten(leaves), where)
@@ -343,20 +341,39 @@ def _over_batches(
     return program
 
 
+def _stacked(batches: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int | None]]:
+    """Leaf by leaf, a tensor of all batches and 0; what all of them share (a padding mask of ones) once and None.
+
+    A model may look at what is shared, as attention masks are looked at to pick a kernel; a mapped tensor has no
+    value to look at.
+    """
+    stacked: list[Any] = []
+    dims: list[int | None] = []
+    for column in zip(*batches):
+        whole = torch.stack(column) if isinstance(column[0], Tensor) else None
+        mapped = whole is not None and not equal(whole, column[0].expand_as(whole))
+        stacked.append(whole if mapped else column[0])
+        dims.append(0 if mapped else None)
+    if all(dim is None for dim in dims):  # the same batch over and over
+        tensors = [isinstance(leaf, Tensor) for leaf in stacked]
+        stacked = [torch.stack([x] * len(batches)) if is_tensor else x for x, is_tensor in zip(stacked, tensors)]
+        dims = [0 if is_tensor else None for is_tensor in tensors]
+    return stacked, dims
+
+
 def _mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..., Any]:
     return torch.func.vmap(work, in_dims=dims, randomness="same")
 
 
 def _tried(loss: LossFunction, kind: str, run: Callable[[slice], T], count: int) -> list[T] | None:
-    """The mapped pieces; None, from now on, where this model cannot be mapped."""
+    """The mapped pieces; None where this model cannot be mapped: from now on, unless it was mapped before."""
     try:
         return loss.sharing.in_pieces(count, run)
     except OutOfMemory:
         raise
     except Exception:  # whatever cannot be mapped runs alone, with the same answer or its own error
-        if loss.sharing.compared(kind):
-            raise
-        loss.sharing.settle(kind, False)
+        if not loss.sharing.compared(kind):
+            loss.sharing.settle(kind, False)
         return None
 
 
