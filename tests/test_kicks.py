@@ -9,12 +9,17 @@ from torch import Tensor
 
 import aftershock as ak
 from aftershock.api.contributions import EDITS
-from aftershock.core.scores import Layers, adjoint, contributions, mean_write, midpoint_slopes, pool_scores
+from aftershock.core.scores import BentReadout, Layers, adjoint, contributions, mean_write, midpoint_slopes, pool_scores
 
 from .cases import CASES, Case, make
 from .oracles import KickOracle
 
 CPU = torch.device("cpu")
+
+
+def straight(slope: Tensor) -> BentReadout:
+    """A readout without curvature."""
+    return BentReadout(slope[None], torch.zeros(0, dtype=torch.float64))
 
 
 def oracle(case: Case, path: ak.Path) -> KickOracle:
@@ -73,8 +78,8 @@ def test_contributions_are_the_forward_recursion(name: str) -> None:
     watch, truth = path.watch(0, case.batch()), oracle(case, path)
     slope = watch.slope(4)  # an outcome before the end of the path
     layers = Layers.of(path.point.loss.layout)
-    by_layer = contributions(path.trajectory, 4, slope, lambda step: EDITS, CPU, layers)
-    whole = contributions(path.trajectory, 4, slope, lambda step: EDITS, CPU)
+    by_layer = contributions(path.trajectory, 4, straight(slope), lambda step: EDITS, CPU, layers)
+    whole = contributions(path.trajectory, 4, straight(slope), lambda step: EDITS, CPU)
     for change in EDITS:
         torch.testing.assert_close(by_layer[change].sum(2), whole[change][..., 0], rtol=1e-9, atol=1e-14)
         scale = float(whole[change].abs().max())
@@ -96,7 +101,7 @@ def test_a_skip_of_the_first_step_ever() -> None:
     assert path.steps[0].present == (True, True, False, False)
     assert path.steps[1].present == (True,) * 4
     watch, truth = path.watch(0, case.batch()), oracle(case, path)
-    found = contributions(path.trajectory, 4, watch.slope(4), lambda step: EDITS, CPU)["skip"]
+    found = contributions(path.trajectory, 4, straight(watch.slope(4)), lambda step: EDITS, CPU)["skip"]
     for at in range(4):
         dx, lag = edited(truth, at, "skip")
         expected = -truth.responses(at, dx[None], truth.is_stiff(at, dx[2]), lag, {4: watch.slope(4)})

@@ -350,7 +350,7 @@ def example_direction(
     layout = control.dynamics.layout
     lift = control.linear.absorb_transposed_(found.first.clone())
     _mask_inactive_(control, lift)
-    screen, wrote = _Screen(control), []
+    screen, wrote = _Screen(control), list[_Wrote]()
     for i, gradient in enumerate(_gradients(control, sample)):
         row, factor = layout.join(gradient.grads)[None], _clip_factors(control, gradient.norm[None])
         wrote.extend(screen.writes(row, factor.to(row), i, factor > 0))
