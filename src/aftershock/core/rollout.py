@@ -259,11 +259,11 @@ class ExactRows:
             return self._found[1:]
         out: list[Gradient | None] = [None] * len(self._states)
         patterns: dict[int, Pattern] = {}
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for slot in range(len(self._states)):
             step = self._step(slot, time)
             if step is not None and self._alive[slot]:
-                groups.setdefault(id(step.batch), []).append(slot)
+                groups.setdefault((id(step.batch), id(step.random)), []).append(slot)
         for slots in groups.values():
             step = self._step(slots[0], time)
             assert step is not None
@@ -275,16 +275,17 @@ class ExactRows:
 
     def _evaluate(self, slots: Sequence[int], step: Step, patterns: dict[int, Pattern]) -> list[Gradient | None]:
         loss, states = self.dynamics.loss, [self._states[slot] for slot in slots]
-        present = self.trajectory.steps[step.index].present
+        own = self.trajectory.steps[step.index]
+        present = own.present if step.batch is own.batch else None  # another batch may use other parameters
         if self.together:
             thetas = self._theta if len(slots) == len(self._states) else self._theta[list(slots)]
             buffers = [state.buffers for state in states]
             return row_gradients(loss, thetas, buffers, step.batch, step.random, step.where, present)
         out: list[Gradient | None] = []
         for slot, state in zip(slots, states):
-            own = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
+            watched = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
             state = _moved(state, self.layout.device)
-            out += row_gradients(own, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
+            out += row_gradients(watched, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
         return out
 
     def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:
