@@ -19,6 +19,7 @@ import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from aftershock import theory
 from aftershock.errors import InvalidFile, InvalidInput
 from aftershock.studies.cifar import recipe as cifar
 from aftershock.studies.cifar.data import load_cifar
@@ -215,6 +216,26 @@ def test_a_candidate_that_cannot_be_matched_is_left_out(data: Path) -> None:
                 assert gone.isnull().all(), name
                 assert rest.notnull().all(), name
                 assert value.sel(family="natural").notnull().all(), name
+
+
+@pytest.mark.parametrize("system", [MLP, CNN], ids=["mlp", "cnn"])
+def test_rows_together_are_rows_alone(data: Path, system: System) -> None:
+    """On a GPU rows share their calls: the networks can be mapped over, and nothing else changes."""
+    own = scene(data, system)
+    change = own.path.perturb(own.natural)
+    alone = change.response(own.probe).data["response"]
+    matched = own.matched.xi
+    sharing = own.point.loss.sharing
+    sharing.wanted = True
+    try:
+        together = change.response(own.probe).data["response"]
+        again = theory.match_first_step(own.path, own.natural, own.probe).xi
+        assert sharing._agreed == dict.fromkeys(sharing._agreed, True)
+        assert {"gradient", "value", "product"} <= set(sharing._agreed)
+    finally:
+        sharing.wanted = False
+    np.testing.assert_allclose(together, alone, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(again, matched, rtol=1e-6, atol=1e-12, equal_nan=True)
 
 
 def test_the_same_piece_has_the_same_bits(data: Path) -> None:

@@ -23,7 +23,6 @@ def _mlp() -> nn.Sequential:
 def _cnn() -> nn.Sequential:
     """3×3 convolutions with ReLU; 2×2 max-pooling after the first two, the mean over the image after the third."""
     return nn.Sequential(
-        ChannelsLast(),
         Convolution(3, 32), nn.ReLU(), Halve(),
         Convolution(32, 64), nn.ReLU(), Halve(),
         Convolution(64, 128), nn.ReLU(), Average(),
@@ -31,32 +30,28 @@ def _cnn() -> nn.Sequential:
     )  # fmt: skip
 
 
-class ChannelsLast(nn.Module):
-    def forward(self, x: Float[Tensor, "image c y x"]) -> Float[Tensor, "image y x c"]:
-        return x.permute(0, 2, 3, 1)
+# Torch's own layers would do. These map over rows of weights, and over rows of Hessian products, which max_pool2d's
+# second derivative does not; and cuDNN's own convolutions in float64 are several times slower than a product.
 
 
 class Convolution(nn.Conv2d):
-    """3×3, padded, as a product of matrices: cuDNN's own in float64 is several times slower.
-
-    Rows of weights are then a batch of products.
-    """
+    """3×3, padded, as a product of matrices."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
 
-    def forward(self, x: Float[Tensor, "image y x i"]) -> Float[Tensor, "image y x o"]:
-        patches = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, 1).unfold(2, 3, 1)
-        return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias)
+    def forward(self, x: Float[Tensor, "image i y x"]) -> Float[Tensor, "image o y x"]:
+        patches = F.unfold(x, 3, padding=1)
+        return F.linear(patches.mT, self.weight.flatten(1), self.bias).mT.unflatten(2, x.shape[2:])
 
 
 class Halve(nn.Module):
     """2×2 max-pooling."""
 
-    def forward(self, x: Float[Tensor, "image y x c"]) -> Float[Tensor, "image y/2 x/2 c"]:
-        return F.max_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    def forward(self, x: Float[Tensor, "image c y x"]) -> Float[Tensor, "image c y/2 x/2"]:
+        return x.unflatten(2, (-1, 2)).max(3).values.unflatten(3, (-1, 2)).max(4).values
 
 
 class Average(nn.Module):
-    def forward(self, x: Float[Tensor, "image y x c"]) -> Float[Tensor, "image c"]:
-        return x.mean((1, 2))
+    def forward(self, x: Float[Tensor, "image c y x"]) -> Float[Tensor, "image c"]:
+        return x.mean((2, 3))
