@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.batches import Batch, example_count, take_examples
+from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.planning import plan_history, plan_pool
 from ..core.probe import Watch
 from ..core.scores import (
+    EXAMPLES_AT_ONCE,
     SAMPLE,
     PoolScores,
     adjoint,
@@ -295,10 +296,11 @@ def rank_examples(
     direction = example_direction(control, swept, path.trajectory, sample)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
-        for i, batch in enumerate(batches):
-            slope = example_scores(control, direction, batch, f"batch {i} of the pool")
-            shares.append(slope.double().cpu() * (weight or 1 / example_count(batch)))
-            tick()
+        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
+            slope = example_scores(control, direction, joined(group), f"batch {len(shares)} of the pool and on")
+            for batch, part in zip(group, slope.double().cpu().split([example_count(batch) for batch in group])):
+                shares.append(part * (weight or 1 / len(part)))
+                tick()
     share = torch.cat(shares)
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]

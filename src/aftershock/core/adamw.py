@@ -12,7 +12,7 @@ which is the paper's carry K at u = 0, its write-in B at δx = 0 and its transit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -230,8 +230,8 @@ class LinearStep:
                 for w in _blocks(run.where, rows):
                     yield run, w
 
-    def _whole(self, name: str, fill: float = 0.0) -> Float[Tensor, " param"]:
-        out = torch.full_like(self.raw, fill)
+    def _whole(self, name: str) -> Float[Tensor, " param"]:
+        out = torch.zeros_like(self.raw)
         for run, w in self.pieces():
             out[..., w] = getattr(self.control(run, w), name)
         return out
@@ -252,29 +252,25 @@ class LinearStep:
     @cached_property
     def zero_v(self) -> Bool[Tensor, " param"]:
         """Active coordinates with v̂ = 0."""
-        return self._whole("v", fill=1.0) == 0
+        return self._mask(lambda at: at.v == 0, inactive=False)
 
     @cached_property
     def broken(self) -> Bool[Tensor, " param"]:
         """No derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step."""
-        mask = self.zero_v & (self._whole("m") != 0)
-        for run in self.runs:
-            if not run.active:
-                mask[..., run.where] = True
-        return mask
+        return self._mask(lambda at: (at.v == 0) & (at.m != 0), inactive=True)
+
+    def _mask(self, marked: Callable[[Control], Tensor], inactive: bool) -> Bool[Tensor, " param"]:
+        out = torch.full_like(self.raw, inactive, dtype=torch.bool)
+        for run, w in self.pieces():
+            out[..., w] = marked(self.control(run, w))
+        return out
 
     def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
-        found = torch.zeros(3, dtype=torch.int64, device=self.raw.device)
-        for run, w in self.pieces():
-            at, moved = self.control(run, w), one[w] != (other[w] if other.ndim else other)
-            zero = at.v == 0
-            found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (at.m != 0)).sum()])
-        for run in self.runs:
-            if not run.active:
-                w = run.where
-                found[2] += (one[w] != (other[w] if other.ndim else other)).sum()
-        zero, touched, broken = found.tolist()
+        zero, touched, broken = int(self.zero_v.sum()), 0, 0
+        if zero or not all(run.active for run in self.runs):
+            moved = one != other
+            touched, broken = int((self.zero_v & moved).sum()), int((self.broken & moved).sum())
         active = [i for i, start in enumerate(self.layout.starts) if self._active(start)]
         padding = sum(self.layout.padded_sizes[i] - self.layout.sizes[i] for i in active)
         return zero - padding, touched, broken  # the padding has v = 0 and never moves

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
 from .loss import Gradient, LossFunction, accumulated, derivative_error
 from .randomness import RandomState

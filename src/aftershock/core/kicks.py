@@ -115,6 +115,7 @@ def _add_kicks_(
 ) -> None:
     where, place = writes.coordinate.unique(return_inverse=True)
     dm, dv, begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
+    reach = int(where[0]), int(where[-1])
     for step, runs, after in _steps(trajectory, int(begin[0]) + 1, lag):
         slopes, begun = history.at(step, where), int(torch.searchsorted(begin, step))  # pairs written before this step
         if not len(slopes):
@@ -122,7 +123,7 @@ def _add_kicks_(
         m, v = after.m[where], after.v[where]
         kicks = torch.zeros(2, begun, dtype=dm.dtype, device=dm.device)
         for run in runs:
-            some = _inside(writes.coordinate[:begun], run)
+            some = _inside(writes.coordinate[:begun], run, reach)
             if run.active and run.bias2 > 0 and some is not None:
                 dm[:begun][some] *= run.beta1
                 dv[:begun][some] *= run.beta2
@@ -187,11 +188,9 @@ def _steps(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, 
         counts = state.counts
 
 
-def _inside(coordinates: Int64[Tensor, " pair"], run: Run) -> Tensor | slice | None:
-    """Which pairs lie in a run: all of them where it is the whole vector, None where none does."""
-    if not len(coordinates):
-        return None
-    low, high = int(coordinates.min()), int(coordinates.max())
+def _inside(coordinates: Int64[Tensor, " pair"], run: Run, reach: tuple[int, int]) -> Tensor | slice | None:
+    """Which pairs lie in a run: all of them where it holds all they reach, None where it holds none."""
+    low, high = reach
     if run.where.start <= low and high < run.where.stop:
         return slice(None)
     if high < run.where.start or low >= run.where.stop:

@@ -24,7 +24,8 @@ from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
 
-POOL_AT_ONCE = 32  # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+# gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 
 
 class Meter(TorchDispatchMode):
@@ -187,9 +188,10 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
-    footprint = Footprint.of(trajectory)
-    room = budget(memory, trajectory.dynamics.layout.device) // 2 - 5 * outcomes * footprint.vector
-    return max(1, min(POOL_AT_ONCE, room // (2 * footprint.row)))
+    footprint, device = Footprint.of(trajectory), trajectory.device
+    room = budget(memory, device) - (5 * outcomes + 3) * footprint.vector
+    most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
+    return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
 
 
 def pass_bytes(trajectory: Trajectory, each: Pass, scales: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .changes import ControlStep, Edit, touched_zero_v
+from .changes import ControlStep, Edit, shocks_of, touched_zero_v
 from .layout import Layout
 from .operators import WriteIn
 from .probe import Reader, Watch
@@ -109,8 +109,7 @@ class _Starts:
         layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at)
         exact: list[JointState] = []
         semilinear, linear = (_Collected(layout) for _ in range(2))
-        for i, edit in enumerate(edits):
-            shock = edit.shock(control)
+        for i, shock in enumerate(shocks_of(control, edits)):
             self.by_scale = shock.xi is not None  # one tangent serves all scales
             for j, scale in enumerate(scales):
                 end, clip = shock.endpoint(scale)

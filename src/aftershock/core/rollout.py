@@ -300,9 +300,10 @@ class ExactRows:
         fused = self.layout.device.type == "cuda"
         for hypers, slots in groups.items():
             for group, hyper in enumerate(hypers):
+                own = [i for i, g in enumerate(self.layout.groups) if g == group]
                 members = [
-                    (slot, i) for slot in slots for i, g in enumerate(self.layout.groups)
-                    if g == group and found[slot].grads[i] is not None  # type: ignore[union-attr]
+                    (slot, i) for slot in slots for i in own
+                    if found[slot].grads[i] is not None  # type: ignore[union-attr]
                 ]  # fmt: skip
                 if members:
                     theta, m, v = ([self._views[slot][c][i] for slot, i in members] for c in range(3))

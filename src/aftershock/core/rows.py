@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Relative: the rounding of other kernels stays far below, another dropout mask or a hidden state far above.
 AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
 AGREE_AUTOCAST = 5e-2
-AT_ONCE = 64
+AT_ONCE = 128
 APART = 1.1  # how far from the others, as a factor of θ, a row is compared
 
 T = TypeVar("T")
