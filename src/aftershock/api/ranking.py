@@ -298,7 +298,7 @@ def rank_examples(
     with progress("ranking examples", len(batches)) as tick:
         for group in merged_examples(batches, EXAMPLES_AT_ONCE):
             slope = example_scores(control, direction, joined(group), f"batch {len(shares)} of the pool and on")
-            for batch, part in zip(group, slope.double().cpu().split([example_count(batch) for batch in group])):
+            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
                 shares.append(part * (weight or 1 / len(part)))
                 tick()
     share = torch.cat(shares)
