@@ -177,13 +177,11 @@ def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slic
 
 
 class Control(NamedTuple):
-    """The control's step on a piece of the flat vector: gradient at the moments, moments after it, sensitivities."""
+    """The control's step on a piece of the flat vector: the gradient that reaches the moments, moments after it."""
 
     g: Tensor
     m: Tensor
     v: Tensor
-    dq_dm: Tensor
-    dq_dv: Tensor
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class LinearStep:
             g.add_(self.before.theta[..., w], alpha=run.coupled)
         m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
-        return Control(g, m, v, *sensitivities(run, m, v))
+        return Control(g, m, v)
 
     def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
         """The active parts of the flat vector, in pieces sized for this many rows."""
@@ -230,24 +228,24 @@ class LinearStep:
                 for w in _blocks(run.where, rows):
                     yield run, w
 
-    def _whole(self, name: str) -> Float[Tensor, " param"]:
+    def _whole(self, part: Callable[[Run, Control], Tensor]) -> Float[Tensor, " param"]:
         out = torch.zeros_like(self.raw)
         for run, w in self.pieces():
-            out[..., w] = getattr(self.control(run, w), name)
+            out[..., w] = part(run, self.control(run, w))
         return out
 
     @cached_property
     def g(self) -> Float[Tensor, " param"]:
         """The gradient that reaches the moments, as one vector."""
-        return self._whole("g")
+        return self._whole(lambda run, at: at.g)
 
     @cached_property
     def dq_dm(self) -> Float[Tensor, " param"]:
-        return self._whole("dq_dm")
+        return self._whole(lambda run, at: sensitivities(run, at.m, at.v)[0])
 
     @cached_property
     def dq_dv(self) -> Float[Tensor, " param"]:
-        return self._whole("dq_dv")
+        return self._whole(lambda run, at: sensitivities(run, at.m, at.v)[1])
 
     @cached_property
     def zero_v(self) -> Bool[Tensor, " param"]:
@@ -298,10 +296,11 @@ class LinearStep:
         """One step of tangents, in place, given the gradient variation u they cause."""
         for run, w in self.pieces(u):
             at, du = self.control(run, w), u[..., w]
+            dq_dm, dq_dv = sensitivities(run, at.m, at.v)
             dm, dv = dx.m[..., w], dx.v[..., w]
             dm.lerp_(du, 1 - run.beta1)  # β1 δm + (1−β1) u
             dv.mul_(run.beta2).addcmul_(at.g, du, value=2 * (1 - run.beta2))
-            dx.theta[..., w].mul_(run.shrink).addcmul_(at.dq_dm, dm).addcmul_(at.dq_dv, dv)
+            dx.theta[..., w].mul_(run.shrink).addcmul_(dq_dm, dm).addcmul_(dq_dv, dv)
 
     def absorb_exactly_(self, dx: Tangent, xi: Float[Tensor, "change param"], max_norm: float | None) -> None:
         """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g.
@@ -332,8 +331,9 @@ class LinearStep:
         w_all = torch.zeros_like(c.theta)
         for run, w in self.pieces(c.theta):
             at, theta, m, v = self.control(run, w), c.theta[..., w], c.m[..., w], c.v[..., w]
-            m.addcmul_(at.dq_dm, theta)
-            v.addcmul_(at.dq_dv, theta)
+            dq_dm, dq_dv = sensitivities(run, at.m, at.v)
+            m.addcmul_(dq_dm, theta)
+            v.addcmul_(dq_dv, theta)
             torch.mul(m, 1 - run.beta1, out=w_all[..., w])
             w_all[..., w].addcmul_(at.g, v, value=2 * (1 - run.beta2))
             theta.mul_(run.shrink)

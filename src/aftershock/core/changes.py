@@ -190,7 +190,7 @@ class Reset(Edit):
         return Shock(endpoint)
 
 
-def shocks_of(control: ControlStep, edits: Sequence[Edit]) -> Iterator[Shock]:
+def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> Iterator[Shock]:
     """Every change at the control's step, one after another; gradients of replaced batches in rows where that pays.
 
     Rows round differently than a gradient alone, so that the control's own batch is one of them and a batch counts by
@@ -198,7 +198,7 @@ def shocks_of(control: ControlStep, edits: Sequence[Edit]) -> Iterator[Shock]:
     """
     replaced = [edit for edit in edits if isinstance(edit, Replace)]
     loss, step, before = control.dynamics.loss, control.step, control.before
-    if len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
+    if not in_rows or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
         yield from (edit.shock(control) for edit in edits)
         return
     gradients = pool_gradients(

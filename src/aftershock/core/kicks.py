@@ -98,13 +98,13 @@ def taken_out(
 
 
 def kick_responses(
-    trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int
+    trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int, *, split: bool = True
 ) -> Float[Tensor, "channel outcome row"]:
-    """Σ_s ⟨λ_θ(s+1), kick(s)⟩ of every change, split into what m does alone and what v adds. No gradient.
+    """Σ_s ⟨λ_θ(s+1), kick(s)⟩ of every change, with `split` what m does alone and what v adds. No gradient.
 
     Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
     """
-    out = torch.zeros(2, outcomes, rows, dtype=torch.float64, device=writes.row.device)
+    out = torch.zeros(2 if split else 1, outcomes, rows, dtype=torch.float64, device=writes.row.device)
     for lag in writes.lag.unique().tolist():
         _add_kicks_(out, trajectory, history, writes[writes.lag == lag], lag)
     return out
@@ -121,18 +121,19 @@ def _add_kicks_(
         if not len(slopes):
             break
         m, v = after.m[where], after.v[where]
-        kicks = torch.zeros(2, begun, dtype=dm.dtype, device=dm.device)
+        kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
         for run in runs:
             some = _inside(writes.coordinate[:begun], run, reach)
             if run.active and run.bias2 > 0 and some is not None:
                 dm[:begun][some] *= run.beta1
                 dv[:begun][some] *= run.beta2
                 at, moved_m, moved_v = place[:begun][some], dm[:begun][some], dv[:begun][some]
-                alone = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
-                kicks[0, some] = alone
-                kicks[1, some] = displacement(run, m[at], v[at], moved_m, moved_v) - alone
+                kicks[-1, some] = displacement(run, m[at], v[at], moved_m, moved_v)
+                if len(out) == 2:
+                    kicks[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
+                    kicks[1, some] -= kicks[0, some]
         paired = slopes.to(kicks)[:, place[:begun]]
-        for channel in range(2):
+        for channel in range(len(out)):
             out[channel, : len(slopes)].index_add_(1, writes.row[:begun], (paired * kicks[channel]).double())
 
 

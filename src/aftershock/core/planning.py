@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from .trajectory import Keep, Trajectory
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
+
+
+FEW = 3  # rows whose memory stands for that of many
 
 
 class Meter(TorchDispatchMode):
@@ -105,10 +108,10 @@ def _footprint(trajectory: Trajectory) -> Footprint:
         row = both // 2
     try:
         _, graph = measured(lambda: GradientGraph(loss, *at))
-        rows = two if together else two[:1]
+        rows = few if together else few[:1]
         whole, _ = measured(lambda: GradientGraph(loss, *at).products(rows))
     except AftershockError:  # a model without second derivatives has exact answers only
-        graph, whole, rows = gradient, 2 * gradient, two[:1]
+        graph, whole, rows = gradient, 2 * gradient, few[:1]
     return Footprint(vector, gradient, row, graph, (whole - graph) // len(rows), together)
 
 
@@ -205,19 +208,20 @@ def pass_bytes(trajectory: Trajectory, each: Pass, scales: int) -> int:
 def rollout_bytes(trajectory: Trajectory, exact: int, predicted: int, changes: int, *, parked: bool = False) -> int:
     """The peak of a rollout of so many rows, beside the path: what is carried, and the largest work on the way."""
     f = Footprint.of(trajectory)
-    v, recomputed = f.vector, 3 * f.vector * (trajectory.keep == "checkpoints")
-    carried = 3 * v * predicted + (recomputed if predicted or not f.together else 0)
+    v, together = f.vector, f.together and trajectory.dynamics.loss.sharing.tries("gradient", exact + 1)
+    control = 3 * v * (trajectory.keep == "checkpoints")
+    carried = 3 * v * predicted
     work = [7 * v]  # the control's step and one change at it: the state after it, raw gradients, ξ, δx
     if exact and parked:
-        work.append(3 * v + f.gradient)
+        work.append(control + 3 * v + f.gradient)
     elif exact:
-        carried += 3 * v * (exact + f.together)
-        # all gradients stay until every row has stepped; activations of so many rows at once
+        carried += 3 * v * (exact + together)
+        # together all gradients stay until every row has stepped; activations of so many rows at once
         pieces = min(AT_ONCE, exact + 1)
-        work.append((exact + 1) * v + pieces * (f.row - v) if f.together else f.gradient)
+        work.append((exact + 1) * v + pieces * (f.row - v) if together else control + f.gradient)
     if predicted:
         pieces = min(AT_ONCE, predicted) if f.together else 1
-        work.append(f.graph + 2 * v + v * predicted + pieces * f.product)
+        work.append(control + f.graph + v + v * predicted + pieces * (f.product - v))
     return carried + max(work)
 
 
@@ -230,7 +234,11 @@ def _fitting(
 
 
 def _planned(trajectory: Trajectory, passes: Sequence[Pass], scales: int, available: int) -> Plan:
-    return Plan(tuple(passes), max(pass_bytes(trajectory, each, scales) for each in passes), available)
+    vector = Footprint.of(trajectory).vector
+    needs = [pass_bytes(trajectory, each, scales) for each in passes]
+    in_rows = [need + (each.at_once + 2) * vector <= available for need, each in zip(needs, passes)]
+    chosen = tuple(replace(each, shocks_in_rows=room) for each, room in zip(passes, in_rows))
+    return Plan(chosen, max(needs), available)
 
 
 def _advice(trajectory: Trajectory, answers: Sequence[str], scales: int, available: int) -> str:

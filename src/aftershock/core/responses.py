@@ -65,6 +65,7 @@ class Pass:
     answers: tuple[str, ...]
     at_once: int
     parked: bool = False
+    shocks_in_rows: bool = False  # the gradients of the changes themselves too
 
 
 def _carry(
@@ -109,7 +110,7 @@ class _Starts:
         layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at)
         exact: list[JointState] = []
         semilinear, linear = (_Collected(layout) for _ in range(2))
-        for i, shock in enumerate(shocks_of(control, edits)):
+        for i, shock in enumerate(shocks_of(control, edits, in_rows=each.shocks_in_rows)):
             self.by_scale = shock.xi is not None  # one tangent serves all scales
             for j, scale in enumerate(scales):
                 end, clip = shock.endpoint(scale)

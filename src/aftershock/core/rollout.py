@@ -70,10 +70,15 @@ class Moment:
     trajectory: Trajectory
     time: int
     last: bool  # no step follows
-    control: JointState
+    controls: _Controls
     exact: ExactRows
     semilinear: Tangent | None
     linear: Tangent | None
+
+    @property
+    def control(self) -> JointState:
+        """The path's own state."""
+        return self.controls.at(self.time)
 
     @property
     def states(self) -> list[JointState]:
@@ -90,26 +95,35 @@ def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterat
     """Carry rows from state `begin` to state `stop`, stopping at every state for a look."""
     exact = ExactRows(trajectory, begin, rows)
     predicted = rows.semilinear is not None or rows.linear is not None
-    for time, control in _controls(trajectory, begin, stop, exact, predicted):
-        yield Moment(trajectory, time, time == stop, control, exact, rows.semilinear, rows.linear)
+    controls = _Controls(trajectory, begin, stop, exact if exact.together and not predicted else None)
+    for time in range(begin, stop + 1):
+        yield Moment(trajectory, time, time == stop, controls, exact, rows.semilinear, rows.linear)
         if time == stop:
             return
         exact.advance(time)
         if predicted:
-            at = trajectory.linearize(trajectory.steps[time], control)
+            at = trajectory.linearize(trajectory.steps[time], controls.at(time))
             if rows.linear is not None:
                 transit_(at, rows.linear)
             if rows.semilinear is not None:
                 transit_semilinear_(at, rows.semilinear)
 
 
-def _controls(
-    trajectory: Trajectory, begin: int, stop: int, exact: ExactRows, predicted: bool
-) -> Iterator[tuple[int, JointState]]:
-    """The control at every state: the path's own or, where it is one of the rows and nothing else needs it, that."""
-    if exact.together and not predicted:
-        return ((time, exact.control) for time in range(begin, stop + 1))
-    return trajectory.states(begin, stop)
+class _Controls:
+    """The control at each state: the path's own, run on only as far as it is asked for, or that among the rows where
+    nothing else needs it."""
+
+    def __init__(self, trajectory: Trajectory, begin: int, stop: int, rows: ExactRows | None) -> None:
+        self._rows = rows
+        self._states = trajectory.states(begin, stop)
+        self._last: tuple[int, JointState] | None = None
+
+    def at(self, time: int) -> JointState:
+        if self._rows is not None:
+            return self._rows.control
+        while self._last is None or self._last[0] < time:
+            self._last = next(self._states)
+        return self._last[1]
 
 
 class ExactRows:

@@ -45,10 +45,11 @@ class Sharing:
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self.at_once = AT_ONCE
+        self.at_least = {"gradient": 3, "value": 3}  # rows from which a mapped call, which costs two, pays
         self._agreed: dict[str, bool] = {}
 
     def tries(self, kind: str, rows: int) -> bool:
-        return self.wanted and rows > 1 and self._agreed.get(kind, True)
+        return self.wanted and rows >= self.at_least.get(kind, 2) and self._agreed.get(kind, True)
 
     def compared(self, kind: str) -> bool:
         return kind in self._agreed

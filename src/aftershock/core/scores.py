@@ -204,7 +204,9 @@ class _Scored:
     def _kick(self) -> None:
         joined = Writes.joined(self._writes)
         outcomes = len(self.found.horizons)
-        self.response += kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes).sum(0).mT
+        self.response += kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes, split=False)[
+            0
+        ].mT
         self._writes = []
 
     def result(self) -> PoolScores:
