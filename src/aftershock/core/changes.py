@@ -72,9 +72,14 @@ class Shock:
 
 
 class Edit(ABC):
-    """How a step differs. `scalable` says whether a scale α between control and change has a meaning."""
+    """How a step differs.
+
+    scalable: a scale α between control and change has a meaning.
+    by_gradient: it differs by a gradient's difference ξ.
+    """
 
     scalable = True
+    by_gradient = False
     name = "change"
 
     @abstractmethod
@@ -86,6 +91,7 @@ class Replace(Edit):
     """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
 
     name = "replace"
+    by_gradient = True
     batch: Batch
 
     def shock(self, control: ControlStep) -> Shock:
@@ -93,12 +99,12 @@ class Replace(Edit):
         where = f"the batch that replaces step {step.index}'s"
         found = loss.gradient(before.theta, before.buffers, self.batch, step.random, where)
         raw, present = loss.layout.join(found.grads), tuple(g is not None for g in found.grads)
-        xi = raw - control.raw
+        xi, buffers = raw - control.raw, found.buffers  # the gradient itself is gone with this call
 
         def endpoint(scale: float) -> tuple[JointState, Clip]:
             if scale == 1.0:  # the batch itself, to the bit, with the buffers it leaves
                 state, clip = control.apply(raw, present)
-                return replace(state, buffers=found.buffers), clip
+                return replace(state, buffers=buffers), clip
             either = tuple(a or b for a, b in zip(present, control.present))
             return control.apply(control.raw + scale * xi, either)
 
@@ -110,6 +116,7 @@ class Perturb(Edit):
     """A given difference of raw gradients: g(α) = g + α ξ."""
 
     name = "perturb"
+    by_gradient = True
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
@@ -123,6 +130,7 @@ class Zero(Edit):
     """The gradient scaled away, g(α) = (1−α) g: the step is taken, moments and weights decay."""
 
     name = "zero"
+    by_gradient = True
 
     def shock(self, control: ControlStep) -> Shock:
         return Shock(lambda scale: control.apply((1 - scale) * control.raw, control.present), -control.raw)
