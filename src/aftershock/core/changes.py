@@ -74,9 +74,14 @@ class Shock:
 
 
 class Edit(ABC):
-    """How a step differs. `scalable` says whether a scale α between control and change has a meaning."""
+    """How a step differs.
+
+    scalable: a scale α between control and change has a meaning.
+    by_gradient: it differs by a gradient's difference ξ.
+    """
 
     scalable = True
+    by_gradient = False
     name = "change"
 
     @abstractmethod
@@ -88,6 +93,7 @@ class Replace(Edit):
     """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
 
     name = "replace"
+    by_gradient = True
     batch: Batch
 
     def shock(self, control: ControlStep) -> Shock:
@@ -98,12 +104,13 @@ class Replace(Edit):
 
     def shock_with(self, control: ControlStep, found: Gradient, raw: Float[Tensor, " param"]) -> Shock:
         """The same with a gradient that is already there, `raw` as one vector."""
-        present, xi = found.present, raw - control.raw
+        # the gradient itself is gone with this call
+        present, xi, buffers = found.present, raw - control.raw, found.buffers
 
         def endpoint(scale: float) -> tuple[JointState, Clip]:
             if scale == 1.0:  # the batch itself, to the bit, with the buffers it leaves
                 state, clip = control.apply(raw, present)
-                return replace(state, buffers=found.buffers), clip
+                return replace(state, buffers=buffers), clip
             either = tuple(a or b for a, b in zip(present, control.present))
             return control.apply(control.raw + scale * xi, either)
 
@@ -115,6 +122,7 @@ class Perturb(Edit):
     """A given difference of raw gradients: g(α) = g + α ξ."""
 
     name = "perturb"
+    by_gradient = True
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
@@ -128,6 +136,7 @@ class Zero(Edit):
     """The gradient scaled away, g(α) = (1−α) g: the step is taken, moments and weights decay."""
 
     name = "zero"
+    by_gradient = True
 
     def shock(self, control: ControlStep) -> Shock:
         return Shock(lambda scale: control.apply((1 - scale) * control.raw, control.present), -control.raw)

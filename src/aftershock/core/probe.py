@@ -219,6 +219,11 @@ class Displaced:
 
     def __getitem__(self, index: int | slice) -> Tensor:
         if isinstance(index, slice):
-            return torch.stack([self[i] for i in range(*index.indices(len(self)))])
+            wanted = range(*index.indices(len(self)))
+            out = self.theta.repeat(len(wanted), 1)
+            for row, i in zip(out, wanted):
+                if i >= self.with_base:
+                    row.add_(self.rows[i - self.with_base])
+            return out
         at = index - self.with_base
         return self.theta if at < 0 else self.theta + self.rows[at]

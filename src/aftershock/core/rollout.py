@@ -102,11 +102,16 @@ def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterat
             return
         exact.advance(time)
         if predicted:
-            at = trajectory.linearize(trajectory.steps[time], controls.at(time))
-            if rows.linear is not None:
-                transit_(at, rows.linear)
-            if rows.semilinear is not None:
-                transit_semilinear_(at, rows.semilinear)
+            _predict(trajectory, time, controls.at(time), rows)
+
+
+def _predict(trajectory: Trajectory, time: int, control: JointState, rows: Rows) -> None:
+    """One step of the predicted rows; the step's graph goes with this call."""
+    at = trajectory.linearize(trajectory.steps[time], control)
+    if rows.linear is not None:
+        transit_(at, rows.linear)
+    if rows.semilinear is not None:
+        transit_semilinear_(at, rows.semilinear)
 
 
 class _Controls:
