@@ -28,6 +28,7 @@ import aftershock as ak
 from aftershock.api.ranking import Ranking
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import free, keep_freed, readable
+from aftershock.core.planning import Plan
 from aftershock.core.planning import measured as metered
 from aftershock.core.responses import ANSWERS
 from aftershock.core.state import Tangent
@@ -178,6 +179,11 @@ class Run:
         return f"NeoX {self.name} ({self.point.loss.layout.size / 1e6:,.1f} M)"
 
 
+def planned(change: ak.Change, probe: Batch, answers: Sequence[str], memory: int | None) -> Plan:
+    """How the work is cut to fit."""
+    return change._plan(change._watch(probe, None), (1.0,), answers, memory)
+
+
 def emptied(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -234,7 +240,7 @@ def exact(run: Run, bandwidth: float) -> Iterator[Row]:
     run.drop_optimizer()
     change = run.path.replace(run.candidates)
     yield _exact(run, change, None)
-    if change._plan((1.0,), ("exact",), None).chunks(CHANGES) > 1:
+    if planned(change, run.probe, ("exact",), None).chunks(CHANGES) > 1:
         yield _exact(run, change, int(0.92 * free(run.device)))
 
 
@@ -244,7 +250,7 @@ def _exact(run: Run, change: ak.Change, memory: int | None) -> Row:
         "g": run.g(),
     }
     times = interleave(works, ROUNDS, run.device)
-    chunks = change._plan((1.0,), ("exact",), memory).chunks(CHANGES)
+    chunks = planned(change, run.probe, ("exact",), memory).chunks(CHANGES)
     budget = "" if memory is None else f" with memory={readable(memory)}"
     return Row(
         f"exact rows, {CHANGES} changes × {STEPS} horizons, per row and step{budget}: {run.describe()}",
@@ -358,7 +364,7 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     limit = LIMIT_GIB * 2**30 - there - SLACK if run.device.type == "cuda" else CPU_LIMIT
     change, clock = path.replace(run.candidates), clock_of(run.device)
     estimate = change.estimate(run.probe, memory=limit)
-    plan = change._plan((1.0,), ANSWERS, limit)
+    plan = planned(change, run.probe, ANSWERS, limit)
     emptied(run.device)
     with quiet():
         began = clock()

@@ -270,10 +270,10 @@ def _start_bytes(work: Work, load: Load) -> int:
     # place yet
     waiting = 3 * v * load.linear * (work.by_scale and load.linear == 1)
     apply = (2 if work.scales > 1 else 1) * v + f.update
-    differ = 3 * v * (load.semilinear > 0 or (load.linear > 0 and not work.by_scale))
-    end = 2 * v + 3 * v * (load.exact == 0) + max(apply, differ, f.piece) - waiting
+    own = load.exact > 0 or (load.semilinear == 1 and (work.by_scale or not load.linear))  # the end becomes a row
+    end = 2 * v + 3 * v * (not own) + max(apply, f.piece) - waiting
     clipped = 2 * v * trajectory.steps[at].clip.binds
-    write = (5 * v + f.piece + clipped - waiting) * (load.linear > 0 and work.by_scale)
+    write = (2 * v + 3 * v * (load.linear > 1) + f.piece + clipped) * (load.linear > 0 and work.by_scale)
     return control + max(gradient, rows + max(end, write))
 
 

@@ -15,7 +15,7 @@ from .operators import WriteIn
 from .probe import Reader, Watch
 from .reductions import norms
 from .rollout import Rows, rollout
-from .state import CHANNELS, JointState, Tangent, difference
+from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")
 
@@ -124,14 +124,15 @@ class _Starts:
         for j, scale in enumerate(self.scales):
             end, clip = shock.endpoint(scale)
             out.clip_switched[i, j] |= clip.binds != control.step.clip.binds
-            if "semilinear" in self._answers:
-                self._semilinear.add(difference(end, control.after), count)
-            if "tangent" in self._answers and shock.xi is None:
-                self._linear.add(difference(end, control.after), count)
             if j + 1 == len(self.scales):
                 out.zero_v[i] = touched_zero_v(control, shock, end)
+            if "tangent" in self._answers and shock.xi is None:
+                self._linear.add_difference(end, control.after, count, spend=False)
             if "exact" in self._answers:
                 self._exact.append(end.clone() if end is control.before else end)
+            if "semilinear" in self._answers:
+                spend = "exact" not in self._answers and end is not control.before
+                self._semilinear.add_difference(end, control.after, count, spend=spend)
             del end
         if shock.xi is not None:
             out.xi_norm[i] = float(norms(shock.xi))
@@ -159,9 +160,25 @@ class _Collected:
         self.rows: Tangent | None = None
 
     def add(self, dx: Tangent, count: int) -> None:
-        """The next of `count` tangents."""
+        """The next of `count` tangents, which is given away."""
+        if count == 1:
+            self.rows = dx[None]
+            return
+        for name in CHANNELS:
+            self._place(name, count).copy_(getattr(dx, name))
+        self._next += 1
+
+    def add_difference(self, end: JointState, control: JointState, count: int, *, spend: bool) -> None:
+        """The next of `count` differences; `spend` gives the end's own tensors away where it is the only one."""
+        if count == 1 and spend:
+            self.rows = Tangent(*(getattr(end, name).sub_(getattr(control, name))[None] for name in CHANNELS))
+            return
+        for name in CHANNELS:
+            torch.sub(getattr(end, name), getattr(control, name), out=self._place(name, count))
+        self._next += 1
+
+    def _place(self, name: str, count: int) -> Float[Tensor, " param"]:
         if self.rows is None:
             self.rows = Tangent(*(self._layout.zeros(count) for _ in CHANNELS))
-        for name in CHANNELS:
-            getattr(self.rows, name)[self._next].copy_(getattr(dx, name))
-        self._next += 1
+        place: Tensor = getattr(self.rows, name)[self._next]
+        return place
