@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
@@ -42,16 +41,18 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and _key(tensor) not in given:
-                self._see(tensor)
+        new = [x.untyped_storage() for x in _tensors(out)]
+        new = [storage for storage in new if storage._cdata not in self._live]
+        if new:
+            given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            for storage in new:
+                if storage._cdata not in given:
+                    self._see(storage)
         return out
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._live:
+        if key in self._live:  # two outputs, one storage
             return
         self._live[key] = storage.nbytes()
         self.now += self._live[key]
@@ -62,8 +63,14 @@ class Meter(TorchDispatchMode):
         self.now -= self._live.pop(key, 0)
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
 def measured(work: Callable[[], object]) -> tuple[int, int]:
