@@ -213,13 +213,18 @@ class LinearStep:
         """Linearize the step that takes `state` with gradient `raw`."""
         return cls(layout, tuple(runs_of(layout, hypers, state.counts, present)), state, raw, clip)
 
-    def control(self, run: Run, w: slice) -> Control:
-        """The control's step on the piece `w` of an active run."""
+    def moments(self, run: Run, w: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient that reaches the moments, and the moments after the step, on the piece `w` of an active run."""
         g = self.raw[..., w] * (run.sign * self.clip.factor)
         if run.coupled:
             g.add_(self.before.theta[..., w], alpha=run.coupled)
         m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
+        return g, m, v
+
+    def control(self, run: Run, w: slice) -> Control:
+        """The control's step on the piece `w` of an active run."""
+        g, m, v = self.moments(run, w)
         return Control(g, m, v, *sensitivities(run, m, v))
 
     def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
@@ -267,9 +272,9 @@ class LinearStep:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
         found = torch.zeros(3, dtype=torch.int64, device=self.raw.device)
         for run, w in self.pieces():
-            at, moved = self.control(run, w), one[w] != (other[w] if other.ndim else other)
-            zero = at.v == 0
-            found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (at.m != 0)).sum()])
+            (_, m, v), moved = self.moments(run, w), one[w] != (other[w] if other.ndim else other)
+            zero = v == 0
+            found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (m != 0)).sum()])
         for run in self.runs:
             if not run.active:
                 w = run.where
