@@ -4,6 +4,7 @@ Each model is trained to a point. A pool of batches then takes the place of the 
 one at a time, and a held-out probe batch is watched: `rank` predicts all of them from one adjoint sweep, the semilinear
 and tangent answers a few one by one, and the truth is the difference of two real runs. On a path of 24 steps from the
 same point, `explain` says what each step did to the probe, and the truth is the run without that step's gradient.
+`rank` may spend three reruns on its own verification; its error is that of the other batches, as it gives them.
 Beside each rank correlation stands that of its rival, the norm of a batch's gradient (less the control's, in a pool).
 """
 
@@ -256,7 +257,9 @@ def write(found: list[Judged], path: Path) -> None:
 def main() -> None:
     names = [recipe.slug for recipe in RECIPES]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.truth", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller pools and shorter training")
+    parser.add_argument(
+        "--quick", action="store_true", help="small batches and pools, 60 steps of training: two minutes, not twenty"
+    )
     parser.add_argument("--only", action="append", choices=names, help="one model; may be repeated")
     parser.add_argument("--text", type=Path, help="a text file; else a synthetic text")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of GPT-NeoX, with --text")
@@ -265,6 +268,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     options = parser.parse_args()
+    if (options.text is None) != (options.tokenizer is None):
+        parser.error("--text and --tokenizer go together")
     torch.set_num_threads(1)
     keep_freed()
     began, found = time.perf_counter(), []
@@ -278,7 +283,10 @@ def main() -> None:
             found.append(judge(recipe, data, size, torch.device(options.device), options.cache))
         if options.out:
             write(found, options.out)
-    title = f"Predictions against exact reruns, {options.device}, float32, {time.perf_counter() - began:.0f} s"
+    title = (
+        f"Predictions against exact reruns: {size.pool} batches, H = {size.horizon}, {size.explained} steps explained; "
+        f"{data}; {options.device}, float32, {time.perf_counter() - began:.0f} s"
+    )
     console = Console() if sys.stdout.isatty() else Console(width=180)
     console.print(table(found, title))
     console.print(verdict(found))

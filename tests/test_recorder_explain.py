@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import aftershock as ak
-from aftershock.api.probing import Readouts
-from aftershock.core.scores import horizon_adjoints
+from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, ReplayMismatch
 from aftershock.recorder.examples import example_shares
@@ -312,10 +311,10 @@ def test_an_examples_share_is_that_of_an_ordinary_batch_with_it(name: str) -> No
     path = case.path(5)
     at, last = 1, 4
     control = path.control(at)
-    gradient = Readouts(path, ak.own_loss, at, last - at).gradient
-    adjoint = horizon_adjoints(path.trajectory, at, [last - at], gradient, 1)
+    watch = path.watch(at, ak.own_loss, last - at)
+    swept = adjoint(watch, watch.slope, [last - at], torch.device("cpu"))
     batch, ordinary = path.steps[at].batch, path.steps[at - 1].batch
-    shares, how = example_shares(control, adjoint, batch, ordinary)
+    shares, how = example_shares(control, path.trajectory, swept, batch, ordinary)
     assert shares is not None
     assert "put alone" in how
 
@@ -326,7 +325,7 @@ def test_an_examples_share_is_that_of_an_ordinary_batch_with_it(name: str) -> No
         return found
 
     everything = path.replace([ordinary, *(mixed(i) for i in range(len(shares)))], at=at)
-    paired = pair(adjoint, stack(everything.difference()))[0].double()
+    paired = pair(swept.first, stack(everything.difference()))[0].double()
     assert torch.allclose(shares, paired[1:] - paired[0], rtol=1e-7, atol=1e-12)
     assert shares.abs().max() > 1e-6
 

@@ -18,7 +18,7 @@ import pytest
 import xarray as xr
 
 import aftershock as ak
-from aftershock.api.change import DEFAULT_ANSWERS
+from aftershock.core.responses import ANSWERS
 from aftershock.errors import InvalidInput
 from aftershock.report import figures, shell
 from aftershock.report.response_page import write_response_page
@@ -81,7 +81,7 @@ def traces(figure: Any, dash: str, mode: str = "lines") -> list[Any]:
 def test_every_method_is_drawn_in_its_dash_and_every_change_in_its_colour() -> None:
     response = made()
     figure = response.plot()
-    assert set(figures.DASHES) == set(DEFAULT_ANSWERS)
+    assert set(figures.DASHES) == set(ANSWERS)
     for answer, dash in figures.DASHES.items():
         drawn = traces(figure, dash)
         assert len(drawn) == len(CURVES)
@@ -364,7 +364,7 @@ def test_the_figures_are_drawn(opened: Any) -> None:
     for name in ("response", "loss", "error", "scales"):
         assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
     lines = opened.locator("#plot-response .scatterlayer path.js-line")
-    assert lines.count() == len(DEFAULT_ANSWERS) * len(CURVES)
+    assert lines.count() == len(ANSWERS) * len(CURVES)
     assert all("L" in (lines.nth(i).get_attribute("d") or "") for i in range(3))
     assert opened.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 

@@ -44,7 +44,7 @@ def test_the_errors_drawn_are_those_of_the_results(results: dict[str, Any]) -> N
     found = study_data.error_by_scale(results["mlp"])
     scales = found["scale"].values
     np.testing.assert_allclose(found["error"].sel({"answer": "tangent"}), np.median(slopes(6)) * scales**2)
-    np.testing.assert_allclose(found["slope"].sel({"answer": ["tangent", "endpoint"]}), [2, 1])
+    np.testing.assert_allclose(found["slope"].sel({"answer": ["tangent", "semilinear"]}), [2, 1])
     by_horizon = study_data.error_by_horizon(results["mlp"]).sel({"answer": "tangent", "scale": 1.0})
     np.testing.assert_allclose((by_horizon**2).mean() ** 0.5, np.median(slopes(6)))
     np.testing.assert_allclose(study_data.exponents_by_horizon(results["cnn"])["median"], 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.changes import Edit, names_of, scales_of
-from ..core.planning import Plan, plan_responses
+from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, respond
 from ..core.state import JointState, Tangent, difference
@@ -70,7 +70,7 @@ class Change:
         scales = scales_of(self.edits, scales)
         answers, refused = self._answers(answers, watch)
         names = names_of(self.edits, labels)
-        plan = self._plan(scales, answers, memory)
+        plan = self._plan(watch, scales, answers, memory)
         work = plan.chunks(len(self)) * watch.horizons
         with progress("response", work, self._cost(plan, watch, scales)) as tick:
             found = respond(watch, self.edits, scales, plan.passes, tick)
@@ -87,16 +87,17 @@ class Change:
     ) -> Estimate:
         """What `response` will cost, before any of it is done: gradients, seconds, peak memory."""
         watch = self._watch(probe, horizon)
-        return self._cost(self._plan(scales, answers, memory), watch, scales)
+        return self._cost(self._plan(watch, scales, answers, memory), watch, scales)
 
     # --- inside
 
     def _watch(self, probe: Any, horizon: int | None) -> Watch:
         return self.path.watch(self.at, probe, horizon)
 
-    def _plan(self, scales: Sequence[float], answers: Sequence[str], memory: str | int | None) -> Plan:
+    def _plan(self, watch: Watch, scales: Sequence[float], answers: Sequence[str], memory: str | int | None) -> Plan:
         limit = self.path.memory if memory is None else memory
-        return plan_responses(self.path.trajectory, len(self), len(scales), answers, limit)
+        work = Work(watch, len(self), len(scales), by_scale=self.edits[0].by_gradient)
+        return plan_responses(work, answers, limit)
 
     def _cost(self, plan: Plan, watch: Watch, scales: Sequence[float]) -> Estimate:
         rows, gradients = len(self) * len(scales), 0.0

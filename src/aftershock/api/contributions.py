@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.changes import Edit, Reset, Skip, Zero
 from ..core.planning import plan_history
 from ..core.probe import Watch
-from ..core.scores import contributions
+from ..core.scores import BentReadout, contributions
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
@@ -92,10 +92,10 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
     watch = path.watch(0, probe, outcome)
     path.require_linear(watch)
     time, trajectory = watch.last, path.trajectory
-    place = plan_history(trajectory, time, path.memory)
+    place = plan_history(trajectory, 2 * time, path.memory)
     with progress("adjoint sweep", time) as tick:
-        slope = watch.slope(watch.horizons)
-        parts = contributions(trajectory, time, slope, lambda step: {change: EDITS[change]}, place, tick=tick)[change]
+        bent = BentReadout.of(watch)
+        parts = contributions(trajectory, time, bent, lambda step: {change: EDITS[change]}, place, tick=tick)[change]
     found = parts.sum(-1)
     measured = _measured(path, watch, found.sum(1), change, verify)
     state = trajectory.state(time)

@@ -18,7 +18,7 @@ class Estimate:
 
     gradients: float  # the work in plain gradients
     seconds: float
-    memory: int  # bytes beside the path and the model's own activations
+    memory: int  # bytes at the peak, beside the model and the path
     chunks: int
 
     def __str__(self) -> str:

@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.batches import Batch, example_count, take_examples
+from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.planning import plan_history, plan_pool
 from ..core.probe import Watch
 from ..core.scores import (
+    EXAMPLES_AT_ONCE,
     SAMPLE,
     PoolScores,
     adjoint,
@@ -76,7 +77,8 @@ class Ranking(LabelledResult):
         return Certificate(tuple(_findings(self)))
 
     def __str__(self) -> str:
-        measured = _score(self.data["measured"], self.by)
+        predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
+        sign = "" if self.by == "total_abs" else "+"
         width = max(6, *(len(name) for name in self.order[:SHOWN]))
         lines = [
             f"{self.data.sizes['change']} changes at step {int(self.data['at'])} by predicted {self.by}, largest first "
@@ -86,9 +88,9 @@ class Ranking(LabelledResult):
         shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
         for i in shown:
             row = self.data.isel(change=i)
-            real = f"{float(measured[i]):>+12.4g}" if self.order[i] in self.verified else f"{'':>12}"
+            real = f"{measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
             curve = sparkline(row["response"].values)
-            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {float(row['score']):>+14.4g}  {real}  {curve}")
+            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {predicted[i]:>{sign}14.4g}  {real}  {curve}")
         return "\n".join([*lines, str(self.certificate)])
 
 
@@ -179,8 +181,8 @@ def _calibrated(
     offset = residual.mean("change").fillna(0.0)
     response = predicted + offset
     known = residual.dropna("change", how="all")
-    count = known.sizes["change"]
-    others = (known.sum("change") - known) / max(count - 1, 1)
+    count, seen = known.sizes["change"], known.notnull()
+    others = (known.sum("change") - known.fillna(0.0)) / (seen.sum("change") - seen).clip(min=1)
     truth, plain = measured.sel(change=known["change"]), predicted.sel(change=known["change"])
     held_out = nrmse(truth, plain + others).median() if count > 1 else torch.nan
     data = xr.Dataset(
@@ -205,6 +207,14 @@ def _calibrated(
 
 def _score(response: xr.DataArray, by: str) -> xr.DataArray:
     return response.isel(horizon=-1, drop=True) if by == LAST else summarize(response)[by]
+
+
+def _signed(response: xr.DataArray, by: str) -> xr.DataArray:
+    """The score as it is shown: positive means that the loss goes up."""
+    score = _score(response, by)
+    if by == "peak":
+        return summarize(response)["peak_sign"] * score
+    return -score if by.endswith("decrease") else score
 
 
 def _prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None) -> tuple[list[Batch], Watch]:
@@ -286,10 +296,11 @@ def rank_examples(
     direction = example_direction(control, swept, path.trajectory, sample)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
-        for i, batch in enumerate(batches):
-            slope = example_scores(control, direction, batch, f"batch {i} of the pool")
-            shares.append(slope.double().cpu() * (weight or 1 / example_count(batch)))
-            tick()
+        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
+            slope = example_scores(control, direction, joined(group), f"batch {len(shares)} of the pool and on")
+            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
+                shares.append(part * (weight or 1 / len(part)))
+                tick()
     share = torch.cat(shares)
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]

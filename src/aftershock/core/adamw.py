@@ -12,7 +12,7 @@ which is the paper's carry K at u = 0, its write-in B at δx = 0 and its transit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -177,13 +177,11 @@ def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slic
 
 
 class Control(NamedTuple):
-    """The control's step on a piece of the flat vector: gradient at the moments, moments after it, sensitivities."""
+    """The control's step on a piece of the flat vector: the gradient that reaches the moments, moments after it."""
 
     g: Tensor
     m: Tensor
     v: Tensor
-    dq_dm: Tensor
-    dq_dv: Tensor
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class LinearStep:
             g.add_(self.before.theta[..., w], alpha=run.coupled)
         m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
-        return Control(g, m, v, *sensitivities(run, m, v))
+        return Control(g, m, v)
 
     def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
         """The active parts of the flat vector, in pieces sized for this many rows."""
@@ -230,51 +228,47 @@ class LinearStep:
                 for w in _blocks(run.where, rows):
                     yield run, w
 
-    def _whole(self, name: str, fill: float = 0.0) -> Float[Tensor, " param"]:
-        out = torch.full_like(self.raw, fill)
+    def _whole(self, part: Callable[[Run, Control], Tensor]) -> Float[Tensor, " param"]:
+        out = torch.zeros_like(self.raw)
         for run, w in self.pieces():
-            out[..., w] = getattr(self.control(run, w), name)
+            out[..., w] = part(run, self.control(run, w))
         return out
 
     @cached_property
     def g(self) -> Float[Tensor, " param"]:
         """The gradient that reaches the moments, as one vector."""
-        return self._whole("g")
+        return self._whole(lambda run, at: at.g)
 
     @cached_property
     def dq_dm(self) -> Float[Tensor, " param"]:
-        return self._whole("dq_dm")
+        return self._whole(lambda run, at: sensitivities(run, at.m, at.v)[0])
 
     @cached_property
     def dq_dv(self) -> Float[Tensor, " param"]:
-        return self._whole("dq_dv")
+        return self._whole(lambda run, at: sensitivities(run, at.m, at.v)[1])
 
     @cached_property
     def zero_v(self) -> Bool[Tensor, " param"]:
         """Active coordinates with v̂ = 0."""
-        return self._whole("v", fill=1.0) == 0
+        return self._mask(lambda at: at.v == 0, inactive=False)
 
     @cached_property
     def broken(self) -> Bool[Tensor, " param"]:
         """No derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step."""
-        mask = self.zero_v & (self._whole("m") != 0)
-        for run in self.runs:
-            if not run.active:
-                mask[..., run.where] = True
-        return mask
+        return self._mask(lambda at: (at.v == 0) & (at.m != 0), inactive=True)
+
+    def _mask(self, marked: Callable[[Control], Tensor], inactive: bool) -> Bool[Tensor, " param"]:
+        out = torch.full_like(self.raw, inactive, dtype=torch.bool)
+        for run, w in self.pieces():
+            out[..., w] = marked(self.control(run, w))
+        return out
 
     def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
-        found = torch.zeros(3, dtype=torch.int64, device=self.raw.device)
-        for run, w in self.pieces():
-            at, moved = self.control(run, w), one[w] != (other[w] if other.ndim else other)
-            zero = at.v == 0
-            found += torch.stack([zero.sum(), (zero & moved).sum(), (zero & moved & (at.m != 0)).sum()])
-        for run in self.runs:
-            if not run.active:
-                w = run.where
-                found[2] += (one[w] != (other[w] if other.ndim else other)).sum()
-        zero, touched, broken = found.tolist()
+        zero, touched, broken = int(self.zero_v.sum()), 0, 0
+        if zero or not all(run.active for run in self.runs):
+            moved = one != other
+            touched, broken = int((self.zero_v & moved).sum()), int((self.broken & moved).sum())
         active = [i for i, start in enumerate(self.layout.starts) if self._active(start)]
         padding = sum(self.layout.padded_sizes[i] - self.layout.sizes[i] for i in active)
         return zero - padding, touched, broken  # the padding has v = 0 and never moves
@@ -302,10 +296,11 @@ class LinearStep:
         """One step of tangents, in place, given the gradient variation u they cause."""
         for run, w in self.pieces(u):
             at, du = self.control(run, w), u[..., w]
+            dq_dm, dq_dv = sensitivities(run, at.m, at.v)
             dm, dv = dx.m[..., w], dx.v[..., w]
             dm.lerp_(du, 1 - run.beta1)  # β1 δm + (1−β1) u
             dv.mul_(run.beta2).addcmul_(at.g, du, value=2 * (1 - run.beta2))
-            dx.theta[..., w].mul_(run.shrink).addcmul_(at.dq_dm, dm).addcmul_(at.dq_dv, dv)
+            dx.theta[..., w].mul_(run.shrink).addcmul_(dq_dm, dm).addcmul_(dq_dv, dv)
 
     def absorb_exactly_(self, dx: Tangent, xi: Float[Tensor, "change param"], max_norm: float | None) -> None:
         """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g.
@@ -336,8 +331,9 @@ class LinearStep:
         w_all = torch.zeros_like(c.theta)
         for run, w in self.pieces(c.theta):
             at, theta, m, v = self.control(run, w), c.theta[..., w], c.m[..., w], c.v[..., w]
-            m.addcmul_(at.dq_dm, theta)
-            v.addcmul_(at.dq_dv, theta)
+            dq_dm, dq_dv = sensitivities(run, at.m, at.v)
+            m.addcmul_(dq_dm, theta)
+            v.addcmul_(dq_dv, theta)
             torch.mul(m, 1 - run.beta1, out=w_all[..., w])
             w_all[..., w].addcmul_(at.g, v, value=2 * (1 - run.beta2))
             theta.mul_(run.shrink)

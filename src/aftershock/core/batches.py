@@ -79,3 +79,43 @@ def take_examples(batch: Batch, index: slice) -> Batch:
     """Some examples of a batch, as a batch."""
     size = example_count(batch)
     return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
+
+
+def merged_examples(batches: Sequence[Batch], most: int) -> Iterator[list[Batch]]:
+    """Consecutive batches in groups of at most `most` examples that can stand in one batch; `joined` makes it."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and (sum(map(example_count, group)) + example_count(batch) > most or not _joinable(group[0], batch)):
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The examples of several batches as one batch."""
+    columns = zip(*(tree_flatten(batch)[0] for batch in batches))
+    spec = tree_flatten(batches[0])[1]
+    counts = [example_count(batch) for batch in batches]
+    leaves = [
+        torch.cat(column)
+        if isinstance(column[0], Tensor) and column[0].ndim and len(column[0]) == counts[0]
+        else column[0]
+        for column in columns
+    ]
+    return spec.unflatten(leaves)
+
+
+def _joinable(a: Batch, b: Batch) -> bool:
+    """Whether two batches differ in their examples only."""
+    (one, spec), (other, other_spec) = tree_flatten(a), tree_flatten(b)
+    sizes = example_count(a), example_count(b)
+
+    def same(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return type(x) is type(y) and x == y
+        per_example = x.ndim > 0 and y.ndim > 0 and (len(x), len(y)) == sizes
+        return x.dtype == y.dtype and (x.shape[1:] == y.shape[1:] if per_example else torch.equal(x, y))
+
+    return spec == other_spec and all(map(same, one, other))

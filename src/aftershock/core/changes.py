@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,9 @@ from .adamw import Hyper, LinearStep
 from .batches import Batch
 from .clipping import Clip
 from .dynamics import Dynamics, Linearized, Step
+from .loss import Gradient
 from .operators import WriteIn
+from .rows import pool_gradients
 from .state import JointState, Tangent, difference
 from .trajectory import Trajectory
 
@@ -72,9 +74,14 @@ class Shock:
 
 
 class Edit(ABC):
-    """How a step differs. `scalable` says whether a scale α between control and change has a meaning."""
+    """How a step differs.
+
+    scalable: a scale α between control and change has a meaning.
+    by_gradient: it differs by a gradient's difference ξ.
+    """
 
     scalable = True
+    by_gradient = False
     name = "change"
 
     @abstractmethod
@@ -86,19 +93,24 @@ class Replace(Edit):
     """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
 
     name = "replace"
+    by_gradient = True
     batch: Batch
 
     def shock(self, control: ControlStep) -> Shock:
         loss, step, before = control.dynamics.loss, control.step, control.before
         where = f"the batch that replaces step {step.index}'s"
         found = loss.gradient(before.theta, before.buffers, self.batch, step.random, where)
-        raw, present = loss.layout.join(found.grads), tuple(g is not None for g in found.grads)
-        xi = raw - control.raw
+        return self.shock_with(control, found, loss.layout.join(found.grads))
+
+    def shock_with(self, control: ControlStep, found: Gradient, raw: Float[Tensor, " param"]) -> Shock:
+        """The same with a gradient that is already there, `raw` as one vector."""
+        # the gradient itself is gone with this call
+        present, xi, buffers = found.present, raw - control.raw, found.buffers
 
         def endpoint(scale: float) -> tuple[JointState, Clip]:
             if scale == 1.0:  # the batch itself, to the bit, with the buffers it leaves
                 state, clip = control.apply(raw, present)
-                return replace(state, buffers=found.buffers), clip
+                return replace(state, buffers=buffers), clip
             either = tuple(a or b for a, b in zip(present, control.present))
             return control.apply(control.raw + scale * xi, either)
 
@@ -110,6 +122,7 @@ class Perturb(Edit):
     """A given difference of raw gradients: g(α) = g + α ξ."""
 
     name = "perturb"
+    by_gradient = True
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
@@ -123,6 +136,7 @@ class Zero(Edit):
     """The gradient scaled away, g(α) = (1−α) g: the step is taken, moments and weights decay."""
 
     name = "zero"
+    by_gradient = True
 
     def shock(self, control: ControlStep) -> Shock:
         return Shock(lambda scale: control.apply((1 - scale) * control.raw, control.present), -control.raw)
@@ -183,6 +197,27 @@ class Reset(Edit):
             return replace(control, before=before).apply(control.raw, control.present)
 
         return Shock(endpoint)
+
+
+def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> Iterator[Shock]:
+    """Every change at the control's step, one after another; gradients of replaced batches in rows where that pays.
+
+    Rows round differently than a gradient alone, so that the control's own batch is one of them and a batch counts by
+    its difference: one that equals the control's is the control.
+    """
+    replaced = [edit for edit in edits if isinstance(edit, Replace)]
+    loss, step, before = control.dynamics.loss, control.step, control.before
+    if not in_rows or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
+        yield from (edit.shock(control) for edit in edits)
+        return
+    gradients = pool_gradients(
+        loss, before.theta, before.buffers, [step.batch, *(edit.batch for edit in replaced)], step.random,
+        lambda i: f"the batch that replaces step {step.index}'s", control.present,
+    )  # fmt: skip
+    own = loss.layout.join(gradients.pop(0).grads).neg_().add_(control.raw)
+    for edit in replaced:
+        found = gradients.pop(0)
+        yield edit.shock_with(control, found, loss.layout.join(found.grads).add_(own))
 
 
 def touched_zero_v(control: ControlStep, shock: Shock, endpoint: JointState) -> tuple[int, int, int]:

@@ -98,29 +98,43 @@ class GradientGraph:
         self, curved: Mapping[int, Tensor], vectors: Float[Tensor, "change param"], out: Tensor
     ) -> bool:
         """Many vectors through one backward pass; says whether this model allows it and agrees with one alone."""
-        layout, sharing = self._function.layout, self._function.sharing
-
-        def some(rows: slice) -> bool:
-            views = layout.row_views(vectors[rows])
-            found = self._product(curved, [views[i] for i in curved], batched=True)
-            for place, values in zip(layout.row_views(out[rows]), found):
-                if values is not None:
-                    place.copy_(values)
-            return True
-
+        sharing = self._function.sharing
+        if not sharing.compared("product"):
+            try:
+                sharing.settle("product", self._agrees(curved, vectors[0]))
+            except torch.OutOfMemoryError:
+                return False  # not known yet
+            except Exception:  # no batching rule for an operation of this model
+                sharing.settle("product", False)
+        if not sharing.tries("product", len(vectors)):
+            return False
         try:
-            sharing.in_pieces(len(vectors), some)
+            sharing.in_pieces(len(vectors), lambda some: self._write_batched(curved, vectors[some], out[some]))
         except OutOfMemory:
             raise
-        except Exception:  # no batching rule for an operation of this model
-            if not sharing.compared("product"):
-                sharing.settle("product", False)
+        except Exception:  # a batch whose operations cannot be batched, though others' could
             return False
-        if not sharing.compared("product"):
-            alone = layout.join(self._alone(curved, vectors[-1]))
-            off = norms(out[-1] - alone)
-            sharing.settle("product", bool(off <= tolerance(self._function) * norms(alone).clamp(min=1e-30)))
-        return sharing.tries("product", len(vectors))
+        return True
+
+    def _write_batched(
+        self, curved: Mapping[int, Tensor], vectors: Float[Tensor, "change param"], out: Float[Tensor, "change param"]
+    ) -> bool:
+        layout = self._function.layout
+        views = layout.row_views(vectors)
+        found = self._product(curved, [views[i] for i in curved], batched=True)
+        for place, values in zip(layout.row_views(out), found):
+            if values is not None:
+                place.copy_(values)
+        return True
+
+    def _agrees(self, curved: Mapping[int, Tensor], beside: Float[Tensor, " param"]) -> bool:
+        """Whether a vector that no row resembles has the same product together with another as alone."""
+        vector = self._function.layout.join([leaf.detach() for leaf in self._leaves])
+        vector[1::2] *= -1
+        together = torch.zeros_like(vector).repeat(2, 1)
+        self._write_batched(curved, torch.stack([beside, vector]), together)
+        alone = self._function.layout.join(self._alone(curved, vector))
+        return bool(norms(together[1] - alone) <= tolerance(self._function) * norms(alone).clamp(min=1e-30))
 
     def _alone(self, curved: Mapping[int, Tensor], vector: Float[Tensor, " param"]) -> tuple[Tensor | None, ...]:
         views = self._function.layout.typed_views(vector)

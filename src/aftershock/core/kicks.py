@@ -21,7 +21,8 @@ from torch import Tensor
 
 from .adamw import Run, displacement, runs_of, step_size
 from .layout import Layout
-from .state import JointState
+from .reductions import parts
+from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
@@ -53,31 +54,29 @@ class History:
 
 @dataclass(frozen=True)
 class Writes:
-    """Exact writes (δm, δv) of many changes at stiff coordinates: one entry per pair of change and coordinate.
-
-    lag: steps by which the changed run's counts are behind, as after a skipped step.
-    """
+    """Exact writes (δm, δv) of many changes at stiff coordinates: one entry per pair of change and coordinate."""
 
     row: Int64[Tensor, " pair"]
     coordinate: Int64[Tensor, " pair"]
     dm: Float[Tensor, " pair"]
     dv: Float[Tensor, " pair"]
     at: Int64[Tensor, " pair"]  # the changed step
-    lag: int = 0
+    lag: Int64[Tensor, " pair"]  # by how many steps the changed run's counts are behind, as after a skipped step
 
     @classmethod
     def joined(cls, parts: Sequence[Writes]) -> Writes:
         """All pairs together, by the step at which they begin."""
-        columns = [torch.cat([getattr(part, name) for part in parts]) for name in COLUMNS]
-        order = columns[-1].argsort(stable=True)
-        row, coordinate, dm, dv, at = (column[order] for column in columns)
-        return cls(row, coordinate, dm, dv, at, parts[0].lag)
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in COLUMNS}
+        return cls(**columns)[columns["at"].argsort(stable=True)]
+
+    def __getitem__(self, some: Tensor) -> Writes:
+        return Writes(*(getattr(self, name)[some] for name in COLUMNS))
 
     def __len__(self) -> int:
         return len(self.row)
 
 
-COLUMNS = ("row", "coordinate", "dm", "dv", "at")
+COLUMNS = ("row", "coordinate", "dm", "dv", "at", "lag")
 
 
 def stiff(dv: Float[Tensor, " param"], v: Float[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
@@ -85,46 +84,87 @@ def stiff(dv: Float[Tensor, " param"], v: Float[Tensor, " param"]) -> Int64[Tens
     return (dv.abs() > STIFF * v).nonzero()[:, 0]
 
 
+def taken_out(
+    dx: Tangent, v: Float[Tensor, " param"], layout: Layout, step: int, lag: Sequence[int], row: int
+) -> Writes:
+    """The stiff part of a write at `step`, which leaves the difference. `lag` is by parameter."""
+    where = stiff(dx.v, v)
+    behind = torch.tensor(lag, device=where.device)[layout.parameter_of(where)]
+    at, rows = torch.full_like(where, step), torch.full_like(where, row)
+    found = Writes(rows, where, dx.m[where], dx.v[where], at, behind)
+    dx.m[where] = 0.0
+    dx.v[where] = 0.0
+    return found
+
+
 def kick_responses(
-    trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int
+    trajectory: Trajectory, history: History, writes: Writes, rows: int, outcomes: int, *, split: bool = True
 ) -> Float[Tensor, "channel outcome row"]:
-    """Σ_s ⟨λ_θ(s+1), kick(s)⟩ of every change, split into what m does alone and what v adds. No gradient.
+    """Σ_s ⟨λ_θ(s+1), kick(s)⟩ of every change, with `split` what m does alone and what v adds. No gradient.
 
     Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
     """
-    out = torch.zeros(2, outcomes, rows, dtype=torch.float64, device=writes.row.device)
-    if not len(writes):
-        return out
+    out = torch.zeros(2 if split else 1, outcomes, rows, dtype=torch.float64, device=writes.row.device)
+    for lag in writes.lag.unique().tolist():
+        _add_kicks_(out, trajectory, history, writes[writes.lag == lag], lag)
+    return out
+
+
+def _add_kicks_(
+    out: Float[Tensor, "channel outcome row"], trajectory: Trajectory, history: History, writes: Writes, lag: int
+) -> None:
     where, place = writes.coordinate.unique(return_inverse=True)
     dm, dv, begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
-    for step, runs, after in _steps(trajectory, int(begin[0]) + 1, writes.lag):
+    reach = int(where[0]), int(where[-1])
+    for step, runs, after in _steps(trajectory, int(begin[0]) + 1, lag):
         slopes, begun = history.at(step, where), int(torch.searchsorted(begin, step))  # pairs written before this step
         if not len(slopes):
             break
         m, v = after.m[where], after.v[where]
-        kicks = torch.zeros(2, begun, dtype=dm.dtype, device=dm.device)
+        kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
         for run in runs:
-            some = _inside(writes.coordinate[:begun], run)
-            if run.active and some is not None:
+            some = _inside(writes.coordinate[:begun], run, reach)
+            if run.active and run.bias2 > 0 and some is not None:
                 dm[:begun][some] *= run.beta1
                 dv[:begun][some] *= run.beta2
                 at, moved_m, moved_v = place[:begun][some], dm[:begun][some], dv[:begun][some]
-                alone = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
-                kicks[0, some] = alone
-                kicks[1, some] = displacement(run, m[at], v[at], moved_m, moved_v) - alone
+                kicks[-1, some] = displacement(run, m[at], v[at], moved_m, moved_v)
+                if len(out) == 2:
+                    kicks[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
+                    kicks[1, some] -= kicks[0, some]
         paired = slopes.to(kicks)[:, place[:begun]]
-        for channel in range(2):
+        for channel in range(len(out)):
             out[channel, : len(slopes)].index_add_(1, writes.row[:begun], (paired * kicks[channel]).double())
+
+
+def count_responses(
+    trajectory: Trajectory,
+    history: History,
+    lags: Int64[Tensor, "row parameter"],
+    begin: Int64[Tensor, " row"],
+    outcomes: int,
+) -> Float[Tensor, "outcome row parameter"]:
+    """Σ_s ⟨λ_θ(s+1), q' − q⟩ over steps after `begin`: what step counts that are `lags` behind do by themselves."""
+    sizes = trajectory.dynamics.layout.padded_sizes
+    out = torch.zeros(outcomes, *lags.shape, dtype=torch.float64)
+    for lag in set(lags.unique().tolist()) - {0}:
+        behind = (lags == lag).double()
+        for step, moved in _count_moves(trajectory, int(begin.min()) + 1, lag):
+            slopes = history.whole(step, moved.device)
+            if slopes is None:
+                break
+            begun = behind * (begin < step)[:, None]
+            for outcome, slope in enumerate(slopes):
+                out[outcome] += begun * parts(slope, moved, sizes).double().cpu()
     return out
 
 
-def count_moves(trajectory: Trajectory, first: int, stop: int) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
-    """For steps `first` … stop−1: q' − q, how a count that is one behind changes a step by itself."""
+def _count_moves(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
+    """For every step from `first` on: q' − q, how counts that are `lag` behind change it."""
     layout = trajectory.dynamics.layout
     for step, runs, after in _steps(trajectory, first, 0):
-        if step >= stop:
-            return
-        behind = runs_of(layout, trajectory.steps[step].hypers, [c - 2 for c in after.counts], _present(runs, layout))
+        counts = [c - 1 - lag for c in after.counts]
+        behind = runs_of(layout, trajectory.steps[step].hypers, counts, _present(runs, layout))
         moved = torch.zeros_like(after.theta)
         for now in runs:
             late = next(run for run in behind if run.where.start <= now.where.start < run.where.stop)
@@ -149,11 +189,9 @@ def _steps(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, 
         counts = state.counts
 
 
-def _inside(coordinates: Int64[Tensor, " pair"], run: Run) -> Tensor | slice | None:
-    """Which pairs lie in a run: all of them where it is the whole vector, None where none does."""
-    if not len(coordinates):
-        return None
-    low, high = int(coordinates.min()), int(coordinates.max())
+def _inside(coordinates: Int64[Tensor, " pair"], run: Run, reach: tuple[int, int]) -> Tensor | slice | None:
+    """Which pairs lie in a run: all of them where it holds all they reach, None where it holds none."""
+    low, high = reach
     if run.where.start <= low and high < run.where.stop:
         return slice(None)
     if high < run.where.start or low >= run.where.stop:

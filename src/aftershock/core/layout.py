@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..errors import InvalidInput
@@ -80,6 +80,10 @@ class Layout:
         """Positions of the real coordinates in the padded vector."""
         pieces = [torch.arange(start, start + size) for start, size in zip(self.starts, self.sizes)]
         return torch.cat(pieces).to(self.device)
+
+    def parameter_of(self, where: Int64[Tensor, " coordinate"]) -> Int64[Tensor, " coordinate"]:
+        """Which parameter each coordinate of the padded vector belongs to."""
+        return torch.searchsorted(torch.tensor(self.starts, device=where.device), where, right=True) - 1
 
     def zeros(self, *rows: int) -> Float[Tensor, "*rows param"]:
         return torch.zeros(*rows, self.padded_size, dtype=self.dtype, device=self.device)

@@ -109,10 +109,17 @@ class LossFunction:
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
         self.wrapper = Wrapper(model)
+        self._functions: dict[Callable[[nn.Module], Tensor], LossFunction] = {}
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
-        """The same model under another function of its parameters."""
-        return LossFunction(self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast)
+        """The same model under another function of its parameters; one function is looked at once."""
+        if function not in self._functions:
+            self._functions[function] = LossFunction(
+                self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast
+            )
+        found = self._functions[function]
+        found.sharing.wanted = self.sharing.wanted
+        return found
 
     def within(self, surroundings: Surroundings) -> LossFunction:
         """The same loss, with every call of the user's loss_fn made inside `surroundings(model)`."""

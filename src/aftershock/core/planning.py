@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import AftershockError, OutOfMemory
+from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .graphs import GradientGraph
 from .memory import budget, readable
+from .probe import Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
 
-POOL_AT_ONCE = 32  # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+CLOSED_FORM = 15  # pieces of the flat vector that are alive at once where a step is linearized
+# gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
+FEW = 3  # rows whose memory stands for that of many
 
 
 class Meter(TorchDispatchMode):
@@ -72,22 +77,31 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the model's passes hold beside θ, in bytes; gradients, of the size of θ, are included."""
+    """What the model's passes hold at their peak beside θ, in bytes; gradients, of the size of θ, are included."""
 
     vector: int  # one copy of the flat vector
+    value: int  # of one forward pass
     gradient: int  # of one row alone
     row: int  # of each row, where rows run together
-    graph: int  # a gradient with its graph, kept
-    product: int  # of one vector, on top of the graph
+    graph: int  # a gradient with its graph, once it is there
+    build: int  # while it is made
+    product: int  # of one vector, beside the graph and the product itself
+    update: int  # of AdamW's own arithmetic
     together: bool
+    cpu: bool
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 5 g."""
+        """Measured once on the first step: about 10 g."""
         known: Footprint | None = getattr(trajectory, "footprint", None)
         if known is None:
             known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
         return known
+
+    @property
+    def piece(self) -> int:
+        """What the closed form of a step makes on the way: a dozen pieces of the flat vector."""
+        return CLOSED_FORM * min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
 
 
 def _footprint(trajectory: Trajectory) -> Footprint:
@@ -95,18 +109,28 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     vector = loss.layout.padded_size * loss.layout.dtype.itemsize
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
+    value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
-    row, together, two = gradient, loss.sharing.tries("gradient", 2), state.theta[None].expand(2, -1)
-    if together:
-        both, _ = measured(lambda: row_gradients(loss, two, [state.buffers] * 2, *given, step.present))
-        row = both // 2
+    few = state.theta[None].expand(FEW, -1)
+
+    def rows() -> object:
+        return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
+
+    rows()  # now it is known whether rows run together
+    together = loss.sharing.tries("gradient", FEW)
+    row = measured(rows)[0] // FEW if together else gradient
     try:
-        _, graph = measured(lambda: GradientGraph(loss, *at))
-        rows = two if together else two[:1]
-        whole, _ = measured(lambda: GradientGraph(loss, *at).products(rows))
+        build, graph = measured(lambda: GradientGraph(loss, *at))
+        made = GradientGraph(loss, *at)
+        made.products(few)
+        many = FEW if loss.sharing.tries("product", FEW) else 1
+        product = measured(lambda: made.products(few[:many]))[0] // many - vector
     except AftershockError:  # a model without second derivatives has exact answers only
-        graph, whole, rows = gradient, 2 * gradient, two[:1]
-    return Footprint(vector, gradient, row, graph, (whole - graph) // len(rows), together)
+        build, graph, product = gradient, gradient, gradient
+    zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
+    update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
+    cpu = loss.layout.device.type == "cpu"
+    return Footprint(vector, value, gradient, row, graph, build, product, update, together, cpu)
 
 
 def plan_states(
@@ -134,14 +158,48 @@ class Plan:
         return sum(math.ceil(changes / each.at_once) for each in self.passes)
 
 
-def plan_responses(
-    trajectory: Trajectory, changes: int, scales: int, answers: Sequence[str], memory: str | int | None
-) -> Plan:
+@dataclass(frozen=True)
+class Work:
+    """Responses to so many changes at one step, each at so many scales.
+
+    by_scale: the changes have a ξ, so that one tangent serves all scales.
+    """
+
+    watch: Watch
+    changes: int
+    scales: int
+    by_scale: bool = True
+
+    def load(self, each: Pass) -> Load:
+        """The rows of one chunk of a pass."""
+        rows = each.at_once * self.scales
+        tangents = each.at_once if self.by_scale else rows
+        have = each.answers
+        return Load(
+            rows * ("exact" in have), rows * ("semilinear" in have), tangents * ("tangent" in have), each.parked
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows that are carried at once."""
+
+    exact: int = 0
+    semilinear: int = 0
+    linear: int = 0
+    parked: bool = False
+
+    @property
+    def predicted(self) -> int:
+        return self.semilinear + self.linear
+
+
+def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan:
     """The fewest passes that fit: all answers at once, else the truth apart from predictions, else each alone.
 
     Where not even one exact row fits beside the model, rows are parked in host memory.
     """
-    available = budget(memory, trajectory.dynamics.layout.device)
+    available = budget(memory, work.watch.trajectory.dynamics.layout.device)
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
     predictions = tuple(answer for answer in wanted if answer != "exact")
     truth: list[tuple[str, ...]] = [("exact",)] if "exact" in wanted else []
@@ -151,23 +209,25 @@ def plan_responses(
         [*truth, *((answer,) for answer in predictions)],
     ]
     for parts in splits:
-        found = [_fitting(trajectory, part, changes, scales, available) for part in parts if part]
+        found = [_fitting(work, part, available) for part in parts if part]
         passes = [each for each in found if each is not None]
         whole = len(parts) == 1
-        if len(passes) == len(found) and (not whole or passes[0].at_once == changes or len(wanted) == 1):
-            return _planned(trajectory, passes, scales, available)
-    rest = [_fitting(trajectory, (answer,), changes, scales, available) for answer in predictions]
+        if len(passes) == len(found) and (not whole or passes[0].at_once == work.changes or len(wanted) == 1):
+            return _planned(work, passes, available)
+    rest = [_fitting(work, (answer,), available) for answer in predictions]
     parked = Pass(("exact",), 1, parked=True)
-    if truth and all(rest) and pass_bytes(trajectory, parked, scales) <= available:
-        return _planned(trajectory, [parked, *(each for each in rest if each is not None)], scales, available)
-    raise OutOfMemory(_advice(trajectory, wanted, scales, available))
+    elsewhere = work.watch.trajectory.device.type != "cpu"
+    if truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
+        return _planned(work, [parked, *(each for each in rest if each is not None)], available)
+    raise OutOfMemory(_advice(work, wanted, available))
 
 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
     """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one."""
     available = budget(memory, trajectory.dynamics.layout.device)
-    fits = (n for n in _sizes(count) if rollout_bytes(trajectory, n * exact, n * predicted, n) <= available)
-    return next(fits, 1)
+    start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
+    loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
+    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), 1)
 
 
 def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
@@ -185,57 +245,98 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
-    footprint = Footprint.of(trajectory)
-    room = budget(memory, trajectory.dynamics.layout.device) // 2 - 5 * outcomes * footprint.vector
-    return max(1, min(POOL_AT_ONCE, room // (2 * footprint.row)))
+    footprint, device = Footprint.of(trajectory), trajectory.device
+    room = budget(memory, device) - (5 * outcomes + 3) * footprint.vector
+    most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
+    return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
 
 
-def pass_bytes(trajectory: Trajectory, each: Pass, scales: int) -> int:
-    """The peak of one chunk of a pass."""
-    rows = each.at_once * scales
-    predicted = rows * ("semilinear" in each.answers) + each.at_once * ("tangent" in each.answers)
-    exact = rows * ("exact" in each.answers)
-    return rollout_bytes(trajectory, exact, predicted, each.at_once, parked=each.parked)
+def pass_bytes(work: Work, each: Pass) -> int:
+    """The peak of one chunk of a pass, beside the model and the path."""
+    load = work.load(each)
+    carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own)
+    return max(_start_bytes(work, load), carried)
 
 
-def rollout_bytes(trajectory: Trajectory, exact: int, predicted: int, changes: int, *, parked: bool = False) -> int:
-    """The peak of a rollout of so many rows, beside the path: what is carried, and the largest work on the way."""
+def _start_bytes(work: Work, load: Load) -> int:
+    """While rows are started, one change after another: what they are so far, and what the last one takes."""
+    trajectory, at = work.watch.trajectory, work.watch.at
     f = Footprint.of(trajectory)
-    v, recomputed = f.vector, 3 * f.vector * (trajectory.keep == "checkpoints")
-    carried = 3 * v * predicted + (recomputed if predicted or not f.together else 0)
-    work = [7 * v]  # the control's step and one change at it: the state after it, raw gradients, ξ, δx
-    if exact and parked:
-        work.append(3 * v + f.gradient)
-    elif exact:
-        carried += 3 * v * (exact + f.together)
-        # all gradients stay until every row has stepped; activations of so many rows at once
-        pieces = min(AT_ONCE, exact + 1)
-        work.append((exact + 1) * v + pieces * (f.row - v) if f.together else f.gradient)
+    v = f.vector
+    control = v + sum(3 * v for time in (at, at + 1) if trajectory.kept(time) is None)
+    rows = 3 * v * (load.exact + load.predicted)
+    gradient = rows - 3 * v * min(load.exact, work.scales) + max(f.gradient, 3 * v)
+    # beside its raw gradient and ξ: the state in which it ends, then its tangent, for which one change alone has no
+    # place yet
+    waiting = 3 * v * load.linear * (work.by_scale and load.linear == 1)
+    apply = (2 if work.scales > 1 else 1) * v + f.update
+    differ = 3 * v * (load.semilinear > 0 or (load.linear > 0 and not work.by_scale))
+    end = 2 * v + 3 * v * (load.exact == 0) + max(apply, differ, f.piece) - waiting
+    clipped = 2 * v * trajectory.steps[at].clip.binds
+    write = (5 * v + f.piece + clipped - waiting) * (load.linear > 0 and work.by_scale)
+    return control + max(gradient, rows + max(end, write))
+
+
+def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> int:
+    """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
+
+    own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
+    """
+    f = Footprint.of(trajectory)
+    v, predicted = f.vector, load.predicted
+    together = f.together and not load.parked and trajectory.dynamics.loss.sharing.tries("gradient", load.exact + 1)
+    carried = 3 * v * predicted + v * (load.linear > 0)
+    work = [f.value]
+    if trajectory.spacing > 1 and (predicted or not together):
+        carried += 3 * v
+        work.append(max(f.gradient, v + f.update))
+    if load.exact:
+        carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
+        count = load.exact + 1
+        shared = count * v + min(AT_ONCE, count) * (f.row - v)
+        alone = max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
+        work.append(shared if together else alone)
+    if load.linear:
+        work.append(f.gradient)
+    if load.semilinear:
+        work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
     if predicted:
-        pieces = min(AT_ONCE, predicted) if f.together else 1
-        work.append(f.graph + 2 * v + v * predicted + pieces * f.product)
+        most = max(load.semilinear, load.linear)
+        pieces = min(AT_ONCE, most) if f.together else 1
+        # clipping takes two more copies of linear rows, and one of a semilinear one
+        clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
+        work += [f.build, f.graph + v + v * most + max(pieces * f.product, f.piece, clipped)]
     return carried + max(work)
 
 
-def _fitting(
-    trajectory: Trajectory, answers: tuple[str, ...], changes: int, scales: int, available: int
-) -> Pass | None:
+def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:
     """As many changes at once as fit; None where not even one does."""
-    passes = (Pass(answers, n) for n in _sizes(changes))
-    return next((each for each in passes if pass_bytes(trajectory, each, scales) <= available), None)
+    passes = (Pass(answers, n) for n in _sizes(work.changes))
+    return next((each for each in passes if pass_bytes(work, each) <= available), None)
 
 
-def _planned(trajectory: Trajectory, passes: Sequence[Pass], scales: int, available: int) -> Plan:
-    return Plan(tuple(passes), max(pass_bytes(trajectory, each, scales) for each in passes), available)
+def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
+    vector = Footprint.of(work.watch.trajectory).vector
+    needs = [pass_bytes(work, each) for each in passes]
+    # gradients of the changes themselves in rows too, where that many more copies still fit
+    in_rows = [need + (each.at_once + 2) * vector <= available for need, each in zip(needs, passes)]
+    chosen = tuple(replace(each, shocks_in_rows=room) for each, room in zip(passes, in_rows))
+    return Plan(chosen, max(needs), available)
 
 
-def _advice(trajectory: Trajectory, answers: Sequence[str], scales: int, available: int) -> str:
-    one = {answer: pass_bytes(trajectory, Pass((answer,), 1), scales) for answer in answers}
+def _advice(work: Work, answers: Sequence[str], available: int) -> str:
+    """What is missing, and what would fit."""
+    one = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in answers}
     worst = max(one, key=lambda answer: one[answer])
+    fits = [f'memory="{readable(1.02 * one[worst])}"']
+    if some := [answer for answer in answers if one[answer] <= available]:
+        fits.append(f"answers={some}")
+    single = replace(work, scales=1)
+    if work.scales > 1 and all(pass_bytes(single, Pass((answer,), 1)) <= available for answer in answers):
+        fits.append(f"one scale at a time (now {work.scales})")
     return (
         f"the {worst} answer to one change needs {readable(one[worst])} beside the model and the path, and "
-        f"{readable(available)} may be used. Fewer scales at once (now {scales}), "
-        'keep="checkpoints" in follow(), a smaller batch or a larger memory= would fit'
+        f"{readable(available)} may be used. What would fit: {', '.join(fits)}; a smaller batch needs less"
     )
 
 

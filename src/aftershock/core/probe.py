@@ -179,11 +179,11 @@ class Reader:
             losses = rows.own_losses(moment.time)
             return rows.by_row(losses, losses[0] if rows.together else self.control(moment))
         if rows.together:
-            values = self._values(moment.time, rows.thetas, rows.buffers).tolist()
+            values = self.values(moment.time, rows.thetas, rows.buffers).tolist()
             self._controls.setdefault(moment.time, values[0])
             return rows.by_row(values, values[0])
         thetas = [rows.slot_state(slot) for slot in range(len(rows.buffers))]
-        values = [float(self._values(moment.time, x.theta[None], [x.buffers])) for x in thetas]
+        values = [float(self.values(moment.time, x.theta[None], [x.buffers])) for x in thetas]
         return rows.by_row(values, self.control(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
@@ -192,7 +192,7 @@ class Reader:
         loss = self.probe.arguments(self.trajectory, moment.time)[0]
         together = loss.sharing.tries("value", 1 + moment.semilinear.rows)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
-        values = self._values(moment.time, thetas, [moment.control.buffers] * len(thetas))
+        values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
         return values[1:] - values[0] if together else values - self.control(moment)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
@@ -200,7 +200,8 @@ class Reader:
         assert moment.linear is not None
         return products(self.slope(moment), moment.linear.theta).double().cpu()
 
-    def _values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
+    def values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
+        """F_time at rows of θ, each with its own buffers: one forward pass a row, or less."""
         loss, batch, random, where = self.probe.arguments(self.trajectory, time)
         return row_values(loss, thetas, buffers, batch, random, where, evaluating=self.probe.evaluating)
 
@@ -218,6 +219,11 @@ class Displaced:
 
     def __getitem__(self, index: int | slice) -> Tensor:
         if isinstance(index, slice):
-            return torch.stack([self[i] for i in range(*index.indices(len(self)))])
+            wanted = range(*index.indices(len(self)))
+            out = self.theta.repeat(len(wanted), 1)
+            for row, i in zip(out, wanted):
+                if i >= self.with_base:
+                    row.add_(self.rows[i - self.with_base])
+            return out
         at = index - self.with_base
         return self.theta if at < 0 else self.theta + self.rows[at]

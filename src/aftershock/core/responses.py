@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .changes import ControlStep, Edit, touched_zero_v
+from .changes import ControlStep, Edit, Shock, shocks_of, touched_zero_v
 from .layout import Layout
 from .operators import WriteIn
 from .probe import Reader, Watch
@@ -65,6 +65,7 @@ class Pass:
     answers: tuple[str, ...]
     at_once: int
     parked: bool = False
+    shocks_in_rows: bool = False  # the gradients of the changes themselves too
 
 
 def _carry(
@@ -106,28 +107,36 @@ class _Starts:
         self, watch: Watch, edits: Sequence[Edit], scales: Sequence[float], each: Pass, out: Responses, some: slice
     ) -> None:
         self.scales, self.changes = scales, len(edits)
+        self._answers, self._out = each.answers, out
+        self._exact: list[JointState] = []
         layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at)
-        exact: list[JointState] = []
-        semilinear, linear = (_Collected(layout) for _ in range(2))
-        for i, edit in enumerate(edits):
-            shock = edit.shock(control)
-            self.by_scale = shock.xi is not None  # one tangent serves all scales
-            for j, scale in enumerate(scales):
-                end, clip = shock.endpoint(scale)
-                out.clip_switched[some.start + i, j] |= clip.binds != control.step.clip.binds
-                if "semilinear" in each.answers:
-                    semilinear.add(difference(end, control.after), len(edits) * len(scales))
-                if "tangent" in each.answers and shock.xi is None:
-                    linear.add(difference(end, control.after), len(edits) * len(scales))
-                if j + 1 == len(scales):
-                    out.zero_v[some.start + i] = touched_zero_v(control, shock, end)
-                if "exact" in each.answers:
-                    exact.append(end.clone() if end is control.before else end)
-            if shock.xi is not None:
-                out.xi_norm[some.start + i] = float(norms(shock.xi))
-                if "tangent" in each.answers:
-                    linear.add(WriteIn(control.linear).mv(shock.xi), len(edits))
-        self.rows = Rows(_handed_over(exact), semilinear.rows, linear.rows, owned=True, parked=each.parked)
+        self._semilinear, self._linear = (_Collected(layout) for _ in range(2))
+        for i, shock in enumerate(shocks_of(control, edits, in_rows=each.shocks_in_rows)):
+            self._start(control, shock, some.start + i)
+            del shock
+        rows = self._semilinear.rows, self._linear.rows
+        self.rows = Rows(_handed_over(self._exact), *rows, owned=True, parked=each.parked)
+
+    def _start(self, control: ControlStep, shock: Shock, i: int) -> None:
+        """The rows of one change; what it took to make them is gone with this call."""
+        out, count = self._out, self.changes * len(self.scales)
+        self.by_scale = shock.xi is not None  # one tangent serves all scales
+        for j, scale in enumerate(self.scales):
+            end, clip = shock.endpoint(scale)
+            out.clip_switched[i, j] |= clip.binds != control.step.clip.binds
+            if "semilinear" in self._answers:
+                self._semilinear.add(difference(end, control.after), count)
+            if "tangent" in self._answers and shock.xi is None:
+                self._linear.add(difference(end, control.after), count)
+            if j + 1 == len(self.scales):
+                out.zero_v[i] = touched_zero_v(control, shock, end)
+            if "exact" in self._answers:
+                self._exact.append(end.clone() if end is control.before else end)
+            del end
+        if shock.xi is not None:
+            out.xi_norm[i] = float(norms(shock.xi))
+            if "tangent" in self._answers:
+                self._linear.add(WriteIn(control.linear).mv(shock.xi), self.changes)
 
     def scaled(self, values: Float[Tensor, " row"]) -> Float[Tensor, "change scale"]:
         """The tangent of every scale: α times that of the change."""

@@ -70,10 +70,15 @@ class Moment:
     trajectory: Trajectory
     time: int
     last: bool  # no step follows
-    control: JointState
+    controls: _Controls
     exact: ExactRows
     semilinear: Tangent | None
     linear: Tangent | None
+
+    @property
+    def control(self) -> JointState:
+        """The path's own state."""
+        return self.controls.at(self.time)
 
     @property
     def states(self) -> list[JointState]:
@@ -90,26 +95,40 @@ def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterat
     """Carry rows from state `begin` to state `stop`, stopping at every state for a look."""
     exact = ExactRows(trajectory, begin, rows)
     predicted = rows.semilinear is not None or rows.linear is not None
-    for time, control in _controls(trajectory, begin, stop, exact, predicted):
-        yield Moment(trajectory, time, time == stop, control, exact, rows.semilinear, rows.linear)
+    controls = _Controls(trajectory, begin, stop, exact if exact.together and not predicted else None)
+    for time in range(begin, stop + 1):
+        yield Moment(trajectory, time, time == stop, controls, exact, rows.semilinear, rows.linear)
         if time == stop:
             return
         exact.advance(time)
         if predicted:
-            at = trajectory.linearize(trajectory.steps[time], control)
-            if rows.linear is not None:
-                transit_(at, rows.linear)
-            if rows.semilinear is not None:
-                transit_semilinear_(at, rows.semilinear)
+            _predict(trajectory, time, controls.at(time), rows)
 
 
-def _controls(
-    trajectory: Trajectory, begin: int, stop: int, exact: ExactRows, predicted: bool
-) -> Iterator[tuple[int, JointState]]:
-    """The control at every state: the path's own or, where it is one of the rows and nothing else needs it, that."""
-    if exact.together and not predicted:
-        return ((time, exact.control) for time in range(begin, stop + 1))
-    return trajectory.states(begin, stop)
+def _predict(trajectory: Trajectory, time: int, control: JointState, rows: Rows) -> None:
+    """One step of the predicted rows; the step's graph goes with this call."""
+    at = trajectory.linearize(trajectory.steps[time], control)
+    if rows.linear is not None:
+        transit_(at, rows.linear)
+    if rows.semilinear is not None:
+        transit_semilinear_(at, rows.semilinear)
+
+
+class _Controls:
+    """The control at each state: the path's own, run on only as far as it is asked for, or that among the rows where
+    nothing else needs it."""
+
+    def __init__(self, trajectory: Trajectory, begin: int, stop: int, rows: ExactRows | None) -> None:
+        self._rows = rows
+        self._states = trajectory.states(begin, stop)
+        self._last: tuple[int, JointState] | None = None
+
+    def at(self, time: int) -> JointState:
+        if self._rows is not None:
+            return self._rows.control
+        while self._last is None or self._last[0] < time:
+            self._last = next(self._states)
+        return self._last[1]
 
 
 class ExactRows:
@@ -259,11 +278,11 @@ class ExactRows:
             return self._found[1:]
         out: list[Gradient | None] = [None] * len(self._states)
         patterns: dict[int, Pattern] = {}
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for slot in range(len(self._states)):
             step = self._step(slot, time)
             if step is not None and self._alive[slot]:
-                groups.setdefault(id(step.batch), []).append(slot)
+                groups.setdefault((id(step.batch), id(step.random)), []).append(slot)
         for slots in groups.values():
             step = self._step(slots[0], time)
             assert step is not None
@@ -275,16 +294,17 @@ class ExactRows:
 
     def _evaluate(self, slots: Sequence[int], step: Step, patterns: dict[int, Pattern]) -> list[Gradient | None]:
         loss, states = self.dynamics.loss, [self._states[slot] for slot in slots]
-        present = self.trajectory.steps[step.index].present
+        own = self.trajectory.steps[step.index]
+        present = own.present if step.batch is own.batch else None  # another batch may use other parameters
         if self.together:
             thetas = self._theta if len(slots) == len(self._states) else self._theta[list(slots)]
             buffers = [state.buffers for state in states]
             return row_gradients(loss, thetas, buffers, step.batch, step.random, step.where, present)
         out: list[Gradient | None] = []
         for slot, state in zip(slots, states):
-            own = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
+            watched = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
             state = _moved(state, self.layout.device)
-            out += row_gradients(own, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
+            out += row_gradients(watched, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
         return out
 
     def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:
@@ -299,9 +319,10 @@ class ExactRows:
         fused = self.layout.device.type == "cuda"
         for hypers, slots in groups.items():
             for group, hyper in enumerate(hypers):
+                own = [i for i, g in enumerate(self.layout.groups) if g == group]
                 members = [
-                    (slot, i) for slot in slots for i, g in enumerate(self.layout.groups)
-                    if g == group and found[slot].grads[i] is not None  # type: ignore[union-attr]
+                    (slot, i) for slot in slots for i in own
+                    if found[slot].grads[i] is not None  # type: ignore[union-attr]
                 ]  # fmt: skip
                 if members:
                     theta, m, v = ([self._views[slot][c][i] for slot, i in members] for c in range(3))

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # Relative: the rounding of other kernels stays far below, another dropout mask or a hidden state far above.
 AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
 AGREE_AUTOCAST = 5e-2
-AT_ONCE = 64
+AT_ONCE = 128
+APART = 1.1  # how far from the others, as a factor of θ, a row is compared
 
 T = TypeVar("T")
 
@@ -37,16 +38,18 @@ T = TypeVar("T")
 class Sharing:
     """Whether the rows of a loss are computed together: wanted, possible, and equal to rows run alone.
 
-    Each kind of work (values, gradients, products, pools) is compared once, one row together against one alone.
+    Each kind of work (values, gradients, products, pools) is compared once: one row together with another, far from it,
+    against the same row alone. Rows as close as those of a path would hide that one of them leaks into the other.
     """
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self.at_once = AT_ONCE
+        self.at_least = {"gradient": 3, "value": 3}  # rows from which a mapped call, which costs two, pays
         self._agreed: dict[str, bool] = {}
 
     def tries(self, kind: str, rows: int) -> bool:
-        return self.wanted and rows > 1 and self._agreed.get(kind, True)
+        return self.wanted and rows >= self.at_least.get(kind, 2) and self._agreed.get(kind, True)
 
     def compared(self, kind: str) -> bool:
         return kind in self._agreed
@@ -99,25 +102,26 @@ def row_values(
 ) -> Float[Tensor, " row"]:
     """The loss at every row, in float64 on the CPU; +∞ where it is not finite. One forward pass a row, or less."""
 
-    def alone(i: int) -> float:
+    def alone(theta: Float[Tensor, " param"], i: int) -> float:
         try:
-            return float(loss.value(thetas[i], buffers[i], batch, random, where, evaluating=evaluating).loss)
+            return float(loss.value(theta, buffers[i], batch, random, where, evaluating=evaluating).loss)
         except NotFinite:
             return math.inf
 
-    kind = "value"
-    if loss.sharing.tries(kind, len(thetas)):
-        pieces = _tried(
-            loss, kind,
-            lambda s: _mapped(loss, thetas[s], buffers[s], batch, random, where, evaluating=evaluating).losses,
-            len(thetas),
-        )  # fmt: skip
+    def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
+        found = _mapped(loss, rows, held, batch, random, where, evaluating=evaluating).losses.double().cpu()
+        return torch.where(found.isfinite(), found, math.inf)
+
+    def agrees() -> bool:
+        far = _apart(thetas)
+        one, other = alone(far[1], -1), float(mapped(far, [buffers[0], buffers[-1]])[1])
+        return math.isfinite(one) and abs(other - one) <= tolerance(loss) * max(abs(one), 1e-30)
+
+    if loss.sharing.tries("value", len(thetas)):
+        pieces = _tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
-            found = torch.cat(pieces).double().cpu()
-            found = torch.where(found.isfinite(), found, math.inf)
-            if loss.sharing.compared(kind) or _settle(loss, kind, float(found[-1]), alone(len(thetas) - 1)):
-                return found
-    return torch.tensor([alone(i) for i in range(len(thetas))], dtype=torch.float64)
+            return torch.cat(pieces)
+    return torch.tensor([alone(thetas[i], i) for i in range(len(thetas))], dtype=torch.float64)
 
 
 def row_gradients(
@@ -135,25 +139,30 @@ def row_gradients(
     known, rows run alone.
     """
 
-    def alone(i: int) -> Gradient | None:
+    def alone(theta: Float[Tensor, " param"], i: int) -> Gradient | None:
         try:
-            return loss.gradient(thetas[i], buffers[i], batch, random, where)
+            return loss.gradient(theta, buffers[i], batch, random, where)
         except NotFinite:
             return None
 
-    kind = "gradient"
-    if present is not None and loss.sharing.tries(kind, len(thetas)):
-        pieces = _tried(
-            loss, kind,
-            lambda s: _mapped(loss, thetas[s], buffers[s], batch, random, where, gradients=True).split(present),
-            len(thetas),
-        )  # fmt: skip
+    def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> list[Gradient | None]:
+        assert present is not None
+        return _mapped(loss, rows, held, batch, random, where, gradients=True).split(present)
+
+    def agrees() -> bool:
+        far = _apart(thetas)
+        return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], alone(far[1], -1))
+
+    if present is not None and loss.sharing.tries("gradient", len(thetas)):
+        pieces = _tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
-            found = [gradient for piece in pieces for gradient in piece]
-            last = found[-1]
-            if loss.sharing.compared(kind) or last is None or _settle_gradient(loss, kind, last, alone(len(found) - 1)):
-                return found
-    return [alone(i) for i in range(len(thetas))]
+            return [gradient for piece in pieces for gradient in piece]
+    return [alone(thetas[i], i) for i in range(len(thetas))]
+
+
+def _apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
+    """The first row, and one far from it."""
+    return torch.stack([thetas[0], APART * thetas[len(thetas) - 1]])
 
 
 # --- one parameter set on many batches
@@ -173,21 +182,20 @@ def pool_gradients(
     def alone(i: int) -> Gradient:
         return loss.gradient(theta, buffers, batches[i], random, where(i))
 
-    kind = "pool"
-    stackable = present is not None and all(present) and _alike(batches)
-    if stackable and loss.sharing.tries(kind, len(batches)):
+    def mapped(some: slice) -> list[Gradient | None]:
         everything = (True,) * len(loss.layout.names)
-        pieces = _tried(
-            loss, kind,
-            lambda s: _mapped_pool(loss, theta, buffers, batches[s], random, where(s.start)).split(everything),
-            len(batches),
-        )  # fmt: skip
+        return _mapped_pool(loss, theta, buffers, batches[some], random, where(some.start)).split(everything)
+
+    def agrees() -> bool:
+        last = len(batches) - 1
+        return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], alone(last))
+
+    stackable = present is not None and all(present) and _alike(batches)
+    if stackable and loss.sharing.tries("pool", len(batches)):
+        pieces = _tried(loss, "pool", agrees, mapped, len(batches))
         if pieces is not None:
-            found = [gradient for piece in pieces for gradient in piece]
-            finite = [gradient for gradient in found if gradient is not None]
-            if len(finite) == len(found) and (
-                loss.sharing.compared(kind) or _settle_gradient(loss, kind, finite[-1], alone(len(found) - 1))
-            ):
+            finite = [gradient for piece in pieces for gradient in piece if gradient is not None]
+            if len(finite) == len(batches):
                 return finite
     return [alone(i) for i in range(len(batches))]
 
@@ -365,32 +373,33 @@ def _mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..
     return torch.func.vmap(work, in_dims=dims, randomness="same")
 
 
-def _tried(loss: LossFunction, kind: str, run: Callable[[slice], T], count: int) -> list[T] | None:
-    """The mapped pieces; None where this model cannot be mapped: from now on, unless it was mapped before."""
+def _tried(
+    loss: LossFunction, kind: str, agrees: Callable[[], bool], run: Callable[[slice], T], count: int
+) -> list[T] | None:
+    """The mapped pieces; None, from now on, where this model cannot be mapped or is another one when it is."""
+    if not loss.sharing.compared(kind):
+        try:
+            loss.sharing.settle(kind, agrees())
+        except (OutOfMemory, torch.OutOfMemoryError):
+            return None  # not known yet
+        except Exception:  # whatever cannot be mapped runs alone, with the same answer or its own error
+            loss.sharing.settle(kind, False)
+    if not loss.sharing.tries(kind, count):
+        return None
     try:
         return loss.sharing.in_pieces(count, run)
     except OutOfMemory:
         raise
-    except Exception:  # whatever cannot be mapped runs alone, with the same answer or its own error
-        if not loss.sharing.compared(kind):
-            loss.sharing.settle(kind, False)
+    except Exception:  # a batch that cannot be mapped, though others could
         return None
 
 
-def _settle(loss: LossFunction, kind: str, together: float, alone: float) -> bool:
-    agreed = math.isinf(alone) or abs(together - alone) <= tolerance(loss) * max(abs(alone), 1e-30)
-    loss.sharing.settle(kind, agreed)
-    return agreed
-
-
-def _settle_gradient(loss: LossFunction, kind: str, together: Gradient, alone: Gradient | None) -> bool:
-    agreed = alone is not None and alone.present == together.present
-    if alone is not None and agreed:
-        pairs = [(a, b) for a, b in zip(together.grads, alone.grads) if a is not None and b is not None]
-        off = torch.stack([(a - b).norm() for a, b in pairs]).norm()
-        agreed = bool(off <= tolerance(loss) * alone.norm.clamp(min=1e-30))
-    loss.sharing.settle(kind, agreed)
-    return agreed
+def _same_gradient(loss: LossFunction, together: Gradient | None, alone: Gradient | None) -> bool:
+    if together is None or alone is None or alone.present != together.present:
+        return False
+    pairs = [(a, b) for a, b in zip(together.grads, alone.grads) if a is not None and b is not None]
+    off = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+    return bool(off <= tolerance(loss) * alone.norm.clamp(min=1e-30))
 
 
 def tolerance(loss: LossFunction) -> float:

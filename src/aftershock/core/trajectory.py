@@ -91,7 +91,9 @@ class Trajectory:
 
     def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         """Steps start … stop−1, each with the state before it."""
-        state = self.state(start)
+        return self._from(self.state(start), start, stop)
+
+    def _from(self, state: JointState, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         for step in self.steps[start:stop]:
             yield step, state
             after = step.index + 1
@@ -112,10 +114,23 @@ class Trajectory:
         """Steps stop−1 … start, each with the state before it; segments are replayed as needed."""
         while stop > start:
             begin = max(start, max(kept for kept in self._states if kept < stop))
-            segment = list(self.forward(begin, stop))
+            yield from self._segment(self.state(begin), begin, stop)
+            stop = begin
+
+    def _segment(self, state: JointState, begin: int, stop: int) -> Iterator[tuple[Step, JointState]]:
+        """The same between two kept states. No more states are made at once than are kept: a longer segment is
+        halved, and its first half replayed once more."""
+        if stop - begin <= max(len(self._states), 2):
+            segment = list(self._from(state, begin, stop))
             while segment:
                 yield segment.pop()
-            stop = begin
+            return
+        middle, later = (begin + stop) // 2, state
+        for step in self.steps[begin:middle]:
+            later = self.dynamics.advance(step, later, consume=step.index > begin)[0]
+        yield from self._segment(later, middle, stop)
+        del later
+        yield from self._segment(state, begin, middle)
 
     def linearize(self, step: Step, state: JointState) -> Linearized:
         return self._linearized.get(step.index) or self.dynamics.linearize(step, state)

@@ -3,54 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.batches import Accumulated, Batch, example_count
 from ..core.changes import ControlStep, Replace
-from ..core.operators import WriteIn
-from ..core.scores import example_scores, example_weight
-from ..core.state import Cotangent, JointState, difference, pair, stack
+from ..core.scores import Adjoint, difference_scores, example_direction, example_scores, example_weight
+from ..core.state import JointState, difference
+from ..core.trajectory import Trajectory
 from ..errors import AftershockError, InvalidInput
 
 MOST = 128  # examples that are tried one by one, a gradient each
 
 
 def example_shares(
-    control: ControlStep, adjoint: Cotangent, batch: Batch, ordinary: Batch
+    control: ControlStep, trajectory: Trajectory, adjoint: Adjoint, batch: Batch, ordinary: Batch
 ) -> tuple[Float[Tensor, " example"] | None, str]:
     """What each example adds to the loss, and how that was found; None and why, where it cannot be.
 
     Each example is put alone into its place in an ordinary batch: ⟨λ, x(ordinary with it) − x(ordinary)⟩, the step
-    exact. Two equally bad examples are then both found; taking one out of their batch would show neither, because
-    AdamW's step saturates. A gradient each; of a batch of more than 128, one forward-mode pass, which is linear.
+    exact, with kicks at stiff coordinates. Two equally bad examples are then both found; taking one out of their
+    batch would show neither, because AdamW's step saturates. A gradient each; of a batch of more than 128, one
+    forward-mode pass, which is linear.
     """
     if isinstance(batch, Accumulated):
         return None, "the step accumulated several micro-batches, whose examples are not told apart"
     try:
         if example_count(batch) > MOST:
-            return _linear(control, adjoint, batch), "one forward-mode pass, linear"
-        return _one_by_one(control, adjoint, batch, ordinary), "each put alone into the batch of the step before"
+            return _linear(control, trajectory, adjoint, batch), "one forward-mode pass, linear"
+        return _one_by_one(
+            control, trajectory, adjoint, batch, ordinary
+        ), "each put alone into the batch of the step before"
     except AftershockError as error:
         return None, str(error)
 
 
-def _linear(control: ControlStep, adjoint: Cotangent, batch: Batch) -> Float[Tensor, " example"]:
+def _linear(control: ControlStep, trajectory: Trajectory, adjoint: Adjoint, batch: Batch) -> Float[Tensor, " example"]:
     weight = example_weight(control, batch)
-    slopes = example_scores(control, WriteIn(control.linear).rmv(adjoint)[0], batch, "the batch").double().cpu()
+    direction = example_direction(control, adjoint, trajectory, [batch])
+    slopes = example_scores(control, direction, batch, "the batch").double().cpu()
     return slopes * (weight or 1 / len(slopes))
 
 
-def _one_by_one(control: ControlStep, adjoint: Cotangent, batch: Batch, ordinary: Batch) -> Float[Tensor, " example"]:
+def _one_by_one(
+    control: ControlStep, trajectory: Trajectory, adjoint: Adjoint, batch: Batch, ordinary: Batch
+) -> Float[Tensor, " example"]:
     def after(other: Batch) -> JointState:
         return Replace(other).shock(control).endpoint(1.0)[0]
 
     base = after(ordinary)
-    found = [float(pair(adjoint, stack([difference(after(mixed), base)]))) for mixed in _mixtures(batch, ordinary)]
-    return torch.tensor(found, dtype=torch.float64)
+    moved = [difference(after(mixed), base) for mixed in _mixtures(batch, ordinary)]
+    ordinary_control = replace(control, after=base)  # what a write is measured against is the ordinary state
+    return difference_scores(ordinary_control, adjoint, trajectory, moved)[:, 0]
 
 
 def _mixtures(batch: Batch, ordinary: Batch) -> Iterator[Batch]:

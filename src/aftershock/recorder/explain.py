@@ -16,7 +16,7 @@ from ..api.progress import progress
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
 from ..core.probe import Watch, own_loss
-from ..core.scores import adjoint
+from ..core.scores import BentReadout, adjoint
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from ..results.provenance import provenance
@@ -77,7 +77,7 @@ def explain(
     jump = largest_jump([record.hypers for record in replayed.records])
     with progress("adjoint sweep", last) as tick:
         swept = sweep(
-            path.trajectory, last, watch.slope(last),
+            path.trajectory, last, BentReadout.of(watch),
             references=references, jump=jump, tick=tick,
         )  # fmt: skip
     spike = Spike.of(replayed)
@@ -309,7 +309,7 @@ def _add_examples(data: xr.Dataset, replayed: Replay, watch: Watch, proofs: Proo
         other = steps[at - 1 if at else at + 1].batch
         control = ControlStep.of(trajectory, at)
         swept = adjoint(replace(watch, at=at), lambda horizon: watch.slope(last), [last - at], trajectory.device)
-        found, note = example_shares(control, swept.first, steps[at].batch, other)
+        found, note = example_shares(control, trajectory, swept, steps[at].batch, other)
         notes[str(data["step"].values[at])] = note
         if found is not None:
             shares[at] = found

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
 from ..core.planning import plan_history
-from ..core.scores import Layers, contributions
+from ..core.scores import BentReadout, Layers, contributions
 from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
@@ -68,7 +68,7 @@ def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> d
 def sweep(
     trajectory: Trajectory,
     last: int,
-    gradient: Float[Tensor, " param"],
+    bent: BentReadout,
     *,
     references: int,
     jump: Jump | None,
@@ -85,8 +85,8 @@ def sweep(
         held = {"held": Hypers(jump.before)} if jump is not None and index >= jump.at else {}
         return edits_at(trajectory, index, last, references) | held
 
-    place = plan_history(trajectory, last, None)
-    parts = contributions(trajectory, last, gradient, edits, place, layers, tick)
+    place = plan_history(trajectory, 2 * last, None)
+    parts = contributions(trajectory, last, bent, edits, place, layers, tick)
     found = torch.full((len(CHANGES), last, len(CHANNELS), len(layers.names)), torch.nan, dtype=torch.float64)
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part
     for name, table in parts.items():

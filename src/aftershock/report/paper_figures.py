@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours can be told apart with every kind of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-PREDICTIONS = {"tangent": ("#E69F00", ":"), "endpoint": ("#0072B2", "--"), "semilinear": ("#CC79A7", "-.")}
+LOOKS = {"tangent": ("#E69F00", ":"), "endpoint": ("#0072B2", "--"), "semilinear": ("#CC79A7", "-.")}
 CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
 DOTS = 200  # per inch
 HORIZON, LOSS = "horizon h (states after the change)", "change of the probe's loss"
@@ -218,7 +218,7 @@ def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
 
 
 def _answers(data: xr.Dataset) -> list[tuple[str, tuple[str, str]]]:
-    return [(answer, look) for answer, look in PREDICTIONS.items() if answer in data["answer"].values]
+    return [(answer, LOOKS[answer]) for answer in study_data.predictions(data)]
 
 
 def _finish(axis: Axes, title: str, x: str, y: str) -> None:

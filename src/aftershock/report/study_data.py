@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, "xr.Dataset"]
 
+PREDICTIONS = ("tangent", "endpoint", "semilinear")  # endpoint-exact is an ablation of the quadratic study alone
+
 
 def having(results: Results, *names: str) -> dict[str, xr.Dataset]:
     """The settings that have all of these variables, by their names in the paper."""
     settings = [s for s in NAMES if s in results]
     return {NAMES[s]: results[s] for s in settings if all(name in results[s] for name in names)}
+
+
+def predictions(data: xr.Dataset) -> list[str]:
+    """The predictions of one setting, the crudest first; a study has the same ones in all of its settings."""
+    return [answer for answer in PREDICTIONS if answer in data["answer"].values]
 
 
 def error_by_scale(data: xr.Dataset) -> xr.Dataset:

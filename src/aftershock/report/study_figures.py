@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 6, 12  # what is embedded must stay small
-PREDICTIONS = ("tangent", "endpoint", "semilinear")
-# endpoint-exact is an ablation of the studies, not an answer of the API
 PREDICTION_COLOURS = {**ANSWER_COLOURS, "endpoint": "#2f6db3"}
 PREDICTION_DASHES = {**DASHES, "endpoint": "dash"}
+LINEAR = {
+    "tangent": "the tangent linearizes the write into the state, its propagation and the readout",
+    "endpoint": "endpoint-exact only the propagation",
+    "semilinear": "semilinear only the network's gradient",
+}
 CHANNELS = {
     "100": "θ",
     "010": "m",
@@ -65,23 +68,19 @@ def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
 
 
 def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    answers = _predictions(settings)
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         some = data.isel(system=slice(SHOWN_SYSTEMS), change=slice(SHOWN_CHANGES))
         horizons = some["horizon"].values.tolist()
-        answers = [m for m in PREDICTIONS if m in some["answer"].values]
         for system in some["system"].values:
             for change in some["change"].values:
                 for scale in some["scale"].values[::-1]:
-                    at = {"system": system, "change": change, "scale": scale}
-                    exact, predicted = some["exact"].sel(at), some["predicted"].sel(at)
-                    curves = [exact, *(predicted.sel({"answer": m}) if m in answers else None for m in PREDICTIONS)]
+                    one = some.sel({"system": system, "change": change, "scale": scale})
+                    curves = [one["exact"], *(one["predicted"].sel({"answer": m}) for m in answers)]
                     key = f"{setting}|{system}|candidate {change}|α = {scale:g}"
-                    frames[key] = {
-                        "x": [horizons if c is not None else [] for c in curves],
-                        "y": [short(c.values) if c is not None else [] for c in curves],
-                    }
-    figure = lines(frames, ["exact", *PREDICTIONS], [INK, *(PREDICTION_COLOURS[m] for m in PREDICTIONS)])
+                    frames[key] = {"x": [horizons] * len(curves), "y": [short(c.values) for c in curves]}
+    figure = lines(frames, ["exact", *answers], [INK, *(PREDICTION_COLOURS[m] for m in answers)])
     for trace in figure.data:
         trace.update(line={"dash": PREDICTION_DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
@@ -96,29 +95,24 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
     return Drawing("curves", "Exact response and predictions", caption, figure, choices, frames)
 
 
+def _predictions(settings: Mapping[str, xr.Dataset]) -> list[str]:
+    return study_data.predictions(next(iter(settings.values())))
+
+
 def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    answers = _predictions(settings)
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         found = study_data.error_by_scale(data)
         scales = found["scale"].values
-        answers = [m for m in PREDICTIONS if m in found["answer"].values]
-        tangent = found["error"].sel({"answer": "tangent"}).values
         rows = [found.sel({"answer": m}) for m in answers]
-        missing = len(PREDICTIONS) - len(answers)
+        tangent = found["error"].sel({"answer": "tangent"}).values
         frames[setting] = {
-            "x": [*[scales.tolist()] * len(answers), *[[]] * missing, scales.tolist()],
-            "y": [
-                *(short(row["error"].values) for row in rows),
-                *[[]] * missing,
-                short(tangent[0] * (scales / scales[0]) ** 2),
-            ],
-            "name": [
-                *(f"{m}: slope {float(row['slope']):.2f}" for m, row in zip(answers, rows)),
-                *[" "] * missing,
-                "slope 2",
-            ],
+            "x": [scales.tolist()] * (len(answers) + 1),
+            "y": [*(short(row["error"].values) for row in rows), short(tangent[0] * (scales / scales[0]) ** 2)],
+            "name": [*(f"{m}: slope {float(row['slope']):.2f}" for m, row in zip(answers, rows)), "slope 2"],
         }
-    figure = lines(frames, [*PREDICTIONS, "slope 2"], [*(PREDICTION_COLOURS[m] for m in PREDICTIONS), FAINT])
+    figure = lines(frames, [*answers, "slope 2"], [*(PREDICTION_COLOURS[m] for m in answers), FAINT])
     figure.data[-1].update(line={"dash": "dash", "width": 1.5}, mode="lines")
     style(figure, "scale α of the shock", "error over the response at α = 1", HEIGHT)
     figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
@@ -132,24 +126,21 @@ def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
 
 
 def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
+    answers = _predictions(settings)
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         found = study_data.error_by_horizon(data)
-        answers = [m for m in PREDICTIONS if m in found["answer"].values]
         for scale in found["scale"].values[::-1]:
             horizons, at = found["horizon"].values.tolist(), found.sel(scale=scale)
             frames[f"{setting}|α = {scale:g}"] = {
-                "x": [horizons if m in answers else [] for m in PREDICTIONS],
-                "y": [positive(at.sel({"answer": m}).values) if m in answers else [] for m in PREDICTIONS],
+                "x": [horizons] * len(answers),
+                "y": [positive(at.sel({"answer": m}).values) for m in answers],
             }
-    figure = lines(frames, PREDICTIONS, [PREDICTION_COLOURS[m] for m in PREDICTIONS])
+    figure = lines(frames, answers, [PREDICTION_COLOURS[m] for m in answers])
     style(figure, HORIZON_TITLE, "error over the response's size", HEIGHT)
     figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
     key_above(figure)
-    caption = (
-        "Where the error comes from. The tangent linearizes the write into the state, its propagation and the "
-        "readout; endpoint-exact only the propagation; semilinear only the network's gradient."
-    )
+    caption = f"Where the error comes from: {'; '.join(LINEAR[m] for m in answers)}."
     return Drawing("sources", "Where the error comes from", caption, figure, ("setting", "scale"), frames)
 
 

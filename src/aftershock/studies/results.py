@@ -19,7 +19,7 @@ from .study import Study
 if TYPE_CHECKING:
     import xarray as xr
 
-FORMAT = "aftershock-study-1"  # a change of the code that changes numbers or names in the results changes this
+FORMAT = "aftershock-study-2"  # a change of the code that changes numbers or names in the results changes this
 PART = ".part"  # how the name of a group ends while it is being written
 
 

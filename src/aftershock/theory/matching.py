@@ -19,7 +19,7 @@ from ..core.operators import WriteIn, readout
 from ..core.probe import Reader, Watch
 from ..core.rollout import Rows, rollout
 from ..core.state import JointState, difference
-from ..errors import InvalidInput, NotFinite
+from ..errors import InvalidInput
 from ..results.provenance import described
 from ..results.summaries import summarize
 
@@ -97,23 +97,23 @@ def match_first_step(
     control = path.control(watch.at)
     natural = control.dynamics.layout.vectors(xis)
     slopes = watch.slopes()
-    base = float(watch.probe.value(path.trajectory, watch.first, control.after.theta, control.after))
     candidates, signs, mu = first_step_candidates(WriteIn(control.linear).rmv(readout(slopes))[0], natural, target)
     shocks = [Perturb(xi).shock(control) for xi in candidates]
+    reader = Reader(path.trajectory, watch.probe)
+
+    def values(states: Sequence[JointState]) -> Float[Tensor, " row"]:
+        return reader.values(watch.first, torch.stack([x.theta for x in states]), [x.buffers for x in states])
+
+    base = float(values([control.after]))
 
     def excess(gamma: Float[Tensor, " change"]) -> Float[Tensor, " change"]:
         """s_i d_i(γ_i) − μ1: negative at γ = 0, zero at the match; NaN where γ is."""
-        return torch.tensor([signed(i, float(g)) - mu for i, g in enumerate(gamma)], dtype=torch.float64)
-
-    def signed(i: int, gamma: float) -> float:
-        if math.isnan(gamma):
-            return math.nan
-        end = shocks[i].endpoint(gamma)[0]
-        try:
-            loss = float(watch.probe.value(path.trajectory, watch.first, end.theta, end))
-        except NotFinite:
-            loss = math.inf
-        return float(signs[i]) * (loss - base)
+        asked = (~gamma.isnan()).nonzero()[:, 0].tolist()
+        out = torch.full(gamma.shape, math.nan, dtype=torch.float64)
+        if asked:
+            ends = [shocks[i].endpoint(float(gamma[i]))[0] for i in asked]
+            out[asked] = signs[asked].cpu().double() * (values(ends) - base) - mu
+        return out
 
     gamma = calibrate(excess, len(shocks))
     left = excess(gamma)

@@ -185,7 +185,9 @@ def switch_fraction(
         if not moment.last:
             gates = moment.gates
             shares = [_switched_share(gates.control, row, kinds) for row in gates.rows]
-            found[:, :, moment.time - change.at - 1] = torch.tensor(shares).view(len(change), len(scales))
+            found[:, :, moment.time - change.at - 1] = torch.tensor(shares, dtype=torch.float64).view(
+                len(change), len(scales)
+            )
     return xr.DataArray(
         found.numpy(),
         dims=("change", "scale", "horizon"),

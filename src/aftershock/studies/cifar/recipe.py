@@ -1,8 +1,4 @@
-"""Experiments 1 and 2 on the CIFAR-10 networks, one system at a time.
-
-Linear answers are the public calls of the library on the system's training point; exact answers, thousands of runs
-that differ in their first state only, run as rows (`rows.py`).
-"""
+"""Experiments 1 and 2 on the CIFAR-10 networks, one system at a time: public calls of the library on its point."""
 
 from __future__ import annotations
 
@@ -10,16 +6,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from ... import theory
-from ...core.batches import Batch
+from ...core.state import CHANNELS
 from ...errors import InvalidInput
-from ..quadratic.rows import HYBRIDS, hybrid_responses, persistent_responses, responses, with_control
 from ..study import Study, System, systems_of
 from .data import load_cifar
 from .scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
@@ -27,10 +20,11 @@ from .scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
 if TYPE_CHECKING:
     import xarray as xr
 
+    Labelled = TypeVar("Labelled", xr.DataArray, xr.Dataset)
+
 SYSTEMS_PER_SEED = 4
 FAMILIES = ["natural", "matched"]
-MATCHED = ("matched_exact", "matched_first_step")  # variables of the matched family alone
-PREDICTIONS = ("tangent", "endpoint", "semilinear")
+PREDICTIONS = ("semilinear", "tangent")
 PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
 PERSISTENCE_SCALE = 0.25
 
@@ -38,8 +32,8 @@ PERSISTENCE_SCALE = 0.25
 def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu") -> Study:
     """16 systems of the MLP, then 16 of the CNN; quick: one of each, with the smaller numbers of `QUICK`.
 
-    One system costs about 12,000 gradients as rows, 9,000 of them the exact responses of Experiment 2, and 4,000
-    Hessian products.
+    One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 4,000 Hessian
+    products.
     """
     protocol = QUICK if quick else FULL
     _require_device(device)
@@ -85,17 +79,11 @@ def _require_device(device: str) -> None:
         raise InvalidInput(f"device {device!r} cannot be used here ({reason}); take cpu, or cuda on a GPU") from error
 
 
-def exact(scene: Scene, xi: Float[Tensor, "row d"], future: list[Batch]) -> Float[Tensor, "row horizon"]:
-    """The exact response to every row along a future: one run of rows."""
-    rows = with_control(scene.control, scene.after(xi))
-    return responses(rows, scene.losses(future), [scene.probe], scene.hyper)[0].cpu()
-
-
 # --- Experiment 1
 
 
 def fidelity(scene: Scene) -> xr.Dataset:
-    """The exact response and three predictions of it, at every scale.
+    """The exact response and two predictions of it, at every scale.
 
     `identity_residual` is the largest ‖e − Σ parts‖ of the recursive error identity along the first candidate's
     exact pair at full scale. `switch_fraction` is counted on the batch of the step that follows each state; the
@@ -104,15 +92,12 @@ def fidelity(scene: Scene) -> xr.Dataset:
     import xarray as xr
 
     change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
-    predicted = change.response(scene.probe_batch, scales=scales, answers=PREDICTIONS).data["response"]
-    scaled = torch.cat([scale * scene.natural for scale in scales])
-    found = exact(scene, scaled, scene.future).unflatten(0, (len(scales), -1)).transpose(0, 1)
-    parts = theory.decompose(change, index=0).data
+    response = change.response(scene.probe, scales=scales, answers=("exact", *PREDICTIONS)).data["response"]
     data = xr.Dataset(
         {
-            "exact": (("change", "scale", "horizon"), found.numpy()),
-            "predicted": predicted.sel({"answer": list(PREDICTIONS)}),
-            "identity_residual": parts["identity_residual_absolute"].max(),
+            "exact": response.sel({"answer": "exact"}, drop=True),
+            "predicted": response.sel({"answer": list(PREDICTIONS)}),
+            "identity_residual": theory.decompose(change, index=0).data["identity_residual_absolute"].max(),
         }
     )
     if scene.system.kind == "cnn":
@@ -124,32 +109,27 @@ def ranking(scene: Scene) -> xr.Dataset:
     """Every score of both families on the realized future, against the exact magnitude."""
     import xarray as xr
 
-    path, draws = scene.path, scene.system.generator("permutations")
-    tables = []
-    for xi, accepted in _families(scene):
-        table = theory.scores(path.perturb(xi), scene.probe_batch)
-        response = exact(scene, xi, scene.future)
-        magnitude = response.abs().amax(1).where(accepted, torch.nan).numpy()
-        null = theory.readout_null(table, magnitude, generator=draws, permutations=scene.protocol.permutations)
-        found = xr.Dataset(
-            {
-                "score": (("score_method", "change"), table["score"].values),
-                "magnitude": ("change", magnitude),
-                "first_step": ("change", response[:, 0].numpy()),
-                "curves": (("change", "horizon"), response.numpy()),
-                "null_correlation": ("permutation", null["spearman"].values),
-            },
-            {"score_method": table["answer"].values, "horizon": table["horizon"].values},
-        )
-        tables.append(found.assign(readout_cosine=("horizon", table["readout_cosine"].values)))
-    cosine = tables[0]["readout_cosine"]
-    joined = xr.concat([t.drop_vars("readout_cosine") for t in tables], dim="family").assign_coords(family=FAMILIES)
-    data = joined.drop_vars("curves").assign(
-        readout_cosine=cosine,
-        matched_exact=joined["curves"].sel(family="matched", drop=True),
-        accepted=("change", scene.equal_first_steps.accepted.numpy()),
+    change = scene.path.perturb(scene.families)
+    table, response = theory.scores(change, scene.probe), change.response(scene.probe, answers=("exact",))
+    found = _by_family(table[["score", "alignment"]].assign(curves=response.exact.isel(scale=0, drop=True)), scene)
+    found["magnitude"] = abs(found["curves"]).max("horizon")
+    draws, permutations = scene.system.generator("permutations"), scene.protocol.permutations
+    nulls = [
+        theory.readout_null(one, one["magnitude"], generator=draws, permutations=permutations)["spearman"]
+        for one in (found.sel(family=family, drop=True) for family in FAMILIES)
+    ]
+    data = xr.Dataset(
+        {
+            "score": found["score"].rename({"answer": "score_method"}),
+            "magnitude": found["magnitude"],
+            "first_step": found["curves"].isel(horizon=0, drop=True),
+            "null_correlation": xr.concat(nulls, dim="family"),
+            "readout_cosine": table["readout_cosine"],
+            "matched_exact": found["curves"].sel(family="matched", drop=True),
+            "accepted": scene.matched.accepted,
+        }
     )
-    return _numbered(_without_unmatched(data, scene), "change", "permutation")
+    return _numbered(data, "change", "permutation")
 
 
 def memory(scene: Scene) -> xr.Dataset:
@@ -157,19 +137,19 @@ def memory(scene: Scene) -> xr.Dataset:
     import xarray as xr
 
     protocol = scene.protocol
-    xi, future = scene.natural[: protocol.hybrids], scene.losses(scene.future)
-    run = (future, [scene.probe], scene.hyper)
-    hybrids = hybrid_responses(scene.control, scene.after(xi), *run)[0]
+    change = scene.path.replace(scene.candidates[: protocol.hybrids])
+    channels = theory.channel_responses(change, scene.probe, answers=("exact",))["response"].isel({"answer": 0})
+    persistence = partial(theory.persistence, change, scene.probe, scale=PERSISTENCE_SCALE)
+    names = ["".join("01"[c in str(name).split("+")] for c in CHANNELS) for name in channels["channel"].values]
+    swept = {"m": persistence(beta1=protocol.beta1), "v": persistence(beta2=protocol.beta2)}
     data = xr.Dataset(
-        {"channel_exact": (("channel", "channel_change", "horizon"), hybrids.cpu().numpy())},
-        {"channel": list(HYBRIDS), "horizon": range(1, protocol.horizon + 1)},
+        {"channel_exact": channels.assign_coords(channel=names).rename(change="channel_change")}
+        | {
+            f"persistence_{channel}": found["response"].rename(beta=f"decay_{channel}", change="persistence_change")
+            for channel, found in swept.items()
+        }
     )
-    shocked = scene.after(PERSISTENCE_SCALE * xi)
-    for channel, decays in (("m", protocol.beta1), ("v", protocol.beta2)):
-        found = persistent_responses(scene.control, shocked, *run, channel, decays)[0].cpu().numpy()
-        dims = (f"decay_{channel}", "persistence_change", "horizon")
-        data = data.assign({f"persistence_{channel}": (dims, found)}).assign_coords({dims[0]: list(decays)})
-    return _numbered(data, "channel_change", "persistence_change")
+    return _numbered(data.drop_vars("answer"), "channel_change", "persistence_change")
 
 
 # --- Experiment 2
@@ -179,80 +159,61 @@ def present(scene: Scene) -> xr.Dataset:
     """Scores that see no future batch.
 
     `sampled_future` runs the exact response along futures resampled from images that training has already seen,
-    and averages the peak: it shares no image with any future that it is judged by. As rows the exact run costs less
-    than a linear one.
+    and averages the peak: it shares no image with any future that it is judged by.
     """
     import xarray as xr
 
-    seen, draws = scene.order[: scene.protocol.seen], scene.system.generator("sampled")
-    sampled = [scene.resampled(seen, draws) for _ in range(scene.protocol.sampled)]
-    scores = [_present_scores(scene, xi, sampled) for xi, _ in _families(scene)]
-    data = xr.Dataset(
-        {
-            "present_score": (
-                ("family", "present_method", "change"),
-                torch.stack([torch.stack(list(each.values())) for each in scores]).numpy(),
-            ),
-            "matched_first_step": ("change", scene.equal_first_steps.first_step.numpy()),
-        },
-        {"family": FAMILIES, "present_method": list(scores[0])},
-    )
-    return _numbered(_without_unmatched(data, scene), "change")
-
-
-def _present_scores(
-    scene: Scene, xi: Float[Tensor, "change d"], sampled: list[list[Batch]]
-) -> dict[str, Float[Tensor, " change"]]:
-    common = (scene.point, scene.control_batch, lambda path: path.perturb(xi), scene.probe_batch)
-    options: dict[str, Any] = {"horizon": scene.protocol.horizon, "memory": MEMORY}
-    surrogate = theory.reference_surrogate(*common, references=scene.references, **options)
-    moved = scene.after(xi).theta
-    return {
-        "exact_one_step": (scene.probe.value(moved) - scene.probe.value(scene.control.theta)).abs().cpu(),
-        "gradient_norm": xi.norm(dim=1).cpu(),
-        "write_norm": scene.written(xi).theta.norm(dim=1).cpu(),
-        "present_frozen": torch.as_tensor(theory.present_frozen(*common, **options)["score"].values),
-        "reference_surrogate": torch.as_tensor(surrogate["score"].values),
-        "sampled_future": torch.stack([exact(scene, xi, future).abs().amax(1) for future in sampled]).mean(0),
+    protocol, seen = scene.protocol, scene.order[: scene.protocol.seen]
+    common = {
+        "point": scene.point,
+        "control_batch": scene.control_batch,
+        "candidates": lambda path: path.perturb(scene.families),
+        "probe": scene.probe,
+        "horizon": protocol.horizon,
+        "memory": MEMORY,
     }
+    sampled = theory.sampled_future(
+        **common, answer="exact", samples=protocol.sampled, generator=scene.system.generator("sampled"),
+        sampler=lambda length, generator: scene.resampled(seen, generator),
+    )  # fmt: skip
+    static = theory.scores(scene.path.perturb(scene.families), scene.probe, horizon=1)["score"]
+    scores = [static.sel({"answer": name}, drop=True) for name in PRESENT] + [
+        theory.present_frozen(**common)["score"],
+        theory.reference_surrogate(**common, references=scene.references)["score"],
+        sampled["score"],
+    ]
+    plain = [_numbered(score, "change").reset_coords(drop=True) for score in scores]
+    methods = [*PRESENT, "present_frozen", "reference_surrogate", "sampled_future"]
+    table = xr.concat(plain, dim="present_method").assign_coords(present_method=methods)
+    data = xr.Dataset({"present_score": _by_family(table, scene), "matched_first_step": scene.matched.first_step})
+    return _numbered(data, "change")
 
 
 def futures(scene: Scene, part: int) -> xr.Dataset:
-    """The exact response of both families under a part of the resampled futures, all in one run of rows each."""
+    """The exact response of both families under a part of the resampled futures."""
     import xarray as xr
 
     each = scene.protocol.futures_per_piece
     own = range(part * each, (part + 1) * each)
-    xi = torch.cat([rows for rows, _ in _families(scene)])
-    found = torch.stack([exact(scene, xi, scene.branch(k)) for k in own], dim=1)
-    data = xr.Dataset(
-        {"future_response": (("family", "change", "future", "horizon"), found.unflatten(0, (2, -1)).numpy())},
-        {"family": FAMILIES, "future": list(own), "horizon": range(1, scene.protocol.horizon + 1)},
-    )
-    return _numbered(_without_unmatched(data, scene), "change")
+    branches = [scene.branch(k) for k in own]
+    found = theory.repeated_futures(
+        scene.point, scene.control_batch, lambda path: path.perturb(scene.families), branches, scene.probe,
+        memory=MEMORY,
+    )  # fmt: skip
+    response = found["response"].sel({"answer": "exact"}).reset_coords(drop=True).assign_coords(future=list(own))
+    return _numbered(xr.Dataset({"future_response": _by_family(response, scene)}), "change")
 
 
-def _families(scene: Scene) -> list[tuple[Float[Tensor, "change d"], Bool[Tensor, " change"]]]:
-    """The natural residuals and candidates of equal exact first response made of them, and which of them exist.
-
-    A candidate that cannot be matched runs along as no perturbation, and `_without_unmatched` takes it out.
-    """
-    matched = scene.equal_first_steps
-    xi = matched.xi.where(matched.accepted.to(matched.xi.device)[:, None], 0.0)
-    return [(scene.natural, torch.ones_like(matched.accepted)), (xi, matched.accepted)]
-
-
-def _without_unmatched(data: xr.Dataset, scene: Scene) -> xr.Dataset:
-    """NaN for the matched candidates that do not exist."""
+def _by_family(data: Labelled, scene: Scene) -> Labelled:
+    """The changes of `scene.families` as [family, change]; NaN for matched candidates that do not exist."""
     import xarray as xr
 
-    existing = [accepted.numpy() for _, accepted in _families(scene)]
-    kept = xr.DataArray(existing, dims=("family", "change"), coords={"family": FAMILIES})
-    return data.assign(
-        {name: value.where(kept) for name, value in data.items() if {"family", "change"} <= set(value.dims)}
-    ).assign({name: data[name].where(kept.sel(family="matched", drop=True)) for name in MATCHED if name in data})
+    count = scene.protocol.candidates
+    parts = [_numbered(data.isel(change=slice(k * count, (k + 1) * count)), "change") for k in range(len(FAMILIES))]
+    accepted = _numbered(scene.matched.accepted, "change")
+    return xr.concat([parts[0], parts[1].where(accepted)], dim="family").assign_coords(family=FAMILIES)
 
 
-def _numbered(data: xr.Dataset, *dims: str) -> xr.Dataset:
+def _numbered(data: Labelled, *dims: str) -> Labelled:
     """Candidates by their number, which every piece shares; attributes belong to the study."""
     return data.assign_coords({dim: range(data.sizes[dim]) for dim in dims}).drop_attrs()

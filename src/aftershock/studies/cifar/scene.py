@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -11,15 +10,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from ... import theory
 from ...api.path import Path as Run
 from ...api.point import TrainingPoint, capture
 from ...core.batches import Accumulated, Batch, accumulate
-from ...core.state import JointState
 from ...errors import InvalidFile
-from ..quadratic.rows import MatchedRows, ShockStep, by_channel
+from ...theory.matching import Matched
 from ..study import System
 from .data import Cifar, load_cifar
-from .networks import Network, NetworkLoss
+from .networks import network
 
 RATE, DECAY = 2e-4, 0.01
 # a fixed budget: how changes are grouped, and so the last bits, must not depend on what happens to be free
@@ -68,11 +67,11 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scene(ShockStep):
-    """One system up to the shock: the state after the burn-in, and every image's part.
+class Scene:
+    """One system up to the shock: the training point after the burn-in, and every image's part.
 
     `order` is one permutation of the training images: burn-in, references, candidates and the realized future
-    take theirs from its front, in this order. Linear answers come from `point` and its paths; exact ones from rows.
+    take theirs from its front, in this order.
     """
 
     system: System
@@ -81,7 +80,7 @@ class Scene(ShockStep):
     device: torch.device
     order: Int64[Tensor, " image"]
     point: TrainingPoint
-    probe_batch: Batch
+    probe: Batch
 
     def batches(self, first: int, count: int) -> list[Batch]:
         """Batches first … first + count − 1 of the order."""
@@ -90,15 +89,6 @@ class Scene(ShockStep):
 
     def cut(self, index: Int64[Tensor, " image"]) -> list[Batch]:
         return [self.data.train.batch(part, self.device) for part in index.split(self.protocol.batch)]
-
-    def losses(self, batches: Sequence[Batch]) -> list[NetworkLoss]:
-        """Batches as functions of rows of parameters."""
-        shapes = self.point.loss.layout.shapes
-        return [NetworkLoss(self.system.kind, shapes, images, labels) for images, labels in batches]
-
-    @cached_property
-    def probe(self) -> NetworkLoss:
-        return self.losses([self.probe_batch])[0]
 
     @cached_property
     def references(self) -> list[Batch]:
@@ -119,8 +109,9 @@ class Scene(ShockStep):
         size = self.protocol.batch
         return self.batches(self.protocol.seen // size, self.protocol.horizon - 1)
 
-    @property
+    @cached_property
     def path(self) -> Run:
+        """The control along the realized future."""
         return self.point.follow([self.control_batch, *self.future], memory=MEMORY)
 
     def resampled(self, pool: Int64[Tensor, " image"], generator: torch.Generator) -> list[Batch]:
@@ -135,12 +126,18 @@ class Scene(ShockStep):
     @cached_property
     def natural(self) -> Float[Tensor, "change d"]:
         """ξ_i = g_i − ḡ."""
-        found = [loss.gradient(self.state.theta) for loss in self.losses(self.candidates)]
-        return torch.cat(found) - self.mean_gradient
+        return theory.residuals(self.path.replace(self.candidates))
 
     @cached_property
-    def equal_first_steps(self) -> MatchedRows:
-        return self.matched(self.natural, self.probe)
+    def matched(self) -> Matched:
+        """Candidates of equal exact first response, made of the natural ones."""
+        return theory.match_first_step(self.path, self.natural, self.probe)
+
+    @cached_property
+    def families(self) -> Float[Tensor, "change d"]:
+        """The natural candidates, then the matched ones. One that cannot be matched is no perturbation."""
+        accepted = torch.as_tensor(self.matched.accepted.values, device=self.device)
+        return torch.cat([self.natural, self.matched.xi.where(accepted[:, None], 0.0)])
 
 
 @lru_cache(maxsize=1)
@@ -158,19 +155,11 @@ def prepare(system: System, data: Path | None, digest: str, protocol: Protocol, 
         cross_entropy(model, found.train.batch(index, place)).backward()
         optimizer.step()
     point = capture(model, optimizer, cross_entropy)
-    # the flat vector without its padding, as one row
-    state = by_channel(lambda x: point.loss.layout.compact(x)[None], point.captured.state)
-    row = JointState(state.theta, state.m, state.v, state.counts[:1], {})
-    scene = Scene(
-        row, torch.zeros_like(row.theta), point.captured.hypers[0], system, found, protocol, place, order, point,
-        found.test.batch(watched, place),
-    )  # fmt: skip
-    gradients = [loss.gradient(row.theta) for loss in scene.losses(scene.references)]
-    return replace(scene, mean_gradient=torch.stack(gradients).mean(0))
+    return Scene(system, found, protocol, place, order, point, found.test.batch(watched, place))
 
 
-def build(system: System) -> Network:
+def build(system: System) -> nn.Sequential:
     """The system's network in float64, its weights drawn by PyTorch's default initialization."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(system.entropy("weights"))
-        return Network(system.kind).double()
+        return network(system.kind).double()

@@ -169,7 +169,7 @@ class Family:
 
     @classmethod
     def matched(cls, scene: Scene, probe: Probe) -> Family:
-        found = scene.matched(scene.xi, probe)
+        found = scene.matched(probe)
         return cls.of(scene, found.xi, found.accepted)
 
 
@@ -293,7 +293,7 @@ def prospects(scene: Scene, futures: int) -> dict[str, xr.Dataset]:
     import xarray as xr
 
     probes = scene.probes
-    matched = {name: scene.matched(scene.xi, probe).xi for name, probe in probes.items()}
+    matched = {name: scene.matched(probe).xi for name, probe in probes.items()}
     xi = torch.cat([scene.xi, *matched.values()])
     drawn = scene.process.after(scene.seen[-1], scene.system.generator("futures"), futures)
     resampled = _under_futures(scene, xi, drawn, futures, probes)

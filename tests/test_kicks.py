@@ -1,0 +1,149 @@
+"""Adjoint scores with kicks, and their midpoint readout, against a forward recursion written from the formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import aftershock as ak
+from aftershock.api.contributions import EDITS
+from aftershock.core.scores import BentReadout, Layers, adjoint, contributions, mean_write, midpoint_slopes, pool_scores
+
+from .cases import CASES, Case, make
+from .oracles import KickOracle
+
+CPU = torch.device("cpu")
+
+
+def straight(slope: Tensor) -> BentReadout:
+    """A readout without curvature."""
+    return BentReadout(slope[None], torch.zeros(0, dtype=torch.float64))
+
+
+def oracle(case: Case, path: ak.Path) -> KickOracle:
+    return KickOracle(path, case.model, case.loss_fn)
+
+
+def predicted(truth: KickOracle, at: int, pool: list, slopes: dict[int, Tensor]) -> Tensor:
+    """Responses by batch and state: exact at stiff coordinates, elsewhere linear in the clipped gradient.
+
+    A batch that uses other parameters than the control's has no such linear part: its difference is exact throughout.
+    """
+    dx, lag = map(torch.stack, zip(*(truth.written(at, batch) for batch in pool)))
+    stiff, linear = truth.is_stiff(at, dx[:, 2]), torch.stack([truth.linear_write(at, batch) for batch in pool])
+    exact = stiff | lag.any(1, keepdim=True)
+    return truth.responses(at, torch.where(exact[:, None], dx, linear), stiff, lag, slopes)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_the_forward_recursion(name: str, at: int) -> None:
+    case = make(name)
+    path = case.path(6)
+    pool, probe = case.batches(4), case.batch()
+    watch, truth = path.watch(at, probe), oracle(case, path)
+    found = pool_scores(
+        path.control(at), adjoint(watch, watch.slope, watch.range, CPU), path.trajectory, pool, at_once=3
+    )
+    slopes = {at + h: watch.slope(h) for h in watch.range}
+    expected = predicted(truth, at, pool, slopes)
+    assert found.stiff > 0.1
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(found.response, expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
+    sizes = path.replace(pool, at).response(probe, answers=("tangent",), horizon=1).data["xi_norm"].values
+    np.testing.assert_allclose(found.xi_norm, sizes, rtol=1e-6)
+
+
+def edited(truth: KickOracle, at: int, change: str) -> tuple[Tensor, Tensor]:
+    """The exact difference that a change makes, and by how many steps the counts are then behind."""
+    o = truth.steps[at]
+    theta, m, v = o.split(o.x)
+    raw = o.raw(theta).detach()
+    end = {
+        "zero": lambda: o.update(o.x, 0 * raw),
+        "skip": lambda: o.x,
+        "reset m": lambda: o.update(torch.cat([theta, 0 * m, v]), raw),
+        "reset v": lambda: o.update(torch.cat([theta, m, 0 * v]), raw),
+    }[change]()
+    return end.view(3, -1) - truth.after[at], o.columns["present"] * (change == "skip")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_contributions_are_the_forward_recursion(name: str) -> None:
+    """Of all changes at all steps, channel by channel: what waits in θ, what m does alone, and what v adds."""
+    case = make(name)
+    path = case.path(5)
+    watch, truth = path.watch(0, case.batch()), oracle(case, path)
+    slope = watch.slope(4)  # an outcome before the end of the path
+    layers = Layers.of(path.point.loss.layout)
+    by_layer = contributions(path.trajectory, 4, straight(slope), lambda step: EDITS, CPU, layers)
+    whole = contributions(path.trajectory, 4, straight(slope), lambda step: EDITS, CPU)
+    for change in EDITS:
+        torch.testing.assert_close(by_layer[change].sum(2), whole[change][..., 0], rtol=1e-9, atol=1e-14)
+        scale = float(whole[change].abs().max())
+        for at in range(4):
+            dx, lag = edited(truth, at, change)
+            starts = dx * torch.tensor([[1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 0]])[:, :, None]
+            found = -truth.responses(at, starts, truth.is_stiff(at, dx[2]), lag, {4: slope})[:, 0]
+            every, theta, m, nothing = found.tolist()
+            parts = torch.tensor([theta, m - nothing, every - theta - m + nothing], dtype=torch.float64)
+            torch.testing.assert_close(whole[change][at, :, 0], parts, rtol=1e-8, atol=1e-9 * scale)
+            assert float(whole[change][at].sum()) == pytest.approx(every, rel=1e-8, abs=1e-9 * scale)
+
+
+def test_a_skip_of_the_first_step_ever() -> None:
+    """Moments that do not exist yet, counts that start at zero, and a parameter that appears later."""
+    case = make("unused_parameters")
+    case.optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, eps=1e-4)
+    path = case.path(4)
+    assert path.steps[0].present == (True, True, False, False)
+    assert path.steps[1].present == (True,) * 4
+    watch, truth = path.watch(0, case.batch()), oracle(case, path)
+    found = contributions(path.trajectory, 4, straight(watch.slope(4)), lambda step: EDITS, CPU)["skip"]
+    for at in range(4):
+        dx, lag = edited(truth, at, "skip")
+        expected = -truth.responses(at, dx[None], truth.is_stiff(at, dx[2]), lag, {4: watch.slope(4)})
+        assert float(found[at].sum()) == pytest.approx(float(expected), rel=1e-8)
+
+
+# --- midpoint
+
+
+def test_the_probe_is_read_half_way_along_the_mean() -> None:
+    """On a quadratic the shared row is an exact run from the mean write, and its midpoint slope has no error."""
+    case = make("quadratic")
+    path = case.path(5)
+    pool, probe = case.batches(3), case.batch()
+    watch, truth = path.watch(1, probe), oracle(case, path)
+    mean = torch.stack([truth.written(1, batch)[0] for batch in pool]).mean(0)
+    x, d, u, q = (truth.after[1] + mean).reshape(-1), *probe
+    slopes = {}
+    for time in range(2, 6):
+        middle = (x.view(3, -1)[0] + truth.after[time - 1][0]) / 2
+        slopes[time] = d * middle + u @ (u.mT @ middle) / u.shape[1] + q
+        x = truth.steps[time].step_of(x).detach() if time < 5 else x
+    found = midpoint_slopes(watch, mean_write(path.control(1), pool), watch.range)
+    for time, slope in slopes.items():
+        torch.testing.assert_close(truth.layout.compact(found[time - 1]), slope, rtol=1e-9, atol=1e-12)
+        assert (slope - truth.layout.compact(watch.slope(time - 1))).norm() > 1e-4 * slope.norm()
+    padded = {time: truth.layout.expand(slope) for time, slope in slopes.items()}
+    expected = predicted(truth, 1, pool, padded)
+    ranking = path.rank(pool, probe, at=1, verify=0).data.sel(change=[f"batch {i}" for i in range(3)])
+    np.testing.assert_allclose(ranking["predicted"].values, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_the_midpoint_of_one_candidate_leaves_no_curvature_of_the_probe() -> None:
+    """F(θ+d) − F(θ) = ⟨∇F(θ + d/2), d⟩ for a quadratic: with the exact displacement nothing is left over."""
+    case = make("quadratic")
+    path = case.path(4)
+    batch, probe = case.batch(), case.batch()
+    watch = path.watch(0, probe)
+    found = midpoint_slopes(watch, mean_write(path.control(0), [batch]), watch.range)
+    exact = path.replace([batch]).response(probe, answers=("exact",)).exact.values[0, 0]
+    other = case.point().follow([batch, *(step.batch for step in path.steps[1:])])
+    for h in watch.range:
+        moved = other.trajectory.state(h).theta - path.trajectory.state(h).theta
+        assert float(found[h] @ moved) == pytest.approx(exact[h - 1], rel=1e-9, abs=1e-14)
+        assert float(watch.slope(h) @ moved) != pytest.approx(exact[h - 1], rel=1e-4)

@@ -1,0 +1,287 @@
+"""Memory that is planned against memory that is measured: by watching every operation, and by torch's own profiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import aftershock as ak
+from aftershock.core.memory import budget, readable
+from aftershock.core.planning import Footprint, Work, measured, plan_responses, plan_states
+from aftershock.core.responses import ANSWERS, Pass, respond
+from aftershock.core.rows import Sharing
+from aftershock.errors import OutOfMemory
+
+from .cases import Case, cross_entropy, make, mlp, next_token
+
+WITHIN = 0.2
+CPU = torch.device("cpu")
+TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+
+
+class CNN(nn.Module):
+    """About 0.3 million weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3, 32, 64, 128, 192)
+        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(sizes))
+        self.head = nn.Linear(sizes[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.max_pool2d(F.relu(layer(x)), 2)
+        return self.head(x.flatten(1))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class LM(nn.Module):
+    """About 0.4 million weights, half of them in the embeddings."""
+
+    def __init__(self, vocabulary: int = 1000, width: int = 96) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def images(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(*shape), torch.randint(0, 10, shape[:1]))
+
+
+@functools.cache
+def built(name: str) -> tuple[ak.TrainingPoint, list, list, object]:
+    """A point, the batches of a path, three others, and a probe; the check of its Hessian is made once."""
+    torch.manual_seed(0)
+    models = {
+        "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
+        "cnn": (CNN(), cross_entropy, images(4, 3, 16, 16)),
+        "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+    }
+    model, loss_fn, batch = models[name]
+    case = Case(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch)
+    case.train(case.batches(1))
+    return case.point(), case.batches(4), case.batches(3), case.batch()
+
+
+def ready(name: str, together: bool, **options: object) -> tuple[ak.Path, list, object]:
+    """A path, batches to replace its own, and a probe, where nothing but the work itself is left to measure."""
+    point, batches, others, probe = built(name)
+    path = point.follow(batches, **options)
+    point.loss.sharing = Sharing(together)
+    path.check()
+    Footprint.of(path.trajectory)
+    return path, others, probe
+
+
+def profiled(work: Callable[[], object]) -> int:
+    """The peak of what torch's allocator handed out meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    now = peak = 0
+    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def assert_close(estimated: int, real: int, what: object) -> None:
+    assert abs(estimated - real) <= WITHIN * real, f"{what}: {readable(estimated)} for {readable(real)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "together"),
+    [
+        *itertools.product(["mlp"], ["states", "checkpoints"], [False, True]),
+        *((name, *rest) for name in ("cnn", "lm") for rest in (("states", True), ("checkpoints", False))),
+    ],
+)
+def test_estimates_are_what_is_used(name: str, keep: str, together: bool) -> None:
+    path, others, probe = ready(name, together, keep=keep)
+    assert (path.trajectory.kept(1) is None) == (keep == "checkpoints")
+    vector = Footprint.of(path.trajectory).vector
+    change = path.replace(others, at=1)
+    for answers in (*((answer,) for answer in ANSWERS), ANSWERS):
+        options = {"answers": answers, "horizon": 2}
+        real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
+        assert real > 10 * vector
+        assert_close(change.estimate(probe, **options).memory, real, answers)
+
+
+@TOGETHER
+def test_estimates_of_other_work(together: bool) -> None:
+    """One change, several scales, binding clipping, each step's own loss, and changes that are no gradients."""
+    path, others, probe = ready("mlp", together, clip=0.01)
+    assert path.steps[0].clip.binds
+    for change, scales in (
+        (path.replace(others[:1], at=0), [1.0]),
+        (path.replace(others[:2], at=0), [0.25, 0.5, 1.0]),
+        (path.set(0, lr=0.1), [0.5, 1.0]),
+    ):
+        for answers, watched in ((("exact",), ak.own_loss), (("tangent",), probe), (ANSWERS, probe)):
+            options = {"scales": scales, "answers": answers, "horizon": 2}
+            real, _ = measured(lambda: change.response(watched, **options))  # noqa: B023
+            assert_close(change.estimate(watched, **options).memory, real, (change, scales, answers))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lm"])
+def test_an_independent_measure(name: str) -> None:
+    """torch's profiler sees every allocation: the meter and the estimates agree with it."""
+    path, others, probe = ready(name, together=name == "lm")
+    change = path.replace(others[:2])
+    for answers in (("exact",), ANSWERS):
+        truth = profiled(lambda: change.response(probe, answers=answers, horizon=2))  # noqa: B023
+        metered, _ = measured(lambda: change.response(probe, answers=answers, horizon=2))  # noqa: B023
+        assert metered == pytest.approx(truth, rel=0.05)
+        assert_close(change.estimate(probe, answers=answers).memory, truth, answers)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize(("name", "together"), [("mlp", False), ("mlp", True), ("lm", True)])
+def test_work_is_cut_to_fit(name: str, together: bool) -> None:
+    path, others, probe = ready(name, together)
+    change = path.replace(others)
+    whole = change.response(probe, horizon=2).data["response"].values
+    estimate = change.estimate(probe)
+    assert estimate.chunks == 1
+    single = [change.estimate(probe, answers=(answer,)).memory for answer in ANSWERS]
+    one = [path.replace(others[:1]).estimate(probe, answers=(answer,)).memory for answer in ANSWERS]
+    chunks = set()
+    for limit in (estimate.memory - 1, max(single), max(one)):
+        planned = change.estimate(probe, memory=limit)
+        assert planned.memory <= limit
+        chunks.add(planned.chunks)
+        found: list[ak.Response] = []
+        real, _ = measured(lambda: found.append(change.response(probe, memory=limit, horizon=2)))  # noqa: B023
+        assert real <= (1 + WITHIN) * limit
+        values = found[0].data["response"].values
+        if not together:
+            np.testing.assert_array_equal(values[0], whole[0])
+        np.testing.assert_allclose(values, whole, rtol=1e-3, atol=1e-4 * np.abs(whole).max())
+    assert min(chunks) > 1
+    assert max(chunks) >= 6  # answers by themselves, and one change at a time
+
+
+def test_separate_passes_give_the_same_answers() -> None:
+    case = make("two_groups")
+    path = case.path(4)
+    edits, watch = path.replace(case.batches(3)).edits, path.watch(0, case.batch())
+    whole = respond(watch, edits, [0.5, 1.0], [Pass(ANSWERS, 3)])
+    for passes in ([Pass(("exact",), 2), Pass(("semilinear", "tangent"), 1)], [Pass((a,), 2) for a in ANSWERS]):
+        apart = respond(watch, edits, [0.5, 1.0], passes)
+        for answer in ANSWERS:
+            assert torch.equal(apart.values[answer], whole.values[answer]), answer
+        assert torch.equal(apart.control, whole.control)
+        assert torch.equal(apart.clip_switched, whole.clip_switched)
+        assert apart.zero_v == whole.zero_v
+        assert apart.xi_norm == whole.xi_norm
+
+
+def test_a_budget_for_nothing_says_what_would_fit() -> None:
+    path, others, probe = ready("mlp", together=False)
+    change = path.replace(others)
+    with pytest.raises(
+        OutOfMemory, match=r"needs .* beside the model and the path, and 100\.0 KiB may be used"
+    ) as small:
+        change.response(probe, memory="100KiB")
+    assert "answers=" not in str(small.value)
+    enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
+    change.response(probe, memory=enough, horizon=1)
+    scales = [0.25, 0.5, 1.0]
+    need = {a: path.replace([probe]).estimate(probe, answers=(a,), scales=scales).memory for a in ANSWERS}
+    with pytest.raises(OutOfMemory) as large:
+        change.response(probe, scales=scales, memory=need["exact"])
+    assert need["tangent"] <= need["exact"] < need["semilinear"]
+    assert "answers=['exact', 'tangent']" in str(large.value)
+    assert "one scale at a time (now 3)" in str(large.value)
+    change.response(probe, scales=scales, answers=["exact", "tangent"], memory=need["exact"], horizon=1)
+    change.response(probe, memory=need["exact"], horizon=1)
+
+
+def test_rows_wait_in_host_memory_only_where_there_is_another() -> None:
+    path, others, probe = ready("mlp", together=False)
+    work = Work(path.watch(0, probe), changes=2, scales=6)
+    one = path.replace(others[:1]).estimate(probe, answers=("exact",), scales=[0.1] * 6).memory
+    with pytest.raises(OutOfMemory):
+        plan_responses(work, ("exact",), one - 1)
+    plan = plan_responses(work, ("exact",), one)
+    assert plan.passes == (Pass(("exact",), 1),)
+    assert plan.chunks(2) == 2
+
+
+# --- how a path is kept
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 30, 100, 1000])
+def test_states_are_kept_as_memory_allows(steps: int) -> None:
+    state = 1000
+
+    def kept(keep: str, spacing: int) -> int:
+        """States that a path holds: the first, one of every `spacing`, and the last where it has any."""
+        if keep == "states":
+            return steps + 1
+        return 1 + math.ceil(steps / spacing) if spacing <= steps else 1
+
+    for states in (1, 2, 3, 5, 11, 40, 101, 2004):
+        memory = 2 * state * states  # half of it is for the path
+        keep, spacing = plan_states(steps, state, None, memory, CPU)
+        assert (keep == "states") == (steps + 1 <= states)
+        assert kept(keep, spacing) <= states
+        if keep == "checkpoints":
+            root = math.isqrt(steps)
+            assert spacing >= root
+            if kept("checkpoints", root) <= states:
+                assert spacing == root
+            elif spacing <= steps:  # no more than needed is given up
+                assert kept("checkpoints", spacing - 1) > states
+    assert plan_states(steps, state, "states", 1, CPU) == ("states", 1)
+    assert plan_states(steps, state, "graphs", 1, CPU) == ("graphs", 1)
+    assert plan_states(steps, state, "checkpoints", 10**9, CPU) == ("checkpoints", math.isqrt(steps))
+
+
+@pytest.mark.parametrize("states", [1, 2, 3, 5, 9])
+def test_a_path_holds_no_more_than_planned(states: int) -> None:
+    """The kept states, and those that a sweep makes on its way back, each fit into their half of the memory."""
+    case = make("quadratic")
+    point, batch = case.point(), case.batch()
+    size = point.captured.state.nbytes
+    path = point.follow([batch] * 40, memory=2 * states * size)
+    assert path.trajectory.keep == "checkpoints"
+    assert len(path.trajectory._states) <= states
+    whole = point.follow([batch] * 40, keep="states")
+    sweep = path.trajectory.backward(0, 40)
+    made: list[list] = []
+    peak, _ = measured(lambda: made.append([(step.index, state.theta.clone()) for step, state in sweep]))
+    copies = 40 * size // 3
+    assert peak - copies <= (max(states, 2) + math.log2(40) + 2) * size
+    assert [index for index, _ in made[0]] == list(range(39, -1, -1))
+    for index, theta in made[0]:
+        assert torch.equal(theta, whole.trajectory.state(index).theta)
+    assert budget(path.memory, CPU) == 2 * states * size
