@@ -28,7 +28,9 @@ import aftershock as ak
 from aftershock.api.ranking import Ranking
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import free, keep_freed, readable
+from aftershock.core.planning import Plan
 from aftershock.core.planning import measured as metered
+from aftershock.core.responses import ANSWERS
 from aftershock.core.state import Tangent
 from aftershock.errors import OutOfMemory
 
@@ -179,6 +181,11 @@ class Run:
 
     def describe(self) -> str:
         return f"NeoX {self.name} ({self.point.loss.layout.size / 1e6:,.1f} M)"
+
+
+def planned(change: ak.Change, probe: Batch, answers: Sequence[str], memory: int | None) -> Plan:
+    """How the work is cut to fit."""
+    return change._plan(change._watch(probe, None), (1.0,), answers, memory)
 
 
 def emptied(device: torch.device) -> None:
@@ -376,13 +383,17 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
         refused = f"; {readable(limit)} REFUSED: {first_line(error)}"
         limit = int(MOST_FREE * free(run.device))
         estimate = change.estimate(run.probe, memory=limit)
+    plan = planned(change, run.probe, ANSWERS, limit)
     emptied(run.device)
     with quiet():
         began = clock()
         peak = peak_of(lambda: change.response(run.probe, memory=limit), run.device)
         seconds = clock() - began
     work = f"exact, semilinear and tangent, {CHANGES} × {STEPS}"
-    note = f"{estimate.chunks} chunk(s); {together(run.point)}{refused}"
+    passes = " + ".join(
+        f"{'/'.join(each.answers)} {each.at_once} at once{' (parked)' if each.parked else ''}" for each in plan.passes
+    )
+    note = f"{estimate.chunks} chunk(s): {passes}; {together(run.point)}{refused}"
     grows = "N·H rows and 2·N·H products"
     yield Row(f"{work}: {run.describe()}", seconds, run.bar("seconds"), "s", grows, note)
     gib = (there + peak) / 2**30
