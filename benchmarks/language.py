@@ -32,6 +32,7 @@ from aftershock.core.planning import Plan
 from aftershock.core.planning import measured as metered
 from aftershock.core.responses import ANSWERS
 from aftershock.core.state import Tangent
+from aftershock.errors import OutOfMemory
 
 from .models import BATCH_SIZE, System, cnn_system, mlp_system
 from .table import Row, Skipped, bars
@@ -41,10 +42,13 @@ STEPS = 8  # of a path, and horizons
 CHANGES = 8
 TOKENS = 128
 POOL = 256
-BURN_IN = 60  # steps before the capture: earlier, most coordinates of v are young and every write is stiff
+BURN_IN = 60  # steps before the capture: earlier, most of v is young and every write is stiff
 ROUNDS = 3
 LIMIT_GIB = 75  # of the row about peak memory, whatever the card has
 CPU_LIMIT = 2**31  # the same for the trial on a CPU
+MOST_FREE = 0.85  # of the free memory, where a row asks for more than the default
+SLOW = 4.0  # seconds from which a work is timed once
+ERROR_LENGTH = 300  # characters of an error that are shown
 SLACK = 2**30  # what the allocator and the card's libraries take beside the plan
 SMALL_HORIZONS = 12
 SMALL_POOL, EXAMPLE_BATCHES = 1000, 157  # 157 batches of 64 are 10,048 examples
@@ -236,21 +240,22 @@ def follow(run: Run, bandwidth: float) -> Iterator[Row]:
 
 
 def exact(run: Run, bandwidth: float) -> Iterator[Row]:
-    """Reruns of every change; where the default budget cuts them, with nearly all that is free as well."""
+    """Reruns of every change; where the default budget cuts them, with more of what is free as well."""
     run.drop_optimizer()
     change = run.path.replace(run.candidates)
+    chunks = change.estimate(run.probe, answers=("exact",)).chunks
     yield _exact(run, change, None)
-    if planned(change, run.probe, ("exact",), None).chunks(CHANGES) > 1:
-        yield _exact(run, change, int(0.92 * free(run.device)))
+    if chunks > 1:
+        emptied(run.device)
+        yield _exact(run, change, int(MOST_FREE * free(run.device)))
 
 
 def _exact(run: Run, change: ak.Change, memory: int | None) -> Row:
-    works = {
-        "ours": Work(lambda: change.response(run.probe, answers=("exact",), memory=memory)),
-        "g": run.g(),
-    }
-    times = interleave(works, ROUNDS, run.device)
-    chunks = planned(change, run.probe, ("exact",), memory).chunks(CHANGES)
+    def ours() -> object:
+        return change.response(run.probe, answers=("exact",), memory=memory)
+
+    chunks = change.estimate(run.probe, answers=("exact",), memory=memory).chunks
+    times = interleave({"ours": Work(ours), "g": run.g()}, rounds_for(ours, run.device), run.device, warm=False)
     budget = "" if memory is None else f" with memory={readable(memory)}"
     return Row(
         f"exact rows, {CHANGES} changes × {STEPS} horizons, per row and step{budget}: {run.describe()}",
@@ -261,6 +266,15 @@ def _exact(run: Run, change: ak.Change, memory: int | None) -> Row:
         f"{times.seconds('ours'):.2f} s in all, g {milliseconds(times.seconds('g'))}; {chunks} chunk(s); "
         f"check took {run.check_seconds:.1f} s; {together(run.point)}",
     )
+
+
+def rounds_for(work: Callable[[], object], device: torch.device) -> int:
+    """Runs the work once, which warms it, and says how often to time it."""
+    clock = clock_of(device)
+    with quiet():
+        began = clock()
+        work()
+        return ROUNDS if clock() - began < SLOW else 1
 
 
 def products(run: Run, bandwidth: float) -> Iterator[Row]:
@@ -363,7 +377,12 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     there = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
     limit = LIMIT_GIB * 2**30 - there - SLACK if run.device.type == "cuda" else CPU_LIMIT
     change, clock = path.replace(run.candidates), clock_of(run.device)
-    estimate = change.estimate(run.probe, memory=limit)
+    try:
+        estimate, refused = change.estimate(run.probe, memory=limit), ""
+    except OutOfMemory as error:  # measured all the same, with what there is
+        refused = f"; {readable(limit)} REFUSED: {first_line(error)}"
+        limit = int(MOST_FREE * free(run.device))
+        estimate = change.estimate(run.probe, memory=limit)
     plan = planned(change, run.probe, ANSWERS, limit)
     emptied(run.device)
     with quiet():
@@ -374,7 +393,7 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     passes = " + ".join(
         f"{'/'.join(each.answers)} {each.at_once} at once{' (parked)' if each.parked else ''}" for each in plan.passes
     )
-    note = f"{estimate.chunks} chunk(s): {passes}; {together(run.point)}"
+    note = f"{estimate.chunks} chunk(s): {passes}; {together(run.point)}{refused}"
     grows = "N·H rows and 2·N·H products"
     yield Row(f"{work}: {run.describe()}", seconds, run.bar("seconds"), "s", grows, note)
     gib = (there + peak) / 2**30
@@ -519,6 +538,11 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / times.seconds("copy")
 
 
+def first_line(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line[:ERROR_LENGTH]}"
+
+
 class Report:
     """Rows as they come: printed at once and written to the file, so that a run that is cut short is not lost."""
 
@@ -542,8 +566,7 @@ class Report:
             for row in work():
                 self.add(row)
         except Exception as error:  # the next row runs whatever happened to this one
-            line = (str(error).strip().splitlines() or [""])[0]
-            self.add(Skipped(name, f"{type(error).__name__}: {line}", "failed"))
+            self.add(Skipped(name, first_line(error), "failed"))
         emptied(device)
         print(f"  [{name}: {time.perf_counter() - began:.1f} s]", flush=True)
 

@@ -28,7 +28,7 @@ from .reductions import norms
 from .state import Cotangent, JointState, Tangent
 
 CACHED_BYTES = 2**19  # of each of the tensors that one pass after another reads
-GPU_BYTES = 2**28  # of each of the tensors that a pass on a GPU makes on the way
+GPU_BYTES = 2**27  # of each of the tensors that a pass on a GPU makes on the way
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
     together = f.together and not load.parked and trajectory.dynamics.loss.sharing.tries("gradient", load.exact + 1)
-    carried = 3 * v * predicted + v * (load.linear > 0)
+    carried = 3 * v * predicted
     work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
@@ -304,7 +304,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
         alone = max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
         work.append(shared if together else alone)
     if load.linear:
-        work.append(f.gradient)
+        work.append(f.gradient + v)
     if load.semilinear:
         work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
     if predicted:

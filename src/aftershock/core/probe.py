@@ -153,7 +153,6 @@ class Reader:
     def __init__(self, trajectory: Trajectory, probe: Probe) -> None:
         self.trajectory, self.probe = trajectory, probe
         self._controls: dict[int, float] = {}
-        self._slope: tuple[int, Float[Tensor, " param"]] | None = None
 
     def control(self, moment: Moment) -> float:
         """F at the control: one forward pass, once per state."""
@@ -166,11 +165,9 @@ class Reader:
         return self._controls[moment.time]
 
     def slope(self, moment: Moment) -> Float[Tensor, " param"]:
-        """∇F at the control: 1 g, once per state."""
-        if self._slope is None or self._slope[0] != moment.time:
-            found = self.probe.gradient(self.trajectory, moment.time, moment.control)
-            self._slope = (moment.time, self.trajectory.dynamics.layout.join(found.grads))
-        return self._slope[1]
+        """∇F at the control: 1 g."""
+        found = self.probe.gradient(self.trajectory, moment.time, moment.control)
+        return self.trajectory.dynamics.layout.join(found.grads)
 
     def exact(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row; none where each step's own loss is watched, since the step computes it."""

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..errors import OutOfMemory
 from .changes import ControlStep, Edit, Shock, shocks_of, touched_zero_v
 from .layout import Layout
 from .operators import WriteIn
@@ -52,10 +53,32 @@ def respond(
     )
     reader = Reader(watch.trajectory, watch.probe)
     for each in passes:
-        for first in range(0, len(edits), each.at_once):
-            some = slice(first, min(first + each.at_once, len(edits)))
-            _carry(watch, edits[some], scales, each, out, some, reader, tick)
+        first, size = 0, each.at_once
+        while first < len(edits):
+            some = slice(first, min(first + size, len(edits)))
+            if _fits(lambda: _carry(watch, edits[some], scales, each, out, some, reader, tick)):  # noqa: B023
+                first += size
+            elif size == 1:
+                plan = ", ".join(f"{other.at_once} × {'/'.join(other.answers)}" for other in passes)
+                raise OutOfMemory(
+                    f"{' and '.join(each.answers)} of one change ran out of memory in spite of the plan ({plan}); "
+                    "free some memory, or use a smaller batch"
+                )
+            else:
+                size = (size + 1) // 2
     return out
+
+
+def _fits(work: Callable[[], None]) -> bool:
+    """Whether a piece of work ends within memory; where not, what it held is gone before the next try."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return True
+    torch.cuda.empty_cache()
+    return False
 
 
 @dataclass(frozen=True)
