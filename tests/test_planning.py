@@ -185,7 +185,8 @@ def test_work_is_cut_to_fit(name: str, together: bool) -> None:
         if not together:
             np.testing.assert_array_equal(values[0], whole[0])
         np.testing.assert_allclose(values, whole, rtol=1e-3, atol=1e-4 * np.abs(whole).max())
-    assert min(chunks) > 1
+    assert together or min(chunks) > 1  # in rows, the gradients of the changes leave their rows first
+    assert len(chunks) > 1
     assert max(chunks) >= 6  # answers by themselves, and one change at a time
 
 

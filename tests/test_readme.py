@@ -46,7 +46,7 @@ def test_the_python_of_the_readme_runs(
         exec(compile(block, str(README), "exec"), names)
     printed = capsys.readouterr().out
     assert "Exact" in printed or "exact" in printed
-    assert "Verified by rerunning" in printed
+    assert "Calibrated with exact reruns" in printed
     assert (tmp_path / "report.html").stat().st_size > 100_000
     assert "How far to trust this" in printed
     assert "equal to the recorded one to the bit" in printed

@@ -480,8 +480,8 @@ def test_bad_input_is_refused_by_name() -> None:
     change = path.replace([case.batch()])
     for words, call in {
         "index 1": lambda: decompose(change, index=1),
-        "scale must": lambda: decompose(change, scale=0.0),
-        "leave scale": lambda: decompose(path.skip(0), scale=0.5),
+        "scales must": lambda: decompose(change, scale=0.0),
+        "leave the scale": lambda: decompose(path.skip(0), scale=0.5),
         "horizon 9": lambda: decompose(change, horizon=9),
         "step 0 is not": lambda: activation_margin(change, 0),
     }.items():

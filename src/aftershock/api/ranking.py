@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .path import Path
 
 SHOWN = 10
-VERIFY = 3  # exact reruns, unless told otherwise: they calibrate, and each is judged by the others
+VERIFY = 5  # exact reruns, unless told otherwise: they calibrate, and each is judged by the others
 SUMMARIES = ("peak", "max_increase", "max_decrease", "total_abs", "total_increase", "total_decrease")
 LAST = "response"  # the signed response at the last horizon, which needs one outcome only
 

@@ -26,6 +26,7 @@ from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
 
 CLOSED_FORM = 15  # pieces of the flat vector that are alive at once where a step is linearized
+COUNTING = 6  # and where coordinates with v = 0 are counted
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 FEW = 3  # rows whose memory stands for that of many
@@ -262,7 +263,9 @@ def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
     carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own)
-    return max(_start_bytes(work, load), carried)
+    # gradients of changes in rows are there until the last one is used, and so is the control's
+    waiting = (each.at_once + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
+    return max(_start_bytes(work, load) + waiting, carried)
 
 
 def _start_bytes(work: Work, load: Load) -> int:
@@ -278,7 +281,7 @@ def _start_bytes(work: Work, load: Load) -> int:
     waiting = 3 * v * load.linear * (work.by_scale and load.linear == 1)
     apply = (2 if work.scales > 1 else 1) * v + f.update
     own = load.exact > 0 or (load.semilinear == 1 and (work.by_scale or not load.linear))  # the end becomes a row
-    end = 2 * v + 3 * v * (not own) + max(apply, f.piece) - waiting
+    end = 2 * v * work.by_scale + 3 * v * (not own) + max(apply, f.piece * COUNTING // CLOSED_FORM) - waiting
     clipped = 2 * v * trajectory.steps[at].clip.binds
     write = (2 * v + 3 * v * (load.linear > 1) + f.piece + clipped) * (load.linear > 0 and work.by_scale)
     return control + max(gradient, rows + max(end, write))
@@ -312,7 +315,10 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
         pieces = min(AT_ONCE, most) if f.together else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
-        work += [f.build, f.graph + v + v * most + max(pieces * f.product, f.piece, clipped)]
+        work += [
+            f.build,
+            f.graph + v + v * most + max(pieces * f.product, f.piece if load.linear else f.piece * 2 // 3, clipped),
+        ]
     return carried + max(work)
 
 
@@ -323,12 +329,12 @@ def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | Non
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
-    vector = Footprint.of(work.watch.trajectory).vector
-    needs = [pass_bytes(work, each) for each in passes]
-    # gradients of the changes themselves in rows too, where that many more copies still fit
-    in_rows = [need + (each.at_once + 2) * vector <= available for need, each in zip(needs, passes)]
-    chosen = tuple(replace(each, shocks_in_rows=room) for each, room in zip(passes, in_rows))
-    return Plan(chosen, max(needs), available)
+    """The passes, with gradients of the changes themselves in rows where that still fits."""
+    sharing, chosen = work.watch.trajectory.dynamics.loss.sharing, []
+    for each in passes:
+        rows = replace(each, shocks_in_rows=work.by_scale and sharing.tries("pool", 1 + each.at_once))
+        chosen.append(rows if pass_bytes(work, rows) <= available else each)
+    return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)
 
 
 def _advice(work: Work, answers: Sequence[str], available: int) -> str:

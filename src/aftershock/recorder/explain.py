@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
+from ..api.ranking import VERIFY
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
 from ..core.probe import Watch, own_loss
@@ -44,7 +45,7 @@ def explain(
     dataset: Any = None,
     window: int | None = None,
     references: int = 4,
-    verify: int = 5,
+    verify: int = VERIFY,
     examples: int = 1,
 ) -> FlightExplanation:
     """Name the earlier steps that raised the loss of `step`, and prove it.

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.changes import ControlStep, Shock, first_tangent, names_of
+from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
@@ -144,15 +145,21 @@ class _Sweep:
             clamped.m.zero_()
             clamped.v.zero_()
             if h == 0 and not moment.last:
-                self._freeze(moment, full.clone())
+                first = self._first_step(moment)
+            if h == 1:
+                self._freeze(first, full.clone())
 
-    def _freeze(self, moment: Moment, dx: Tangent) -> None:
-        """A_{t+1}^{h−1} δx_1, through one graph."""
+    def _first_step(self, moment: Moment) -> Linearized:
+        """The step after the change, whose transition is applied again and again."""
         trajectory = self.watch.trajectory
-        at = trajectory.linearize(trajectory.steps[moment.time], moment.control)
+        return trajectory.linearize(trajectory.steps[moment.time], moment.control.clone())
+
+    def _freeze(self, at: Linearized, dx: Tangent) -> None:
+        """A_{t+1}^{h−1} δx_1, from A_{t+1} δx_1 on, through one graph."""
         for h in range(1, self.watch.horizons):
-            transit_(at, dx)
             self.found["frozen_dynamics"][:, h] = pair(self.readouts[h : h + 1], _seen(dx))[0]
+            if h + 1 < self.watch.horizons:
+                transit_(at, dx)
 
 
 def _seen(dx: Tangent) -> Tangent:
