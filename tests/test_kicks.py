@@ -96,9 +96,10 @@ def test_contributions_are_the_forward_recursion(name: str) -> None:
 def test_a_skip_of_the_first_step_ever() -> None:
     """Moments that do not exist yet, counts that start at zero, and a parameter that appears later."""
     case = make("unused_parameters")
-    case.optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, eps=1e-4)
+    a, b = case.model.a, case.model.b
+    case.optimizer = torch.optim.AdamW([a.weight, b.weight, b.bias, a.bias], lr=1e-2, eps=1e-4)
     path = case.path(4)
-    assert path.steps[0].present == (True, True, False, False)
+    assert path.steps[0].present == (True, False, False, True)
     assert path.steps[1].present == (True,) * 4
     watch, truth = path.watch(0, case.batch()), oracle(case, path)
     found = contributions(path.trajectory, 4, straight(watch.slope(4)), lambda step: EDITS, CPU)["skip"]

@@ -20,6 +20,7 @@ from aftershock.core.memory import budget, readable
 from aftershock.core.planning import Footprint, Work, measured, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
+from aftershock.core.trajectory import Trajectory
 from aftershock.errors import OutOfMemory
 
 from .cases import Case, cross_entropy, make, mlp, next_token
@@ -127,7 +128,7 @@ def test_estimates_are_what_is_used(name: str, keep: str, together: bool) -> Non
     vector = Footprint.of(path.trajectory).vector
     change = path.replace(others, at=1)
     for answers in (*((answer,) for answer in ANSWERS), ANSWERS):
-        options = {"answers": answers, "horizon": 2}
+        options = {"answers": answers, "horizon": 2, "scales": [1.0] if name == "mlp" else [0.5, 1.0]}
         real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
         assert real > 10 * vector
         assert_close(change.estimate(probe, **options).memory, real, answers)
@@ -226,15 +227,19 @@ def test_a_budget_for_nothing_says_what_would_fit() -> None:
     change.response(probe, memory=need["exact"], horizon=1)
 
 
-def test_rows_wait_in_host_memory_only_where_there_is_another() -> None:
+def test_rows_wait_in_host_memory_only_where_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     path, others, probe = ready("mlp", together=False)
     work = Work(path.watch(0, probe), changes=2, scales=6)
     one = path.replace(others[:1]).estimate(probe, answers=("exact",), scales=[0.1] * 6).memory
-    with pytest.raises(OutOfMemory):
-        plan_responses(work, ("exact",), one - 1)
     plan = plan_responses(work, ("exact",), one)
     assert plan.passes == (Pass(("exact",), 1),)
     assert plan.chunks(2) == 2
+    with pytest.raises(OutOfMemory):
+        plan_responses(work, ("exact",), one - 1)
+    monkeypatch.setattr(Trajectory, "device", torch.device("cuda"))
+    plan = plan_responses(work, ("exact",), one - 1)
+    assert plan.passes == (Pass(("exact",), 1, parked=True),)
+    assert plan.peak <= one - 12 * Footprint.of(path.trajectory).vector  # five states of six wait elsewhere
 
 
 # --- how a path is kept

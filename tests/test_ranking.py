@@ -99,6 +99,9 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
         exact = truth[~np.isnan(truth[:, 0])][j]
         errors.append(by_hand(exact[finite], exact[finite] - row[finite] + np.array(others)[finite]))
     assert float(data["held_out_error"]) == pytest.approx(np.median(errors), rel=1e-9)
+    last = path.rank(pool[:2], probe, by="response", verify=2)
+    assert "fewer than two of them stayed finite" in str(last)
+    assert last.certificate.level == "care"
 
 
 # --- what is printed and kept

@@ -140,17 +140,23 @@ def test_steps_of_their_own(name: str, together: bool) -> None:
                 torch.testing.assert_close(found[key], expected, **close)
         torch.testing.assert_close(moment.states[4].theta, path.trajectory.state(moment.time).theta)
     assert moment.states[2].counts != moment.states[4].counts
+    assert moment.exact.slots[4] is None  # a row that starts as the control and takes its steps is the control
+    assert moment.states[4] is moment.control
 
 
 # --- divergence
 
 
 @TOGETHER
-@pytest.mark.parametrize("probe", ["batch", "own"])
-def test_a_row_that_diverges_is_infinite_from_there_on(together: bool, probe: str) -> None:
-    """One change pushes a weight over a wall behind which the loss is not a number."""
+@pytest.mark.parametrize(("probe", "first"), [("batch", 3), ("own", 3), ("function", 4)])
+def test_a_row_that_diverges_is_infinite_from_there_on(together: bool, probe: str, first: int) -> None:
+    """One change pushes a weight over a wall behind which the loss is not a number.
+
+    A probe that does not see the wall reads the last state; no other one follows.
+    """
     case = make("quadratic")
-    batches, pool, watched = case.batches(6), case.batches(3), case.batch() if probe == "batch" else ak.own_loss
+    batches, pool = case.batches(6), case.batches(3)
+    watched = {"batch": case.batch(), "own": ak.own_loss, "function": lambda m: m.theta.square().sum()}[probe]
     pool[1][2][0] = -1e3
     free = case.point().follow([pool[1], *batches[1:]]).trajectory
     wall = float(free.state(2).theta[0] + free.state(3).theta[0]) / 2
@@ -158,8 +164,8 @@ def test_a_row_that_diverges_is_infinite_from_there_on(together: bool, probe: st
     path = with_rows(case.point().follow(batches), together)
     response = path.replace(pool).response(watched)
     exact = response.exact.values[:, 0]
-    assert np.isfinite(exact[1, :2]).all()
-    assert np.isposinf(exact[1, 2:]).all()
+    assert np.isfinite(exact[1, : first - 1]).all()
+    assert np.isposinf(exact[1, first - 1 :]).all()
     assert exact.shape[1] > 4
     close = {"rtol": 1e-9, "atol": 1e-14} if together else {"rtol": 0, "atol": 0}
     for i in (0, 2):
@@ -168,7 +174,7 @@ def test_a_row_that_diverges_is_infinite_from_there_on(together: bool, probe: st
         )
     divergence = next(finding for finding in response.certificate.findings if finding.subject == "divergence")
     assert divergence.level == "bad"
-    assert divergence.value == 3
+    assert divergence.value == first
     assert "replace 1" in divergence.sentence
     assert response.certificate.level == "bad"
 

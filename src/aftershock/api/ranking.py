@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +102,10 @@ def _findings(ranking: Ranking) -> list[Finding]:
         return [Finding("care", "ranking", "reruns", 0.0, 1.0, sentence)]
     error = float(data["held_out_error"])
     calibrated = f"Calibrated with exact reruns of {', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
-    if count == 1:
-        sentence = f"{calibrated}: one rerun cannot judge itself, so the error on others is not known."
-        return [Finding("care", "ranking", "reruns", 1.0, 2.0, sentence)]
+    if math.isnan(error):
+        why = "one rerun cannot judge itself" if count == 1 else "fewer than two of them stayed finite"
+        sentence = f"{calibrated}: {why}, so the error on others is not known."
+        return [Finding("care", "ranking", "reruns", float(count), 2.0, sentence)]
     level = TRUST.level(error)
     word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
     sentence = (

@@ -100,7 +100,7 @@ class Footprint:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 10 g."""
+        """Measured once on the first step: about 5 g, and 10 where rows run together."""
         known: Footprint | None = getattr(trajectory, "footprint", None)
         if known is None:
             known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
@@ -124,15 +124,17 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     def rows() -> object:
         return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
 
-    rows()  # now it is known whether rows run together
+    if loss.sharing.tries("gradient", FEW):
+        rows()  # now it is known whether they run together
     together = loss.sharing.tries("gradient", FEW)
     row = measured(rows)[0] // FEW if together else gradient
     try:
-        build, graph = measured(lambda: GradientGraph(loss, *at))
-        made = GradientGraph(loss, *at)
-        made.products(few)
+        made: list[GradientGraph] = []
+        build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
+        if loss.sharing.tries("product", FEW):
+            made[0].products(few)
         many = FEW if loss.sharing.tries("product", FEW) else 1
-        product = measured(lambda: made.products(few[:many]))[0] // many - vector
+        product = measured(lambda: made[0].products(few[:many]))[0] // many - vector
     except AftershockError:  # a model without second derivatives has exact answers only
         build, graph, product = gradient, gradient, gradient
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
@@ -274,8 +276,9 @@ def _start_bytes(work: Work, load: Load) -> int:
     f = Footprint.of(trajectory)
     v = f.vector
     control = v + sum(3 * v for time in (at, at + 1) if trajectory.kept(time) is None)
-    rows = 3 * v * (load.exact + load.predicted)
-    gradient = rows - 3 * v * min(load.exact, work.scales) + max(f.gradient, 3 * v)
+    exact = min(load.exact, 1) if load.parked else load.exact
+    rows = 3 * v * (exact + load.predicted)
+    gradient = rows - 3 * v * min(exact, work.scales) + max(f.gradient, 3 * v)
     # beside its raw gradient and ξ: the state in which it ends, then its tangent, for which one change alone has no
     # place yet
     waiting = 3 * v * load.linear * (work.by_scale and load.linear == 1)

@@ -15,7 +15,7 @@ from .layout import Layout
 from .operators import WriteIn
 from .probe import Reader, Watch
 from .reductions import norms
-from .rollout import Rows, rollout
+from .rollout import Rows, moved, rollout
 from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")
@@ -130,7 +130,7 @@ class _Starts:
         self, watch: Watch, edits: Sequence[Edit], scales: Sequence[float], each: Pass, out: Responses, some: slice
     ) -> None:
         self.scales, self.changes = scales, len(edits)
-        self._answers, self._out = each.answers, out
+        self._answers, self._out, self._parked = each.answers, out, each.parked
         self._exact: list[JointState] = []
         layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at)
         self._semilinear, self._linear = (_Collected(layout) for _ in range(2))
@@ -152,7 +152,9 @@ class _Starts:
             if "tangent" in self._answers and shock.xi is None:
                 self._linear.add_difference(end, control.after, count, spend=False)
             if "exact" in self._answers:
-                self._exact.append(end.clone() if end is control.before else end)
+                own = end.clone() if end is control.before else end
+                self._exact.append(moved(own, torch.device("cpu")) if self._parked else own)
+                del own
             if "semilinear" in self._answers:
                 spend = "exact" not in self._answers and end is not control.before
                 self._semilinear.add_difference(end, control.after, count, spend=spend)

@@ -154,14 +154,14 @@ class ExactRows:
         if self.together:
             self._stack()
         elif self.parked:
-            self._states = [_moved(state, torch.device("cpu")) for state in self._states]
+            self._states = [moved(state, torch.device("cpu")) for state in self._states]
 
     def _fill(self, begin: int, rows: Rows) -> None:
         control: JointState | None = None
         for i, start in enumerate(rows.exact):
             control = self.trajectory.state(begin) if control is None else control
             own = None if rows.steps is None else rows.steps[i]
-            different = own is not None or not same_state(start, control)
+            different = own is not None or not same_state(moved(start, self.layout.device), control)
             self.slots.append(len(self._states) if different else None)
             if different:
                 self._states.append(start)
@@ -187,7 +187,7 @@ class ExactRows:
         return control if slot is None else self.slot_state(slot)
 
     def slot_state(self, slot: int) -> JointState:
-        return _moved(self._states[slot], self.layout.device)
+        return moved(self._states[slot], self.layout.device)
 
     @property
     def thetas(self) -> Float[Tensor, "slot param"]:
@@ -254,7 +254,7 @@ class ExactRows:
             after, seen, _ = self.dynamics.advance_with(gradient, step, state, consume=slot in self._own)
             self._own.add(slot)
             self._switched[slot] += seen.clip.binds != self.trajectory.steps[time].clip.binds
-            self._states[slot] = _moved(after, torch.device("cpu")) if self.parked else after
+            self._states[slot] = moved(after, torch.device("cpu")) if self.parked else after
 
     def _stack(self) -> None:
         """One tensor per channel; the states become views of its rows, and the single tensors go."""
@@ -303,7 +303,7 @@ class ExactRows:
         out: list[Gradient | None] = []
         for slot, state in zip(slots, states):
             watched = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
-            state = _moved(state, self.layout.device)
+            state = moved(state, self.layout.device)
             out += row_gradients(watched, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
         return out
 
@@ -346,7 +346,7 @@ def same_state(a: JointState, b: JointState) -> bool:
     )
 
 
-def _moved(state: JointState, device: torch.device) -> JointState:
+def moved(state: JointState, device: torch.device) -> JointState:
     """The state on another device; itself where it is there already."""
     if state.theta.device == device:
         return state

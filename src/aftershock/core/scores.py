@@ -122,7 +122,7 @@ def adjoint(
 
 @dataclass(frozen=True)
 class PoolScores:
-    """Predicted responses of a pool, and how many coordinates a candidate writes that are stiff (median share)."""
+    """Predicted responses of a pool, and the share of coordinates at which a candidate's write is stiff (mean)."""
 
     response: Float[Tensor, "change outcome"]
     xi_norm: Float[Tensor, " change"]
