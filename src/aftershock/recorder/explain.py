@@ -78,7 +78,7 @@ def explain(
     jump = largest_jump([record.hypers for record in replayed.records])
     with progress("adjoint sweep", last) as tick:
         swept = sweep(
-            path.trajectory, last, BentReadout.of(watch),
+            path.trajectory, last, BentReadout.of(watch, directions=0),
             references=references, jump=jump, tick=tick,
         )  # fmt: skip
     spike = Spike.of(replayed)

@@ -85,7 +85,7 @@ def sweep(
         held = {"held": Hypers(jump.before)} if jump is not None and index >= jump.at else {}
         return edits_at(trajectory, index, last, references) | held
 
-    place = plan_history(trajectory, 2 * last, None)
+    place = plan_history(trajectory, last, None)
     parts = contributions(trajectory, last, bent, edits, place, layers, tick)
     found = torch.full((len(CHANGES), last, len(CHANNELS), len(layers.names)), torch.nan, dtype=torch.float64)
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part
