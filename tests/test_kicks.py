@@ -9,7 +9,8 @@ from torch import Tensor
 
 import aftershock as ak
 from aftershock.api.contributions import EDITS
-from aftershock.core.scores import BentReadout, Layers, adjoint, contributions, mean_write, midpoint_slopes, pool_scores
+from aftershock.core.contributions import BentReadout, Layers, contributions
+from aftershock.core.scores import adjoint, mean_write, midpoint_slopes, pool_scores
 
 from .cases import CASES, Case, make
 from .oracles import KickOracle

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import aftershock as ak
 from aftershock.api.contributions import EDITS
 from aftershock.core import kicks
-from aftershock.core.scores import BentReadout, adjoint, contributions
+from aftershock.core.contributions import BentReadout, contributions
+from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, ReplayMismatch
 from aftershock.recorder.examples import example_shares

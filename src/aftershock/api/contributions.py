@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
+from ..core.contributions import BentReadout, contributions
 from ..core.planning import plan_history
 from ..core.probe import Watch
-from ..core.scores import BentReadout, contributions
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding

@@ -16,8 +16,9 @@ from ..api.progress import progress
 from ..api.ranking import VERIFY
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Reset, Skip
+from ..core.contributions import BentReadout
 from ..core.probe import Watch, own_loss
-from ..core.scores import BentReadout, adjoint
+from ..core.scores import adjoint
 from ..core.state import CHANNELS
 from ..errors import InvalidInput
 from ..results.provenance import provenance

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
+from ..core.contributions import BentReadout, Layers, contributions
 from ..core.planning import plan_history
-from ..core.scores import BentReadout, Layers, contributions
 from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
