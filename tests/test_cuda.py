@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import aftershock as ak
+from aftershock.core import fused
+from aftershock.core.state import Cotangent, Tangent
 
 from .cases import CASES, Case, cross_entropy, make, mlp
 from .test_path import assert_same_bits
@@ -80,3 +82,43 @@ def test_a_cpu_batch_for_a_gpu_model_is_named() -> None:
     case = on_gpu(make("tanh_mlp"))
     with pytest.raises(ak.errors.MixedDevices, match="Move the batch to cuda"):
         case.point().follow([make("tanh_mlp").batch()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("rows", [None, 3])
+def test_fused_steps_are_the_plain_arithmetic(
+    dtype: torch.dtype, optimizer: type[torch.optim.Optimizer], rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel against the same formulas in torch's own operations, with v = 0, a maximized group and clipping."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).to("cuda", dtype)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "maximize": True, "lr": 3e-3}]
+    live = optimizer(groups, lr=1e-3, weight_decay=0.1)  # type: ignore[call-arg]
+    batches = [(torch.randn(9, 300, device="cuda", dtype=dtype), torch.arange(9, device="cuda") % 3) for _ in range(6)]
+    for batch in batches:
+        live.zero_grad()
+        cross_entropy(model, batch).backward()
+        live.step()
+    linear = ak.capture(model, live, cross_entropy).follow(batches[:3], clip=0.1).control(1).linear
+    assert linear.clip.binds
+    assert fused.available(linear.raw)
+    linear.before.v[:90], linear.before.m[:60], linear.raw[:30] = 0, 0, 0
+    shape = (linear.raw.numel(),) if rows is None else (rows, linear.raw.numel())
+
+    def after(step: str) -> list[torch.Tensor]:
+        draw = torch.Generator("cuda").manual_seed(1)
+        theta, m, v, u = (torch.randn(shape, device="cuda", dtype=dtype, generator=draw) * 1e-3 for _ in range(4))
+        if step == "adjoint":
+            return [linear.absorb_transposed_(Cotangent(theta, m, v)), theta, m, v]
+        dx = Tangent(theta, m, v.mul_(1e-3))
+        linear.absorb_(dx, u) if step == "tangent" else linear.absorb_exactly_(dx, u, 0.1)
+        return [theta, m, v]
+
+    for step in ("tangent", "semilinear", "adjoint"):
+        quick = after(step)
+        with monkeypatch.context() as plain:
+            plain.setattr(fused, "available", lambda rows: False)
+            slow = after(step)
+        for a, b in zip(quick, slow):
+            assert (a - b).abs().max() <= 8 * torch.finfo(dtype).eps * b.abs().max()

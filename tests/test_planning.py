@@ -256,7 +256,7 @@ def test_states_are_kept_as_memory_allows(steps: int) -> None:
         return 1 + math.ceil(steps / spacing) if spacing <= steps else 1
 
     for states in (1, 2, 3, 5, 11, 40, 101, 2004):
-        memory = 2 * state * states  # half of it is for the path
+        memory = 4 * state * states  # a quarter of it is for the path
         keep, spacing = plan_states(steps, state, None, memory, CPU)
         assert (keep == "states") == (steps + 1 <= states)
         assert kept(keep, spacing) <= states
@@ -274,11 +274,11 @@ def test_states_are_kept_as_memory_allows(steps: int) -> None:
 
 @pytest.mark.parametrize("states", [1, 2, 3, 5, 9])
 def test_a_path_holds_no_more_than_planned(states: int) -> None:
-    """The kept states, and those that a sweep makes on its way back, each fit into their half of the memory."""
+    """The kept states, and those that a sweep makes on its way back, each fit into their quarter of the memory."""
     case = make("quadratic")
     point, batch = case.point(), case.batch()
     size = point.captured.state.nbytes
-    path = point.follow([batch] * 40, memory=2 * states * size)
+    path = point.follow([batch] * 40, memory=4 * states * size)
     assert path.trajectory.keep == "checkpoints"
     assert len(path.trajectory._states) <= states
     whole = point.follow([batch] * 40, keep="states")
@@ -290,4 +290,4 @@ def test_a_path_holds_no_more_than_planned(states: int) -> None:
     assert [index for index, _ in made[0]] == list(range(39, -1, -1))
     for index, theta in made[0]:
         assert torch.equal(theta, whole.trajectory.state(index).theta)
-    assert budget(path.memory, CPU) == 2 * states * size
+    assert budget(path.memory, CPU) == 4 * states * size

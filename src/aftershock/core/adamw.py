@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.optim.adam import adam
 
+from . import fused
 from .clipping import TORCH_EPSILON, Clip, clip_jacobian
 from .layout import Layout
 from .reductions import norms
@@ -228,6 +229,11 @@ class LinearStep:
                 for w in _blocks(run.where, rows):
                     yield run, w
 
+    def _each_run(self, work: Callable[[Run], None]) -> None:
+        for run in self.runs:
+            if run.active:
+                work(run)
+
     def _whole(self, part: Callable[[Run, Control], Tensor]) -> Float[Tensor, " param"]:
         out = torch.zeros_like(self.raw)
         for run, w in self.pieces():
@@ -294,6 +300,8 @@ class LinearStep:
 
     def absorb_(self, dx: Tangent, u: Float[Tensor, "change param"]) -> None:
         """One step of tangents, in place, given the gradient variation u they cause."""
+        if fused.available(u):
+            return self._each_run(lambda run: fused.absorb_(self, run, dx, u))
         for run, w in self.pieces(u):
             at, du = self.control(run, w), u[..., w]
             dq_dm, dq_dv = sensitivities(run, at.m, at.v)
@@ -311,6 +319,8 @@ class LinearStep:
         if max_norm is not None:
             sizes = torch.stack([norms(self.raw + row) for row in xi])  # row by row: one vector of work at a time
             factors = torch.clamp(max_norm / (sizes + TORCH_EPSILON), max=1.0)
+        if fused.available(xi):
+            return self._each_run(lambda run: fused.absorb_exactly_(self, run, dx, xi, factors))
         for run, w in self.pieces(xi):
             self._absorb_exactly_at_(run, w, dx, xi, factors)
 
@@ -329,6 +339,9 @@ class LinearStep:
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""
         w_all = torch.zeros_like(c.theta)
+        if fused.available(c.theta):
+            self._each_run(lambda run: fused.absorb_transposed_(self, run, c, w_all))
+            return w_all
         for run, w in self.pieces(c.theta):
             at, theta, m, v = self.control(run, w), c.theta[..., w], c.m[..., w], c.v[..., w]
             dq_dm, dq_dv = sensitivities(run, at.m, at.v)

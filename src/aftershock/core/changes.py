@@ -44,9 +44,10 @@ class ControlStep:
         """Costs one gradient."""
         dynamics, step, before = trajectory.dynamics, trajectory.steps[at], trajectory.state(at)
         found = dynamics.loss.gradient(before.theta, before.buffers, step.batch, step.random, step.where)
-        raw, present = dynamics.layout.join(found.grads), tuple(g is not None for g in found.grads)
+        raw, present = dynamics.layout.join(found.grads), found.present
         linear = dynamics.linear_step(step, before, raw, present)
-        return cls(dynamics, step, before, trajectory.state(at + 1), raw, present, linear)
+        after = trajectory.kept(at + 1) or dynamics.advance_with(found, step, before)[0]
+        return cls(dynamics, step, before, after, raw, present, linear)
 
     @classmethod
     def linearized(cls, trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:

@@ -68,23 +68,26 @@ class Dynamics:
         return self.advance_with(found, step, state, consume=consume)
 
     def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState, Linearized]:
-        """The same, keeping the gradient's graph for later products.
-
-        `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's
-        must be the plain one: the model's first step finds out whether they agree, and where they do
-        not, every step computes both.
-        """
+        """The same, keeping the gradient's graph for later products."""
         graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
-        found = graph.gradient
-        if not self.loss.graph_is_plain:
-            plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-            if self.loss.graph_is_plain is None:
-                self.loss.graph_is_plain = same_bits(plain.grads, found.grads)
-            found = plain
+        found = self.plain_gradient(graph, step, state)
         found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
         after, seen, random = self.advance_with(found, step, state)
         linear = self.linear_step(seen, state, graph.raw, graph.present)
         return after, seen, random, Linearized(seen, linear, graph)
+
+    def plain_gradient(self, graph: GradientGraph, step: Step, state: JointState) -> Gradient:
+        """The gradient that training would have, from a graph that is there anyway where that is the same.
+
+        `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's must be the
+        plain one: the model's first step finds out whether they agree, and where they do not, it is computed.
+        """
+        if self.loss.graph_is_plain:
+            return graph.gradient
+        plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        if self.loss.graph_is_plain is None:
+            self.loss.graph_is_plain = same_bits(plain.grads, graph.gradient.grads)
+        return plain
 
     def advance_with(
         self, found: Gradient, step: Step, state: JointState, *, consume: bool = False

@@ -14,13 +14,13 @@ from ..errors import InvalidInput
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
-FREE_SHARE = 0.7  # of what is free: activations and the user's own process need the rest
+FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
 
 
 def budget(memory: str | int | None, device: torch.device) -> int:
     """Bytes that may be used: "8GiB", a number of bytes, or None for what is free on the device."""
     if memory is None:
-        return int(FREE_SHARE * free(device))
+        return int(FREE_SHARE[device.type] * free(device))
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
         if match is None or match[2].lower() not in UNITS:

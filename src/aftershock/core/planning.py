@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
+from .fused import available
 from .graphs import GradientGraph
 from .memory import budget, readable
 from .probe import Watch
@@ -97,6 +98,7 @@ class Footprint:
     update: int  # of AdamW's own arithmetic
     together: bool
     cpu: bool
+    fused: bool  # predicted steps go through memory once
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
@@ -108,8 +110,17 @@ class Footprint:
 
     @property
     def piece(self) -> int:
-        """What the closed form of a step makes on the way: a dozen pieces of the flat vector."""
-        return CLOSED_FORM * min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
+        """What the closed form of a step makes on the way: a dozen pieces of the flat vector, or nothing."""
+        return 0 if self.fused else CLOSED_FORM * self._block
+
+    @property
+    def counting(self) -> int:
+        """The same where coordinates with v = 0 are counted."""
+        return COUNTING * self._block
+
+    @property
+    def _block(self) -> int:
+        return min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
 
 
 def _footprint(trajectory: Trajectory) -> Footprint:
@@ -139,16 +150,16 @@ def _footprint(trajectory: Trajectory) -> Footprint:
         build, graph, product = gradient, gradient, gradient
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
-    cpu = loss.layout.device.type == "cpu"
-    return Footprint(vector, value, gradient, row, graph, build, product, update, together, cpu)
+    cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
+    return Footprint(vector, value, gradient, row, graph, build, product, update, together, cpu, fused)
 
 
 def plan_states(
     steps: int, state: int, keep: Keep | None, memory: str | int | None, device: torch.device
 ) -> tuple[Keep, int]:
-    """How a path of so many steps is kept, and one of how many states: all where half of the memory holds them, else
-    about √H, or as few as fit; the rest are recomputed."""
-    room = budget(memory, device) // 2
+    """How a path of so many steps is kept, and one of how many states: all where a quarter of the memory holds them,
+    else about √H, or as few as fit; the rest are recomputed. Rows gain more from memory than the path does."""
+    room = budget(memory, device) // 4
     if keep == "graphs" or (keep != "checkpoints" and (keep == "states" or (steps + 1) * state <= room)):
         return keep or "states", 1
     fit = room // state - 1  # beside the first, which is always there
@@ -284,7 +295,7 @@ def _start_bytes(work: Work, load: Load) -> int:
     waiting = 3 * v * load.linear * (work.by_scale and load.linear == 1)
     apply = (2 if work.scales > 1 else 1) * v + f.update
     own = load.exact > 0 or (load.semilinear == 1 and (work.by_scale or not load.linear))  # the end becomes a row
-    end = 2 * v * work.by_scale + 3 * v * (not own) + max(apply, f.piece * COUNTING // CLOSED_FORM) - waiting
+    end = 2 * v * work.by_scale + 3 * v * (not own) + max(apply, f.counting) - waiting
     clipped = 2 * v * trajectory.steps[at].clip.binds
     write = (2 * v + 3 * v * (load.linear > 1) + f.piece + clipped) * (load.linear > 0 and work.by_scale)
     return control + max(gradient, rows + max(end, write))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -138,7 +139,7 @@ class _Starts:
             self._start(control, shock, some.start + i)
             del shock
         rows = self._semilinear.rows, self._linear.rows
-        self.rows = Rows(_handed_over(self._exact), *rows, owned=True, parked=each.parked)
+        self.rows = Rows(_handed_over(self._exact), *rows, control=control.after, owned=True, parked=each.parked)
 
     def _start(self, control: ControlStep, shock: Shock, i: int) -> None:
         """The rows of one change; what it took to make them is gone with this call."""
@@ -147,7 +148,7 @@ class _Starts:
         for j, scale in enumerate(self.scales):
             end, clip = shock.endpoint(scale)
             out.clip_switched[i, j] |= clip.binds != control.step.clip.binds
-            if j + 1 == len(self.scales):
+            if j + 1 == len(self.scales) and math.isnan(out.xi_norm[i]):  # not counted by an earlier pass
                 out.zero_v[i] = touched_zero_v(control, shock, end)
             if "tangent" in self._answers and shock.xi is None:
                 self._linear.add_difference(end, control.after, count, spend=False)

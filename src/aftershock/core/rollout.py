@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .adamw import Hyper, adam_, advanced
 from .clipping import clip_
-from .dynamics import Step
+from .dynamics import Linearized, Step
 from .gates import Pattern, recording
 from .loss import Gradient
 from .reductions import equal
@@ -40,7 +40,8 @@ class Rows:
 
     steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
         no step at all); None for a row that takes the path's own.
-    owned: the exact states belong to nobody else and may be written to.
+    control: the control's state at which they start, where it is known.
+    owned: the states belong to nobody else and may be written to.
     gates: record which side of each kink every exact row and the control take (`Moment.gates`).
     parked: exact rows wait in host memory and visit the device one at a time.
     """
@@ -49,6 +50,7 @@ class Rows:
     semilinear: Tangent | None = None
     linear: Tangent | None = None
     steps: Sequence[Steps | None] | None = None
+    control: JointState | None = None
     owned: bool = False
     gates: bool = False
     parked: bool = False
@@ -95,40 +97,59 @@ def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterat
     """Carry rows from state `begin` to state `stop`, stopping at every state for a look."""
     exact = ExactRows(trajectory, begin, rows)
     predicted = rows.semilinear is not None or rows.linear is not None
-    controls = _Controls(trajectory, begin, stop, exact if exact.together and not predicted else None)
+    controls = _Controls(trajectory, begin, rows, exact if exact.together and not predicted else None)
     for time in range(begin, stop + 1):
         yield Moment(trajectory, time, time == stop, controls, exact, rows.semilinear, rows.linear)
         if time == stop:
             return
         exact.advance(time)
         if predicted:
-            _predict(trajectory, time, controls.at(time), rows)
+            _predict(trajectory, time, controls, rows)
 
 
-def _predict(trajectory: Trajectory, time: int, control: JointState, rows: Rows) -> None:
+def _predict(trajectory: Trajectory, time: int, controls: _Controls, rows: Rows) -> None:
     """One step of the predicted rows; the step's graph goes with this call."""
-    at = trajectory.linearize(trajectory.steps[time], control)
+    at = trajectory.linearize(trajectory.steps[time], controls.at(time))
     if rows.linear is not None:
         transit_(at, rows.linear)
     if rows.semilinear is not None:
         transit_semilinear_(at, rows.semilinear)
+    controls.advance(at)
 
 
 class _Controls:
     """The control at each state: the path's own, run on only as far as it is asked for, or that among the rows where
     nothing else needs it."""
 
-    def __init__(self, trajectory: Trajectory, begin: int, stop: int, rows: ExactRows | None) -> None:
-        self._rows = rows
-        self._states = trajectory.states(begin, stop)
-        self._last: tuple[int, JointState] | None = None
+    def __init__(self, trajectory: Trajectory, begin: int, rows: Rows, exact: ExactRows | None) -> None:
+        self._trajectory, self._time, self._exact = trajectory, begin, exact
+        self._state = rows.control
+        self._owned = rows.owned or rows.control is None
 
     def at(self, time: int) -> JointState:
-        if self._rows is not None:
-            return self._rows.control
-        while self._last is None or self._last[0] < time:
-            self._last = next(self._states)
-        return self._last[1]
+        if self._exact is not None:
+            return self._exact.control
+        if self._state is None:
+            self._state = self._trajectory.state(self._time)
+        while self._time < time:
+            self.advance()
+        return self._state
+
+    def advance(self, at: Linearized | None = None) -> None:
+        """One state on: the one that is kept, else by the step, whose gradient a linearized step has already."""
+        assert self._state is not None
+        step, dynamics = self._trajectory.steps[self._time], self._trajectory.dynamics
+        owned = self._owned and self._trajectory.kept(self._time) is None
+        self._time += 1
+        kept = self._trajectory.kept(self._time)
+        if kept is not None:
+            self._state = kept
+        elif at is None:
+            self._state = dynamics.advance(step, self._state, consume=owned)[0]
+        else:
+            found = dynamics.plain_gradient(at.graph, step, self._state)
+            self._state = dynamics.advance_with(found, step, self._state, consume=owned)[0]
+        self._owned = True
 
 
 class ExactRows:
@@ -159,7 +180,7 @@ class ExactRows:
     def _fill(self, begin: int, rows: Rows) -> None:
         control: JointState | None = None
         for i, start in enumerate(rows.exact):
-            control = self.trajectory.state(begin) if control is None else control
+            control = control or rows.control or self.trajectory.state(begin)
             own = None if rows.steps is None else rows.steps[i]
             different = own is not None or not same_state(moved(start, self.layout.device), control)
             self.slots.append(len(self._states) if different else None)
