@@ -188,7 +188,7 @@ def test_work_is_cut_to_fit(name: str, together: bool) -> None:
         np.testing.assert_allclose(values, whole, rtol=1e-3, atol=1e-4 * np.abs(whole).max())
     assert together or min(chunks) > 1  # in rows, the gradients of the changes leave their rows first
     assert len(chunks) > 1
-    assert max(chunks) >= 6  # answers by themselves, and one change at a time
+    assert max(chunks) > 3  # answers by themselves
 
 
 def test_separate_passes_give_the_same_answers() -> None:

@@ -89,9 +89,10 @@ def adam_(
 ) -> None:
     """Torch's own step on tensors that share their hyperparameters, in place; `counts` are the steps before it."""
     device = theta[0].device if hyper.fused or hyper.capturable else torch.device("cpu")
-    steps = torch.tensor([float(count) for count in counts], device=device).unbind()  # one transfer for all
+    # one transfer for all, which nobody waits for
+    steps = torch.tensor([float(count) for count in counts], pin_memory=device.type == "cuda")
     adam(
-        theta, grads, m, v, [], list(steps),
+        theta, grads, m, v, [], list(steps.to(device, non_blocking=True).unbind()),
         foreach=hyper.foreach, capturable=hyper.capturable, fused=hyper.fused,
         decoupled_weight_decay=hyper.decoupled, amsgrad=False, beta1=hyper.beta1, beta2=hyper.beta2, lr=hyper.lr,
         weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=hyper.maximize,

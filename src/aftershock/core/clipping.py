@@ -33,11 +33,16 @@ def global_norm(grads: Sequence[Tensor | None], order: Sequence[int]) -> Tensor:
 
 def clip_(grads: Sequence[Tensor | None], norm: Tensor, max_norm: float | None) -> Clip:
     """Clip gradients in place as `torch.nn.utils.clip_grad_norm_` does, to the bit."""
+    return Clip(float(norm), float(scale_(grads, norm, max_norm)))
+
+
+def scale_(grads: Sequence[Tensor | None], norm: Tensor, max_norm: float | None) -> Tensor | float:
+    """The same, without waiting for the factor c, which it returns."""
     if max_norm is None:
-        return Clip(float(norm), 1.0)  # the norm was waited for already, when it was seen to be finite
+        return 1.0
     factor = torch.clamp(max_norm / (norm + TORCH_EPSILON), max=1.0)
     torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
-    return Clip(float(norm), float(factor))
+    return factor
 
 
 def clip_jacobian(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .adamw import Hyper, LinearStep, adamw_step
 from .batches import Batch
-from .clipping import Clip, clip_, global_norm
+from .clipping import Clip, clip_, global_norm, scale_
 from .graphs import GradientGraph
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
@@ -44,6 +44,23 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """A step that was launched, with what it left of randomness: `settle` waits for its numbers."""
+
+    step: Step
+    loss: Tensor
+    norm: Tensor
+    factor: Tensor | float
+    present: tuple[bool, ...]
+    random: RandomState
+
+    def settle(self) -> Step:
+        """The step as it was seen."""
+        clip = Clip(float(self.norm), float(self.factor))
+        return replace(self.step, loss=float(self.loss), clip=clip, present=self.present)
+
+
+@dataclass(frozen=True)
 class Linearized:
     """A step's derivative at the control: closed form (`linear`) and Hessian products (`graph`)."""
 
@@ -67,14 +84,20 @@ class Dynamics:
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
         return self.advance_with(found, step, state, consume=consume)
 
-    def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Step, RandomState, Linearized]:
+    def launch(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Taken]:
+        """The same without waiting for a GPU; nobody has looked whether the step's numbers are finite."""
+        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
+        return self._take(found, step, state, consume)
+
+    def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Taken, Linearized]:
         """The same, keeping the gradient's graph for later products."""
         graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
         found = self.plain_gradient(graph, step, state)
         found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
-        after, seen, random = self.advance_with(found, step, state)
+        after, taken = self._take(found, step, state, consume=False)
+        seen = taken.settle()
         linear = self.linear_step(seen, state, graph.raw, graph.present)
-        return after, seen, random, Linearized(seen, linear, graph)
+        return after, taken, Linearized(seen, linear, graph)
 
     def plain_gradient(self, graph: GradientGraph, step: Step, state: JointState) -> Gradient:
         """The gradient that training would have, from a graph that is there anyway where that is the same.
@@ -93,10 +116,14 @@ class Dynamics:
         self, found: Gradient, step: Step, state: JointState, *, consume: bool = False
     ) -> tuple[JointState, Step, RandomState]:
         """The same with a gradient that is already there, which is clipped in place."""
-        clip = clip_(found.grads, found.norm, step.max_norm)
+        after, taken = self._take(found, step, state, consume)
+        return after, taken.settle(), found.random
+
+    def _take(self, found: Gradient, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
+        factor = scale_(found.grads, found.norm, step.max_norm)
         new = adamw_step(self.layout, state, found.grads, step.hypers, consume=consume)
-        seen = replace(step, loss=float(found.loss), clip=clip, present=found.present)
-        return replace(new, buffers=found.buffers), seen, found.random
+        taken = Taken(step, found.loss, found.norm, factor, found.present, found.random)
+        return replace(new, buffers=found.buffers), taken
 
     def apply(
         self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]

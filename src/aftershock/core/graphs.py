@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
@@ -20,8 +23,9 @@ from .rows import tolerance
 class GradientGraph:
     """A gradient with its graph: `gradient`, then `products(vectors)` at about 1 to 2 g each.
 
-    A batch of several micro-batches keeps no graph between calls; its graphs are rebuilt one at a
-    time, so that memory does not grow with their number.
+    The gradient is kept once, as the flat vector `raw`; its graph is held by its edges. A batch of several
+    micro-batches keeps no graph between calls; its graphs are rebuilt one at a time, so that memory does not grow
+    with their number.
     """
 
     def __init__(
@@ -38,22 +42,22 @@ class GradientGraph:
         self._where = where
         self._batch = batch
         self._leaves = loss.leaves(theta)
-        self._graph: list[Tensor | None] | None = None
+        self._graph: dict[int, GradientEdge] | None = None
         if isinstance(batch, Accumulated):
-            self.gradient = loss.gradient(theta, buffers, batch, random, where)
-            return
-        (value, self._graph), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
-        grads = list(map(accumulated, self._graph, self._leaves))
-        self.gradient = Gradient(value, after, random, grads, loss.finite_norm(value, grads, where))
+            found = loss.gradient(theta, buffers, batch, random, where)
+        else:
+            (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
+            self._graph = _edges(grads)
+            plain = list(map(accumulated, grads, self._leaves))
+            found = Gradient(value, after, random, plain, loss.finite_norm(value, plain, where))
+            del grads, plain
+        self.raw: Float[Tensor, " param"] = loss.layout.join(found.grads)  # ĝ
+        views = loss.layout.typed_views(self.raw)
+        self.gradient = replace(found, grads=[v if ok else None for v, ok in zip(views, found.present)])
 
     @property
     def present(self) -> tuple[bool, ...]:
         return tuple(grad is not None for grad in self.gradient.grads)
-
-    @property
-    def raw(self) -> Float[Tensor, " param"]:
-        """ĝ as a flat vector."""
-        return self._function.layout.join(self.gradient.grads)
 
     def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         """H u for every row u: together where that pays, else one after another."""
@@ -64,9 +68,9 @@ class GradientGraph:
                 self._write_products(self._graph, vectors, out)
                 return
             for batch, share in micro_batches(self._batch):
-                _, graph = self._build(model, batch, share)
+                _, grads = self._build(model, batch, share)
                 part = torch.zeros_like(vectors)
-                self._write_products(graph, vectors, part)
+                self._write_products(_edges(grads), vectors, part)
                 out.add_(part)
 
         self._run(program)
@@ -83,19 +87,17 @@ class GradientGraph:
         return loss.detach(), list(self._function.grad(loss, self._leaves, self._where, create_graph=True))
 
     def _write_products(
-        self, graph: Sequence[Tensor | None], vectors: Float[Tensor, "change param"], out: Tensor
+        self, curved: Mapping[int, GradientEdge], vectors: Float[Tensor, "change param"], out: Tensor
     ) -> None:
-        layout, sharing = self._function.layout, self._function.sharing
-        curved = {i: grad for i, grad in enumerate(graph) if grad is not None and grad.requires_grad}
         if not curved:
             return
-        if sharing.tries("product", len(vectors)) and self._write_together(curved, vectors, out):
+        if self._function.sharing.tries("product", len(vectors)) and self._write_together(curved, vectors, out):
             return
         for u, row in zip(vectors, out):
-            layout.write(row, self._alone(curved, u))
+            self._write_alone(curved, u, row)
 
     def _write_together(
-        self, curved: Mapping[int, Tensor], vectors: Float[Tensor, "change param"], out: Tensor
+        self, curved: Mapping[int, GradientEdge], vectors: Float[Tensor, "change param"], out: Tensor
     ) -> bool:
         """Many vectors through one backward pass; says whether this model allows it and agrees with one alone."""
         sharing = self._function.sharing
@@ -117,42 +119,67 @@ class GradientGraph:
         return True
 
     def _write_batched(
-        self, curved: Mapping[int, Tensor], vectors: Float[Tensor, "change param"], out: Float[Tensor, "change param"]
+        self,
+        curved: Mapping[int, GradientEdge],
+        vectors: Float[Tensor, "change param"],
+        out: Float[Tensor, "change param"],
     ) -> bool:
         layout = self._function.layout
         views = layout.row_views(vectors)
-        found = self._product(curved, [views[i] for i in curved], batched=True)
+        with _explained():
+            found = torch.autograd.grad(
+                list(curved.values()),
+                self._leaves,
+                grad_outputs=[views[i] for i in curved],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
         for place, values in zip(layout.row_views(out), found):
             if values is not None:
                 place.copy_(values)
         return True
 
-    def _agrees(self, curved: Mapping[int, Tensor], beside: Float[Tensor, " param"]) -> bool:
+    def _agrees(self, curved: Mapping[int, GradientEdge], beside: Float[Tensor, " param"]) -> bool:
         """Whether a vector that no row resembles has the same product together with another as alone."""
         vector = self._function.layout.join([leaf.detach() for leaf in self._leaves])
         vector[1::2] *= -1
-        together = torch.zeros_like(vector).repeat(2, 1)
+        together, alone = torch.zeros_like(vector).repeat(2, 1), torch.zeros_like(vector)
         self._write_batched(curved, torch.stack([beside, vector]), together)
-        alone = self._function.layout.join(self._alone(curved, vector))
+        self._write_alone(curved, vector, alone)
         return bool(norms(together[1] - alone) <= tolerance(self._function) * norms(alone).clamp(min=1e-30))
 
-    def _alone(self, curved: Mapping[int, Tensor], vector: Float[Tensor, " param"]) -> tuple[Tensor | None, ...]:
-        views = self._function.layout.typed_views(vector)
-        return self._product(curved, [views[i] for i in curved])
-
-    def _product(
-        self, curved: Mapping[int, Tensor], vectors: Sequence[Tensor], *, batched: bool = False
-    ) -> tuple[Tensor | None, ...]:
+    def _write_alone(
+        self, curved: Mapping[int, GradientEdge], vector: Float[Tensor, " param"], out: Float[Tensor, " param"]
+    ) -> None:
+        """One product, parameter by parameter into its place in `out`, which is zero: it is never there twice."""
+        layout = self._function.layout
+        views, places = layout.typed_views(vector), layout.typed_views(out)
         try:
-            return torch.autograd.grad(
-                list(curved.values()),
-                self._leaves,
-                grad_outputs=vectors,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise derivative_error(error) from error
+            for leaf, place in zip(self._leaves, places):
+                leaf.grad = place
+            with _explained():
+                torch.autograd.backward(
+                    list(curved.values()), [views[i] for i in curved], retain_graph=True, inputs=self._leaves
+                )
+        finally:
+            for leaf in self._leaves:
+                leaf.grad = None
+        if not layout.uniform:
+            layout.write(out, places)
+
+
+def _edges(grads: Sequence[Tensor | None]) -> dict[int, GradientEdge]:
+    """Where the graph of each parameter's gradient ends, for those that have one."""
+    return {i: get_gradient_edge(grad) for i, grad in enumerate(grads) if grad is not None and grad.requires_grad}
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What a missing second derivative means, in the user's words."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise derivative_error(error) from error

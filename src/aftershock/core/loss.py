@@ -160,8 +160,12 @@ class LossFunction:
         where: str,
         *,
         evaluating: bool = False,
+        wait: bool = True,
     ) -> Gradient:
-        """The plain gradient, equal to the bit to `loss.backward()`: 1 g."""
+        """The plain gradient, equal to the bit to `loss.backward()`: 1 g.
+
+        wait: until it is seen to be finite; else whoever asks looks at its norm later, and a GPU is not held up.
+        """
         leaves = self.leaves(theta)
 
         def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
@@ -178,7 +182,8 @@ class LossFunction:
             return total, grads
 
         (loss, grads), after, random = self.call(leaves, buffers, random, program, evaluating=evaluating)
-        return Gradient(loss, after, random, grads, self.finite_norm(loss, grads, where))
+        norm = self.finite_norm(loss, grads, where) if wait else global_norm(grads, self.layout.model_order)
+        return Gradient(loss, after, random, grads, norm)
 
     def example_derivatives(
         self,

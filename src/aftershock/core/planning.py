@@ -94,7 +94,8 @@ class Footprint:
     row: int  # of each row, where rows run together
     graph: int  # a gradient with its graph, once it is there
     build: int  # while it is made
-    product: int  # of one vector, beside the graph and the product itself
+    product: int  # of one vector alone, beside the graph and the product itself
+    products: int  # of each further one together
     update: int  # of AdamW's own arithmetic
     together: bool
     cpu: bool
@@ -144,14 +145,15 @@ def _footprint(trajectory: Trajectory) -> Footprint:
         build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
         if loss.sharing.tries("product", FEW):
             made[0].products(few)
-        many = FEW if loss.sharing.tries("product", FEW) else 1
-        product = measured(lambda: made[0].products(few[:many]))[0] // many - vector
+        product = measured(lambda: made[0].products(few[:1]))[0] - vector
+        many = measured(lambda: made[0].products(few))[0] - FEW * vector
+        products = max(many - product, 0) // (FEW - 1)
     except AftershockError:  # a model without second derivatives has exact answers only
-        build, graph, product = gradient, gradient, gradient
+        build, graph, product, products = gradient, gradient, gradient, gradient
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
     cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
-    return Footprint(vector, value, gradient, row, graph, build, product, update, together, cpu, fused)
+    return Footprint(vector, value, gradient, row, graph, build, product, products, update, together, cpu, fused)
 
 
 def plan_states(
@@ -329,9 +331,10 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
         pieces = min(AT_ONCE, most) if f.together else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
+        closed = f.piece if load.linear else f.piece * 2 // 3
         work += [
             f.build,
-            f.graph + v + v * most + max(pieces * f.product, f.piece if load.linear else f.piece * 2 // 3, clipped),
+            f.graph + v * most + max(f.product + (pieces - 1) * f.products, closed, clipped),
         ]
     return carried + max(work)
 

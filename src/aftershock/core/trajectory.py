@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -9,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from .dynamics import Dynamics, Linearized, Step
+from ..errors import NotFinite
+from .dynamics import Dynamics, Linearized, Step, Taken
 from .randomness import RandomState
 from .state import JointState
 
@@ -45,30 +47,47 @@ class Trajectory:
     ) -> Trajectory:
         """Train on from `start` through `steps`, each beginning where the last left the random state.
 
-        A step with `own_random` (a recorded run's) starts from that instead.
+        A step with `own_random` (a recorded run's) starts from that instead. A step's numbers are looked at while
+        the next one runs, as in a training loop that does not wait for its loss.
         """
         self = cls(dynamics, keep, spacing)
-        state, seconds = start, []
+        state, waiting, seconds = start, list[Taken](), []
         self._states[0] = start
         for step in steps:
             began = perf_counter()
             if not step.own_random:
                 step = replace(step, random=random)
-            state, seen, random = self._take(step, state, step.index not in self._states)
-            self.steps.append(seen)
-            if (seen.index + 1) % spacing == 0 or (seen.index + 1 == len(steps) and spacing <= len(steps)):
-                self._states[seen.index + 1] = state
+            try:
+                state, taken = self._take(step, state, step.index not in self._states)
+            except Exception:
+                self._settle(waiting)  # the step before it may be what is wrong
+                raise
+            random, after = taken.random, step.index + 1
+            self._settle(waiting)
+            waiting = [taken]
+            if after % spacing == 0 or (after == len(steps) and spacing <= len(steps)):
+                self._states[after] = state
             seconds.append(perf_counter() - began)
+        self._settle(waiting)
         self.random_after = random
         self.seconds_per_step = sorted(seconds)[len(seconds) // 2]
         return self
 
-    def _take(self, step: Step, state: JointState, consume: bool) -> tuple[JointState, Step, RandomState]:
+    def _take(self, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
         if self.keep != "graphs":
-            return self.dynamics.advance(step, state, consume=consume)
-        after, seen, random, linearized = self.dynamics.advance_with_graph(step, state)
-        self._linearized[seen.index] = linearized
-        return after, seen, random
+            return self.dynamics.launch(step, state, consume=consume)
+        after, taken, linearized = self.dynamics.advance_with_graph(step, state)
+        self._linearized[step.index] = linearized
+        return after, taken
+
+    def _settle(self, waiting: Sequence[Taken]) -> None:
+        """Note what was seen of these steps; one that is not finite is run again, and raises an error that names it."""
+        for taken in waiting:
+            seen = taken.settle()
+            if not math.isfinite(seen.loss + seen.clip.norm):
+                self.dynamics.advance(seen, self.state(seen.index))
+                raise NotFinite(f"the loss or gradient at {seen.where} was not finite, and is when it is run again")
+            self.steps.append(seen)
 
     @property
     def device(self) -> torch.device:
