@@ -25,7 +25,7 @@ from torch.optim.adam import adam
 from . import fused
 from .clipping import TORCH_EPSILON, Clip, clip_jacobian
 from .layout import Layout
-from .reductions import norms
+from .reductions import count, norms
 from .state import Cotangent, JointState, Tangent
 
 CACHED_BYTES = 2**19  # of each of the tensors that one pass after another reads
@@ -272,10 +272,10 @@ class LinearStep:
 
     def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
-        zero, touched, broken = int(self.zero_v.sum()), 0, 0
+        zero, touched, broken = count(self.zero_v), 0, 0
         if zero or not all(run.active for run in self.runs):
             moved = one != other
-            touched, broken = int((self.zero_v & moved).sum()), int((self.broken & moved).sum())
+            touched, broken = count(self.zero_v & moved), count(self.broken & moved)
         active = [i for i, start in enumerate(self.layout.starts) if self._active(start)]
         padding = sum(self.layout.padded_sizes[i] - self.layout.sizes[i] for i in active)
         return zero - padding, touched, broken  # the padding has v = 0 and never moves

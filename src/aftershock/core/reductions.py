@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+COUNTED = 2**24  # truths that are summed at once
+
 
 def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Float[Tensor, "*n *k"]:
     """⟨a_i, b_j⟩ for every row of a with every row of b; a single vector counts as no dimension."""
@@ -39,8 +41,11 @@ def parts(a: Float[Tensor, " param"], b: Float[Tensor, " param"], sizes: Sequenc
 
 
 def count(mask: Bool[Tensor, " param"]) -> int:
-    """How many coordinates are marked. The padding is never marked by a mask of values that differ from zero."""
-    return int(mask.sum())
+    """How many coordinates are marked. The padding is never marked by a mask of values that differ from zero.
+
+    In parts, since torch sums truths as integers of eight bytes each.
+    """
+    return int(torch.stack([part.sum() for part in mask.split(COUNTED)]).sum())
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
