@@ -16,6 +16,7 @@ from aftershock.core.gates import Pattern, recording, replaying
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.kinks import PIECEWISE, WINDOWS
 from aftershock.errors import UnfrozenGate
+from aftershock.theory.switching import switch_fraction
 
 from .cases import CASES, make
 
@@ -203,7 +204,9 @@ def test_held_gates_are_smooth_across_kinks(form: str) -> None:
     assert abs(fitted - 2) < 0.03, fitted
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in NOT_QUADRATIC | NO_FORWARD_MODE | NO_TRUE_SLOPE])
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form not in NOT_QUADRATIC | NO_FORWARD_MODE | NO_TRUE_SLOPE]
+)
 def test_held_operation_is_taylors_continuation(form: str) -> None:
     """Outside oracle: a piece that is a polynomial of degree 2 is its own expansion about the control."""
     operation = FORMS[form]
@@ -411,3 +414,17 @@ def test_the_tables_are_covered() -> None:
         seen |= {gate.kind for gate in case.pattern(case.theta).gates}
     assert set(PIECEWISE) - seen == {"absolute"}
     assert {name for name in WINDOWS if name in ("max_pool1d", "max_pool2d", "max_pool3d")} <= seen
+
+
+def test_a_detached_choice_switches_as_its_twin_with_a_gradient() -> None:
+    """The share of switched gates of |h|, and of the same written with a mask that has no gradient."""
+    shares = []
+    for form in (torch.abs, lambda h: torch.where(h.detach() > 0, h, -h)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), Apply(form), nn.Linear(8, 1)).double()
+        batches = [torch.randn(6, 3).double() for _ in range(4)]
+        point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=0.3), lambda m, b: m(b).square().mean())
+        change = point.follow(batches).replace(torch.randn(6, 3).double())
+        shares.append(switch_fraction(change).values)
+    assert shares[0][..., 0].item() > 0
+    assert (shares[0][..., :-1] == shares[1][..., :-1]).all()
