@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +72,15 @@ class Observer:
         return Observer, ()
 
 
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The model and its parts, any of which loss_fn may call first; the inside of a compiled part stays as it is."""
+    yield module
+    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    if not compiled and not isinstance(module, torch.jit.ScriptModule):
+        for child in module.children():
+            yield from _called(child)
+
+
 @dataclass(frozen=True)
 class _Update:
     """What the optimizer's hook saw of one update."""
@@ -92,7 +101,7 @@ class FlightRecorder:
     recorder's own stops the recording and warns once.
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
-        state is read when the model is first called; numbers that loss_fn draws before that are not replayed.
+        state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, and NaN.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
@@ -148,7 +157,7 @@ class FlightRecorder:
         for trigger in self.triggers:
             trigger.begin(self.window)
         self._handles = [
-            self.model.register_forward_pre_hook(Observer(self._before_forward)),
+            *(part.register_forward_pre_hook(Observer(self._before_forward)) for part in _called(self.model)),
             self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
         ]
         self.recording = True
