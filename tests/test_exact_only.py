@@ -395,6 +395,15 @@ def test_the_recorder_follows_a_loss_that_calls_parts(tmp_path: Path) -> None:
     assert "to the bit" in str(found.certificate)
 
 
+def test_the_recorder_leaves_the_parts_of_a_model_that_is_called(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ak.FlightRecorder(model, optimizer, cross_entropy, tmp_path):
+        assert all(part._forward_pre_hooks for part in model.modules())
+        cross_entropy(model, data())
+        assert [bool(part._forward_pre_hooks) for part in model.modules()] == [True, False, False, False]
+
+
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_recorded_fields_are_replayed_by_attribute(holder: str, tmp_path: Path) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:

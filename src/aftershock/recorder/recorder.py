@@ -72,13 +72,13 @@ class Observer:
         return Observer, ()
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The model and its parts, any of which loss_fn may call first; the inside of a compiled part stays as it is."""
-    yield module
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What loss_fn may call instead of the model; the inside of a compiled part stays as it is."""
     compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
     if not compiled and not isinstance(module, torch.jit.ScriptModule):
         for child in module.children():
-            yield from _called(child)
+            yield child
+            yield from _parts(child)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,11 @@ class FlightRecorder:
         for trigger in self.triggers:
             trigger.begin(self.window)
         self._handles = [
-            *(part.register_forward_pre_hook(Observer(self._before_forward)) for part in _called(self.model)),
+            self.model.register_forward_pre_hook(Observer(self._before_forward)),
             self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
+        ]
+        self._part_handles = [
+            part.register_forward_pre_hook(Observer(self._before_forward)) for part in _parts(self.model)
         ]
         self.recording = True
         self._begin(first)
@@ -173,7 +176,7 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
+        for handle in [*self._handles, *self._part_handles]:
             handle.remove()
         for trigger in self.triggers:
             trigger.end()
@@ -281,6 +284,10 @@ class FlightRecorder:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self._random is None and torch.is_grad_enabled():
             self.before_forward()  # the first call of a step counts; validation runs without gradients
+            if module is self.model:  # so loss_fn calls the model, and its parts need not be watched
+                for handle in self._part_handles:
+                    handle.remove()
+                self._part_handles = []
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
