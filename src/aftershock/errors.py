@@ -25,6 +25,10 @@ class InvalidLoss(AftershockError):
     """loss_fn failed, or returned something that is not one finite number with a gradient."""
 
 
+class NoDerivative(InvalidLoss):
+    """The loss or probe has no gradient, so nothing can be predicted of it; exact answers exist for a probe."""
+
+
 class NotFinite(AftershockError):
     """A NaN or an infinity appeared; the message names the step and the batch."""
 

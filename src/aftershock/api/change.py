@@ -12,7 +12,7 @@ from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, respond
 from ..core.state import JointState, Tangent, difference
-from ..errors import HiddenState, InvalidInput
+from ..errors import HiddenState, InvalidInput, NoDerivative
 from .progress import Estimate, progress
 from .response import Response, labelled
 
@@ -122,6 +122,12 @@ class Change:
             raise InvalidInput(f"answers are {', '.join(ANSWERS)}; got {wanted}")
         if wanted == ["exact"]:
             return wanted, ""
+        try:
+            watch.require_derivative()
+        except NoDerivative:
+            if answers is not None:
+                raise
+            return ["exact"], "the probe has no derivative, so that only its exact response exists"
         hidden = self.path.check().hidden or watch.hidden()
         if not hidden:
             return wanted, ""

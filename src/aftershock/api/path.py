@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._pytree import tree_structure
-
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
 from ..core.guards import Check
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
+from ..core.structure import flatten
 from ..core.trajectory import Trajectory
 from ..errors import HiddenState, InvalidInput
 from .change import Change
@@ -97,8 +96,8 @@ class Path:
 
         A list with the structure of the step's own batch (as data loaders make them) is one batch.
         """
-        own = tree_structure(self.steps[self.index(at)].batch)
-        one = not isinstance(batches, list) or tree_structure(batches) == own
+        own = flatten(self.steps[self.index(at)].batch)[1]
+        one = not isinstance(batches, list) or flatten(batches)[1] == own
         many = [batches] if one else batches
         if not many:
             raise InvalidInput("replace() needs at least one batch")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..core import capture as reading
 from ..core.batches import Batch
@@ -22,6 +21,7 @@ from ..core.loss import LossFunction
 from ..core.memory import budget
 from ..core.planning import plan_states
 from ..core.randomness import RandomState
+from ..core.structure import map_leaves
 from ..core.trajectory import Keep, Trajectory
 from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
 from .schedule import LearningRate, schedule
@@ -159,7 +159,7 @@ class TrainingPoint:
             moved,
             {name: place(p) for name, p in self.loss.constants.items()},
             self.loss.autocast,
-            lambda batch: tree_map(place, self.loss.place(batch)),
+            lambda batch: map_leaves(place, self.loss.place(batch)),
         )
         hypers = captured.hypers
         if device.type != layout.device.type:  # other kernels: torch's defaults there

@@ -127,7 +127,7 @@ class _Seen(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         self.names[name] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if tensors and is_rough(name, args):
+        if tensors and is_rough(name, args, kwargs or {}):
             self.kinks[name] += 1
         self.low |= LOW & {tensor.dtype for tensor in tensors}
         return func(*args, **(kwargs or {}))

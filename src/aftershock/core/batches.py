@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import InvalidInput
 from .randomness import RandomState
+from .structure import flatten, map_leaves
 
 Batch = Any
 
@@ -69,16 +69,21 @@ def micro_batches(batch: Batch) -> Iterator[tuple[Batch, Callable[[Tensor], Tens
 
 def example_count(batch: Batch) -> int:
     """How many examples a batch holds: the first dimension of its first tensor."""
-    for leaf in tree_flatten(batch)[0]:
+    leaves = flatten(batch)[0]
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
-    raise InvalidInput("a batch of examples needs a tensor whose first dimension counts them")
+    seen = sorted({type(leaf).__name__ for leaf in leaves})
+    raise InvalidInput(
+        "a batch of examples needs a tensor whose first dimension counts them, in lists, tuples, dicts or dataclasses; "
+        f"this one holds {', '.join(seen) or 'nothing'}"
+    )
 
 
 def take_examples(batch: Batch, index: slice) -> Batch:
     """Some examples of a batch, as a batch."""
     size = example_count(batch)
-    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
+    return map_leaves(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
 
 
 def merged_examples(batches: Sequence[Batch], most: int) -> Iterator[list[Batch]]:
@@ -95,8 +100,8 @@ def merged_examples(batches: Sequence[Batch], most: int) -> Iterator[list[Batch]
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """The examples of several batches as one batch."""
-    columns = zip(*(tree_flatten(batch)[0] for batch in batches))
-    spec = tree_flatten(batches[0])[1]
+    columns = zip(*(flatten(batch)[0] for batch in batches))
+    spec = flatten(batches[0])[1]
     counts = [example_count(batch) for batch in batches]
     leaves = [
         torch.cat(column)
@@ -109,7 +114,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 def _joinable(a: Batch, b: Batch) -> bool:
     """Whether two batches differ in their examples only."""
-    (one, spec), (other, other_spec) = tree_flatten(a), tree_flatten(b)
+    (one, spec), (other, other_spec) = flatten(a), flatten(b)
     sizes = example_count(a), example_count(b)
 
     def same(x: Any, y: Any) -> bool:

@@ -126,6 +126,11 @@ def _refuse_unsupported_modules(model: nn.Module) -> None:
                 f"module {name or 'model'!r} is sharded by FSDP; gather the full parameters into an ordinary "
                 "module (torch.distributed.checkpoint.state_dict) and capture that"
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedModel(
+                f"module {name!r} has max_norm={module.max_norm:g}: it rescales its weights in place in every forward "
+                "pass, which is no step of the optimizer; set max_norm=None and divide by the norm in forward()"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedModel(f"module {name!r} has sparse gradients; set sparse=False")
 

@@ -5,8 +5,9 @@ inputs (max, pooling, sort) or between truths (comparisons). Holding every choic
 and following the chosen piece past its kink, gives the smooth extension f̃ of the paper (section 3.6,
 appendix D): equal to the bit to f where no choice differs, smooth in the parameters everywhere.
 
-`recording` and `replaying` go around the user's loss (`LossFunction.within`); the model is not changed. Only
-operations on tensors that need a gradient count: what the parameters do not move cannot switch.
+`recording` and `replaying` go around the user's loss (`LossFunction.within`); the model is not changed. Operations
+on numbers that depend on the parameters count, through detach() and no_grad too (`dependence`): what the parameters
+do not move cannot switch. What cannot be held is refused by name.
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnfrozenGate
-from .kinks import CHOICES, PIECEWISE, REDUCTIONS, TRUTHS, WINDOWS, Piecewise, function_name, is_rough, windows
+from .dependence import Dependence
+from .kinks import CASTS, CHOICES, PIECEWISE, REDUCTIONS, TRUTHS, WINDOWS, Piecewise, function_name, is_rough, windows
 from .loss import Surroundings
 
 OUTSIDE, ROOT = "(loss_fn)", "(model)"  # the layer of a gate outside any module, and in the model's own forward
-# kinks inside these only guard against division by zero, or choose between finite and -inf
-GUARDED = {"normalize", "cosine_similarity", "pairwise_distance", "gaussian_nll_loss", "scaled_dot_product_attention"}
-GUARDED |= {"multi_head_attention_forward"}
+# kinks inside these, by their aten names, only guard against division by zero, or tell finite numbers from others
+GUARDED: dict[str, frozenset[str]] = {
+    "normalize": frozenset({"clamp_min"}),
+    "cosine_similarity": frozenset({"clamp_min"}),
+    "gaussian_nll_loss": frozenset({"lt", "clamp"}),
+    "isfinite": frozenset({"abs"}),
+    **dict.fromkeys(("__repr__", "__format__"), frozenset({"item"})),
+}
+LEAVING = {"tolist", "numpy", "__array__", "__dlpack__"}  # a tensor's numbers go to Python without an operation
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ Settle = Callable[[Gate], Tensor | None]  # the choice to hold instead of the ga
 
 @contextlib.contextmanager
 def _watching(model: nn.Module, settle: Settle) -> Iterator[None]:
-    watch = _Watch(settle, {module: name or ROOT for name, module in model.named_modules()})
+    watch = _Watch(settle, {module: name or ROOT for name, module in model.named_modules()}, Dependence(model))
     before = register_module_forward_pre_hook(watch.enter)
     after = register_module_forward_hook(watch.leave, always_call=True)
     try:
@@ -159,12 +168,13 @@ def _watching(model: nn.Module, settle: Settle) -> Iterator[None]:
 class _Watch(TorchFunctionMode):
     """Sees every torch function that Python calls, and lets `settle` decide the choices of gates."""
 
-    def __init__(self, settle: Settle, names: dict[nn.Module, str]) -> None:
+    def __init__(self, settle: Settle, names: dict[nn.Module, str], dependence: Dependence) -> None:
         super().__init__()
-        self.settle, self.names = settle, names
+        self.settle, self.names, self.dependence = settle, names, dependence
         self.layers: list[str] = []
         self.refusal: UnfrozenGate | None = None
-        self.known = False  # inside a function whose kinks are taken care of
+        # aten kinks that the function being run takes care of; None: all of them
+        self.known: frozenset[str] | None = frozenset()
 
     @property
     def layer(self) -> str:
@@ -183,16 +193,40 @@ class _Watch(TorchFunctionMode):
         name = function_name(func)
         base = name.rstrip("_") if not name.endswith("__") else name
         handler = _HANDLERS.get(base)
+        if base in LEAVING and self.dependence.among(args):
+            self.refuse(base, READ)
         if handler is None and base not in GUARDED:
             return func(*args, **kwargs)
-        before, self.known = self.known, True
+        held = handler is not None and self.dependence.among(args, kwargs)
+        before, self.known = self.known, None if held else GUARDED.get(base, self.known)
         try:
-            if handler is None or not _needs_gradient(args, kwargs):
+            if handler is None or not held:
                 return func(*args, **kwargs)
+            if any(map(_is_mapped, tree_leaves((args, kwargs)))):
+                self.refuse(base, "is inside torch.func (vmap, grad, jvp), where its choices have no values")
             _refuse_checkpointing(base, self.layer)
             return handler(self, base, func, args, kwargs)
         finally:
             self.known = before
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        self.refusal = UnfrozenGate(f"{name} in {self.layer!r} {why}")
+        raise self.refusal
+
+
+READ = (
+    "reads a number that depends on the parameters into Python, where a comparison is not seen; compare tensors "
+    "(if h.mean() > 0, torch.where), and for a log keep the tensor itself: h.detach()"
+)
+
+
+def _is_mapped(x: Any) -> bool:
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _in_place(func: Any) -> bool:
+    name = function_name(func)
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _piecewise(watch: _Watch, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -200,7 +234,7 @@ def _piecewise(watch: _Watch, name: str, func: Any, args: Any, kwargs: Any) -> A
         kink: Piecewise = PIECEWISE[name](*args, **kwargs)
     except TypeError as error:
         raise UnfrozenGate(f"{name} in {watch.layer!r} is called in a way that cannot be held: {error}") from error
-    in_place = kink.in_place or (function_name(func).endswith("_") and not function_name(func).endswith("__"))
+    in_place = kink.in_place or _in_place(func)
     seen = kink.x.detach().clone() if in_place else kink.x.detach()
     held = watch.settle(Gate(name, watch.layer, kink.pieces(), seen, kink.margin(), kink.across()))
     if held is None:
@@ -253,12 +287,20 @@ def _reduction(watch: _Watch, name: str, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _truth(watch: _Watch, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """A comparison, or the place of an extreme: its value is its choice."""
+    """A comparison, the place of an extreme, a rounding: its value is its choice."""
     result = func(*args, **kwargs)
-    if not isinstance(result, Tensor):
+    if name in CASTS and (not isinstance(result, Tensor) or result.is_floating_point() or result.is_complex()):
         return result
+    if isinstance(result, bool):
+        held = watch.settle(Gate(name, watch.layer, torch.tensor(result)))
+        return result if held is None else bool(held)
     held = watch.settle(Gate(name, watch.layer, result.detach().clone()))
-    return result if held is None else held.clone()
+    if held is None:
+        return result
+    if _in_place(func):
+        return result.copy_(held)
+    # roundings have a gradient of zero, which belongs to the graph
+    return torch.where(held == result, result, held) if result.requires_grad else held.clone()
 
 
 _HANDLERS: dict[str, Callable[[_Watch, str, Any, Any, Any], Any]] = {
@@ -266,7 +308,7 @@ _HANDLERS: dict[str, Callable[[_Watch, str, Any, Any, Any], Any]] = {
     **dict.fromkeys(WINDOWS, _window),
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(CHOICES, _choice),
-    **dict.fromkeys(TRUTHS, _truth),
+    **dict.fromkeys(TRUTHS | CASTS, _truth),
 }
 
 
@@ -278,19 +320,35 @@ class _Tripwire(TorchDispatchMode):
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.rstrip("_")
-        if not self.watch.known and is_rough(name, args) and _needs_gradient(args, kwargs):
-            self.watch.refusal = UnfrozenGate(
-                f"{name} in {self.watch.layer!r} has a kink that cannot be held at the control's side: it runs inside "
-                "a compiled or scripted function, nn.RNN('relu'), or an operation that is not known. Write it with "
-                "torch.relu, clamp, abs, max, where or pooling in Python"
+        kwargs = kwargs or {}
+        if not self.watch.dependence.among(args, kwargs):
+            return func(*args, **kwargs)
+        if self.watch.known is not None:
+            self._examine(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.watch.dependence.after(func, args, kwargs, result)
+        return result
+
+    def _examine(self, func: Any, args: Any, kwargs: Any) -> None:
+        name, watch = func.overloadpacket.__name__.rstrip("_"), self.watch
+        name = "item" if name == "_local_scalar_dense" else name
+        if name in (watch.known or ()):
+            return
+        if name == "item":
+            watch.refuse(name, READ)
+        if func.namespace not in ("aten", "prims"):
+            watch.refuse(str(func), "is an operation of its own, whose kinks are not known; write it in torch")
+        if is_rough(name, args, kwargs):
+            watch.refuse(
+                name,
+                "has a kink that cannot be held at the control's side: it runs inside a compiled or scripted function, "
+                "nn.RNN('relu'), a loss of torch.nn.functional, or an operation that is not known. Write it with "
+                "torch.relu, clamp, abs, max, where or pooling in Python",
             )
-            raise self.watch.refusal
-        return func(*args, **(kwargs or {}))
-
-
-def _needs_gradient(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and isinstance(x.grad_fn, BackwardCFunction):
+                function = type(x.grad_fn).__name__.removesuffix("Backward")
+                watch.refuse(function, "is a custom autograd function, whose backward pass may choose unseen")
 
 
 def _refuse_checkpointing(name: str, layer: str) -> None:

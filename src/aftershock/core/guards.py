@@ -86,6 +86,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             f"(and from symmetry by {asymmetry:.1%}), so no response could be trusted. Known causes: "
             "weight_norm in either form (torch._weight_norm has a wrong second derivative; write w = g * v / v.norm() "
             "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
+            ". Exact answers need no Hessian: change.response(..., answers=('exact',))"
         )
     moved = _moved(state.buffers, once.buffers)
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,24 +268,47 @@ def windows(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return getattr(F, name if name.endswith("_with_indices") else f"{name}_with_indices")
 
 
-# functions whose value is a choice
+# functions whose value is a choice: comparisons, places, roundings, draws
 TRUTHS = {"gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal"}
-TRUTHS |= {"argmax", "argmin", "argsort", "searchsorted", "bucketize"}
+TRUTHS |= {f"__{name}__" for name in ("gt", "ge", "lt", "le", "eq", "ne", "bool")}
+TRUTHS |= {"argmax", "argmin", "argsort", "searchsorted", "bucketize", "isclose", "allclose", "equal", "isin"}
+TRUTHS |= {"any", "all", "logical_and", "logical_or", "logical_not", "logical_xor", "is_nonzero", "signbit"}
+TRUTHS |= {"count_nonzero", "round", "floor", "ceil", "trunc", "fix", "sign", "sgn"}
+TRUTHS |= {"multinomial", "bernoulli", "poisson", "binomial"}
+CASTS = {"to", "type", "type_as", "long", "int", "short", "char", "byte", "bool"}  # where they round
 
 # aten operations with a kink, or a jump, in what they are given
-ROUGH = {*PIECEWISE, *CHOICES, "amax", "amin", "aminmax", "gt", "ge", "lt", "le", "argmax", "argmin"}
+ROUGH = {*PIECEWISE, *CHOICES, *TRUTHS, "amax", "amin", "aminmax"} - {"eq", "ne"}  # guards: a point is not a side
 ROUGH |= {f"{kind}max_pool{n}d{s}" for kind in ("", "adaptive_") for n in (2, 3) for s in ("", "_with_indices")}
 ROUGH |= {"_prelu_kernel", "rrelu_with_noise", "fmax", "fmin", "median", "nanmedian", "mode", "cummax", "cummin"}
-ROUGH |= {"sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "fmod", "remainder", "heaviside", "copysign"}
+ROUGH |= {"frac", "fmod", "remainder", "heaviside", "copysign", "floor_divide", "nonzero", "histc", "renorm"}
+ROUGH |= {"_unique2", "unique_dim", "unique_consecutive", "embedding_renorm", "segment_reduce", "angle", "atan2"}
 ROUGH |= {"fractional_max_pool2d", "fractional_max_pool3d", "multi_margin_loss", "multilabel_margin_loss_forward"}
-ROUGH |= {"grid_sampler_2d", "grid_sampler_3d", "max_unpool2d", "max_unpool3d", "floor_divide"}
+ROUGH |= {"grid_sampler_2d", "grid_sampler_3d", "max_unpool2d", "max_unpool3d", "logit", "nan_to_num"}
+
+# where the order of a norm stands among the arguments
+NORMS = {"linalg_vector_norm": 1, "norm": 1, "dist": 2, "_cdist_forward": 2, "_pdist_forward": 1}
+REDUCED = {"scatter_reduce", "index_reduce", "_embedding_bag", "div"}  # by an option of theirs
 
 
-def is_rough(name: str, args: Sequence[Any]) -> bool:
-    """Whether an aten operation has a kink. Norms do, of order 1 and infinity."""
-    if name in ("linalg_vector_norm", "norm"):
-        return len(args) > 1 and args[1] is not None and abs(float(args[1])) in (0.0, 1.0, float("inf"))
+def is_rough(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an aten operation has a kink: norms do below the order 2, reductions by their largest element."""
+    if name in NORMS:
+        order = args[NORMS[name]] if len(args) > NORMS[name] else None
+        return order is not None and not 2 <= float(order) < float("inf")
+    if name in REDUCED:
+        return any(option in ("amax", "amin", "floor", "trunc", 2) for option in _options(name, args, kwargs))
+    if name == "_to_copy":
+        dtype = kwargs.get("dtype")
+        return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    if name == "copy":
+        return not (args[0].is_floating_point() or args[0].is_complex())
     return name in ROUGH
+
+
+def _options(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, str)]
+    return [*found, args[4]] if name == "_embedding_bag" and len(args) > 4 else found
 
 
 _DISPATCHED = {getattr(F, name): name for name in WINDOWS if hasattr(F, name)}

@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten
 
 from ..errors import (
     AftershockError,
     ExamplesCouple,
     InvalidLoss,
     MixedDevices,
+    NoDerivative,
     NotFinite,
     UnsupportedAttention,
     UnsupportedModel,
@@ -33,6 +33,7 @@ from .clipping import global_norm
 from .layout import Layout
 from .randomness import RandomState, restored_random
 from .rows import Sharing
+from .structure import flatten
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
@@ -115,7 +116,7 @@ class LossFunction:
         """The same model under another function of its parameters; one function is looked at once."""
         if function not in self._functions:
             self._functions[function] = LossFunction(
-                self.model, lambda model, _: function(model), self.layout, self.constants, self.autocast
+                self.model, lambda model, _: _as_number(function(model)), self.layout, self.constants, self.autocast
             )
         found = self._functions[function]
         found.sharing.wanted = self.sharing.wanted
@@ -143,10 +144,11 @@ class LossFunction:
         """The loss alone: one forward pass."""
 
         def program(model: nn.Module) -> Tensor:
-            with torch.no_grad():
-                return torch.stack([share(self.raw(model, b, where)) for b, share in micro_batches(batch)]).sum()
+            # parameters and gradients as in training: a penalty differentiates inside, a decay sums what is trainable
+            parts = [share(self.raw(model, b, where)).detach() for b, share in micro_batches(batch)]
+            return torch.stack(parts).sum()
 
-        loss, after, random = self.call(self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating)
+        loss, after, random = self.call(self.leaves(theta), buffers, random, program, evaluating=evaluating)
         if not torch.isfinite(loss):
             raise NotFinite(f"the loss at {where} is {float(loss)}")
         return Evaluation(loss, after, random)
@@ -202,7 +204,7 @@ class LossFunction:
         """
         batch = self.place(batch)
         leaves, tangents = self.layout.typed_views(theta), self.layout.typed_views(direction)
-        leaves_of, spec = tree_flatten(batch)
+        leaves_of, spec = flatten(batch)
         size = example_count(batch)
         dims = [0 if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else None for x in leaves_of]
 
@@ -266,8 +268,14 @@ class LossFunction:
                 stack.enter_context(_eval_mode(self.model))
             stack.enter_context(restored_random(device))
             random.install(device)
+            written = [p._version for p in parameters]
             result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
             after = RandomState.now(device)
+        if written != [p._version for p in parameters]:
+            raise UnsupportedModel(
+                "loss_fn or the model's forward() writes to parameters in place (F.embedding with max_norm, weights "
+                "clamped before use), which is no step of the optimizer; compute with a changed copy instead"
+            )
         # most models draw nothing: a thousand steps then share one random state
         after = random if after.same(random) else after
         left = {n: tensors[f"model.{n}"] for n in buffers}
@@ -296,9 +304,10 @@ class LossFunction:
         self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
         if not loss.requires_grad:
-            raise InvalidLoss(
+            raise NoDerivative(
                 f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
-                "without torch.no_grad() or .detach()"
+                "without torch.no_grad() or .detach(). A probe without a derivative (an accuracy) has exact answers: "
+                "change.response(..., answers=('exact',))"
             )
         try:
             grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
@@ -309,7 +318,7 @@ class LossFunction:
         if any(grad is None for grad in grads):
             _refuse_reentrant_checkpointing(loss)
         if all(grad is None for grad in grads):
-            raise InvalidLoss(f"the loss at {where} does not depend on any parameter of the model it was given")
+            raise NoDerivative(f"the loss at {where} does not depend on any parameter of the model it was given")
         for name, grad in zip(self.layout.names, grads):
             if grad is not None and grad.layout != torch.strided:
                 raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
@@ -324,6 +333,13 @@ class LossFunction:
             bad = [n for n, g in zip(self.layout.names, grads) if g is not None and not torch.isfinite(g).all()]
             raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
         return norm
+
+
+def _as_number(value: Any) -> Any:
+    """A probe may count: whole numbers and Python's become floating-point ones."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else value.double()
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else value
 
 
 def _running_statistics(model: nn.Module) -> set[str]:

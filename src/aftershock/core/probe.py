@@ -139,6 +139,11 @@ class Watch:
         found = self.probe.gradient(self.trajectory, time, self.trajectory.state(time))
         return self.trajectory.dynamics.layout.join(found.grads)
 
+    def require_derivative(self) -> None:
+        """Raise `NoDerivative` where the probe is a function without one, as an accuracy is: 1 g."""
+        if self.probe.function is not None:
+            self.probe.gradient(self.trajectory, 0, self.trajectory.state(0))
+
     def hidden(self) -> tuple[str, ...]:
         """Moving buffers that the probe depends on, as an eval-mode probe of BatchNorm does."""
         state, after = self.trajectory.state(0), self.trajectory.state(1)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ..errors import NotFinite, OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
 from .memory import readable
 from .randomness import RandomState
 from .reductions import equal, row_norms
+from .structure import flatten
 
 if TYPE_CHECKING:
     from .loss import Gradient, LossFunction
@@ -206,7 +206,7 @@ def _alike(batches: Sequence[Batch]) -> bool:
         return False
     shapes = [
         (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
-        for leaves, spec in map(tree_flatten, batches)
+        for leaves, spec in map(flatten, batches)
     ]
     return all(shape == shapes[0] for shape in shapes[1:])
 
@@ -334,7 +334,7 @@ def _over_batches(
     loss: LossFunction, batches: Sequence[Batch], where: str, parameters: Sequence[Tensor], moving: dict[str, Tensor]
 ) -> Program:
     """Gradients of many batches at one θ."""
-    placed = [tree_flatten(loss.place(batch)) for batch in batches]
+    placed = [flatten(loss.place(batch)) for batch in batches]
     spec = placed[0][1]
     stacked, dims = _stacked([leaves for leaves, _ in placed])
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.batches import Accumulated, Batch, example_count
 from ..core.changes import ControlStep, Replace
 from ..core.scores import Adjoint, difference_scores, example_direction, example_scores, example_weight
 from ..core.state import JointState, difference
+from ..core.structure import flatten
 from ..core.trajectory import Trajectory
 from ..errors import AftershockError, InvalidInput
 
@@ -62,8 +62,8 @@ def _one_by_one(
 
 def _mixtures(batch: Batch, ordinary: Batch) -> Iterator[Batch]:
     """The ordinary batch with one example at a time taken from `batch`, at its place."""
-    leaves, spec = tree_flatten(ordinary)
-    others, other_spec = tree_flatten(batch)
+    leaves, spec = flatten(ordinary)
+    others, other_spec = flatten(batch)
     count = example_count(batch)
     if spec != other_spec or any(
         isinstance(x, Tensor) and x.shape != y.shape for x, y in zip(leaves, others, strict=True)
@@ -77,6 +77,6 @@ def _mixtures(batch: Batch, ordinary: Batch) -> Iterator[Batch]:
                 x = x.clone()
                 x[i] = y[i]
             mixed.append(x)
-        return tree_unflatten(mixed, spec)
+        return spec.unflatten(mixed)
 
     return (mixture(i) for i in range(count))

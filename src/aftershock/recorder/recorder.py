@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +72,15 @@ class Observer:
         return Observer, ()
 
 
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What loss_fn may call instead of the model; the inside of a compiled part stays as it is."""
+    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    if not compiled and not isinstance(module, torch.jit.ScriptModule):
+        for child in module.children():
+            yield child
+            yield from _parts(child)
+
+
 @dataclass(frozen=True)
 class _Update:
     """What the optimizer's hook saw of one update."""
@@ -92,7 +101,7 @@ class FlightRecorder:
     recorder's own stops the recording and warns once.
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
-        state is read when the model is first called; numbers that loss_fn draws before that are not replayed.
+        state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, and NaN.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
@@ -151,6 +160,9 @@ class FlightRecorder:
             self.model.register_forward_pre_hook(Observer(self._before_forward)),
             self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
         ]
+        self._part_handles = [
+            part.register_forward_pre_hook(Observer(self._before_forward)) for part in _parts(self.model)
+        ]
         self.recording = True
         self._begin(first)
         LIVE[self.directory] = self
@@ -164,7 +176,7 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
+        for handle in [*self._handles, *self._part_handles]:
             handle.remove()
         for trigger in self.triggers:
             trigger.end()
@@ -272,6 +284,10 @@ class FlightRecorder:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self._random is None and torch.is_grad_enabled():
             self.before_forward()  # the first call of a step counts; validation runs without gradients
+            if module is self.model:  # so loss_fn calls the model, and its parts need not be watched
+                for handle in self._part_handles:
+                    handle.remove()
+                self._part_handles = []
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 from ..core.adamw import Hyper
 from ..core.batches import Accumulated, Batch
 from ..core.randomness import RandomState
+from ..core.structure import fields_of
 from ..errors import InvalidInput
 
 PLAIN = (bool, int, float, str, type(None))
@@ -96,8 +98,20 @@ class Record:
         return float(self.hypers[0].lr)
 
 
+class Fields(dict[Any, Any]):
+    """What comes back of a tokenizer's `BatchEncoding` or a dataclass: its fields, by key and by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"the recorded batch has no field {name!r}, only {', '.join(map(str, self))}"
+            ) from None
+
+
 def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
-    """(a JSON description, tensors on the CPU) of a batch made of tensors, numbers, text, lists, tuples, dicts."""
+    """(a JSON description, tensors on the CPU) of a batch: tensors, numbers, text in lists, tuples, dicts, fields."""
     tensors: list[Tensor] = []
 
     def walk(x: Any) -> Any:
@@ -110,7 +124,12 @@ def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
             return {"plain": x}
         if type(x) in (list, tuple):
             return {type(x).__name__: [walk(y) for y in x]}
-        if isinstance(x, Mapping):  # also what tokenizers make: it comes back as a dict
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return {"named": [[name, walk(value)] for name, value in zip(x._fields, x)]}
+        fields = fields_of(x)
+        if fields is not None:
+            return {"fields": [[walk(key), walk(value)] for key, value in fields.items()]}
+        if isinstance(x, Mapping):
             return {"dict": [[walk(key), walk(value)] for key, value in x.items()]}
         raise InvalidInput(
             f"the batch holds a {type(x).__module__}.{type(x).__qualname__}, which cannot be written down without "
@@ -134,8 +153,10 @@ def decode(structure: Any, tensors: Sequence[Tensor], device: torch.device) -> B
             return tensor if node["device"] == "cpu" else tensor.to(device)
         if kind == "plain":
             return value
-        if kind == "dict":
-            return {walk(key): walk(item) for key, item in value}
+        if kind in ("dict", "fields"):
+            return (dict if kind == "dict" else Fields)((walk(key), walk(item)) for key, item in value)
+        if kind == "named":
+            return namedtuple("Batch", [name for name, _ in value])(*(walk(item) for _, item in value))
         return (list if kind == "list" else tuple)(walk(item) for item in value)
 
     return walk(structure)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
 from ..core.batches import Batch
+from ..core.structure import flatten
 from ..errors import InvalidInput
 
 Sampler = Callable[[int, torch.Generator], Sequence[Batch]] | Iterable[Batch]
@@ -95,7 +96,7 @@ def fit_process(batches: Sequence[Batch]) -> FittedProcess:
     """
     if len(batches) < 3:
         raise InvalidInput(f"a process is fitted to at least 3 batches in their order; got {len(batches)}")
-    leaves, structures = zip(*(tree_flatten(batch) for batch in batches))
+    leaves, structures = zip(*(flatten(batch) for batch in batches))
     for i, (some, structure) in enumerate(zip(leaves, structures)):
         if not all(isinstance(x, Tensor) and x.is_floating_point() for x in some):
             raise InvalidInput(
