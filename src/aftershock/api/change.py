@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.changes import Edit, names_of, scales_of
 from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
-from ..core.responses import ANSWERS, respond
+from ..core.responses import ANSWERS, Responses, first_disagreement, respond
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput
 from .progress import Estimate, progress
@@ -74,6 +74,7 @@ class Change:
         work = plan.chunks(len(self)) * watch.horizons
         with progress("response", work, self._cost(plan, watch, scales)) as tick:
             found = respond(watch, self.edits, scales, plan.passes, tick)
+        self._prove_where_wrong(found)
         return labelled(self, watch, found, names, scales, refused)
 
     def estimate(
@@ -90,6 +91,14 @@ class Change:
         return self._cost(self._plan(watch, scales, answers, memory), watch, scales)
 
     # --- inside
+
+    def _prove_where_wrong(self, found: Responses) -> None:
+        """Where the best prediction parts grossly from the exact run, a step just before may have a wrong Hessian."""
+        exact = found.values.get("exact")
+        predicted = found.values.get("semilinear", found.values.get("tangent"))
+        if exact is not None and predicted is not None:
+            h = first_disagreement(exact.flatten(0, 1), predicted.flatten(0, 1), found.noise)
+            self.path.check_before(self.at, None if h is None else self.at + h)
 
     def _watch(self, probe: Any, horizon: int | None) -> Watch:
         return self.path.watch(self.at, probe, horizon)

@@ -19,6 +19,7 @@ from .rollout import Rows, moved, rollout
 from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")
+GROSS, PARTED = 0.5, 0.2  # an error over all horizons that is gross, and the symmetric error at which runs have parted
 
 
 @dataclass
@@ -31,6 +32,19 @@ class Responses:
     clip_switched: Bool[Tensor, "change scale"]  # clipping bound on one side of the pair only
     zero_v: list[tuple[int, int, int]] = field(default_factory=list)
     xi_norm: list[float] = field(default_factory=list)
+
+
+def first_disagreement(
+    exact: Float[Tensor, "row horizon"], predicted: Float[Tensor, "row horizon"], noise: Float[Tensor, " horizon"]
+) -> int | None:
+    """The first horizon at which a grossly wrong prediction leaves the exact response; None where none does."""
+    known = exact.isfinite() & (exact.abs() > noise)
+    truth = torch.where(known, exact, 0.0)
+    miss = torch.where(known, (truth - predicted).abs().nan_to_num(torch.inf), 0.0)
+    gross = miss.norm(dim=1) > GROSS * truth.norm(dim=1)
+    parted = gross[:, None] & (miss > PARTED * (truth.abs() + predicted.abs()))
+    where = parted.any(0).nonzero()
+    return int(where[0]) + 1 if len(where) else None
 
 
 def respond(
