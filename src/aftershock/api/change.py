@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from ..core.changes import Edit, names_of, scales_of
 from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
@@ -76,6 +79,13 @@ class Change:
             found = respond(watch, self.edits, scales, plan.passes, tick)
         self._prove_where_wrong(found)
         return labelled(self, watch, found, names, scales, refused)
+
+    def reruns(self, watch: Watch, memory: str | int | None = None) -> Float[Tensor, "change horizon"]:
+        """The exact response alone, by horizon: what `response` measures, for those who predict it otherwise."""
+        plan = self._plan(watch, (1.0,), ("exact",), memory)
+        work = plan.chunks(len(self)) * watch.horizons
+        with progress("exact reruns", work, self._cost(plan, watch, (1.0,))) as tick:
+            return respond(watch, self.edits, (1.0,), plan.passes, tick).values["exact"][:, 0]
 
     def estimate(
         self,

@@ -82,6 +82,10 @@ class Path:
         for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
             self._check_step(step)
 
+    def check_after(self, at: int, time: int) -> None:
+        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`."""
+        self.check_before(at, min(at + 1 + SUSPECTS, time))
+
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`."""
         return Watch.of(self.trajectory, self.index(at), probe, horizon)
@@ -262,10 +266,12 @@ class Path:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
         A contribution is the outcome as it is, less the outcome with `change` made at that step; channels say where
-        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep: 2–3 gradients
-        a step.
+        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep of two rows:
+        3–5 gradients a step. Exact reruns of the strongest choose the readout (straight or bent) and a factor, and
+        say how large the error is on reruns that had no part in the choice.
 
-        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it.
-        verify: rerun the top k exactly.
+        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. What
+            a reset of v does is no small change: it is only measured, at `verify` steps along the path.
+        verify: rerun k steps exactly: the strongest, and of three or more almost half spread over the rest.
         """
         return explain(self, probe, outcome=outcome, change=change, verify=verify)
