@@ -137,5 +137,5 @@ def test_absurd_sizes_are_not_printed() -> None:
 def test_reruns_that_diverge_calibrate_nothing_and_are_counted() -> None:
     found = explanation([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, -math.inf, math.nan])
     assert float(found.data["factor"]) == pytest.approx(1.0)
-    assert "1 more reruns diverged" in str(found)
+    assert "1 of the reruns diverged" in str(found)
     assert "nan" not in str(found)

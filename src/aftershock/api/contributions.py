@@ -99,7 +99,7 @@ def _findings(found: Contributions) -> list[Finding]:
     data = found.data
     known = abs(data["measured"]) < math.inf
     count, lost = int(known.sum()), int((abs(data["measured"]) == math.inf).sum())
-    diverged = f" {lost} more reruns diverged." if lost else ""
+    diverged = f" {lost} of the reruns diverged." if lost else ""
     if data["change"].item() in MEASURED_ONLY:
         sentence = (
             f"No sizes are predicted: a '{data['change'].item()}' is no small change, and the adjoint is of no use for "

@@ -28,7 +28,6 @@ class Responses:
 
     values: dict[str, Float[Tensor, "change scale horizon"]]
     control: Float[Tensor, " horizon"]
-    noise: Float[Tensor, " horizon"]  # one rounding of the probe's loss
     clip_switched: Bool[Tensor, "change scale"]  # clipping bound on one side of the pair only
     zero_v: list[tuple[int, int, int]] = field(default_factory=list)
     xi_norm: list[float] = field(default_factory=list)
@@ -59,7 +58,6 @@ def respond(
     answers = [answer for answer in ANSWERS if any(answer in each.answers for each in passes)]
     out = Responses(
         {answer: torch.full(shape, torch.nan, dtype=torch.float64) for answer in answers},
-        torch.zeros(watch.horizons, dtype=torch.float64),
         torch.zeros(watch.horizons, dtype=torch.float64),
         torch.zeros(shape[:2], dtype=torch.bool),
         [(0, 0, 0)] * len(edits),
@@ -117,7 +115,6 @@ def _carry(
 ) -> None:
     """Some changes from their step to the last horizon."""
     starts = _Starts(watch, edits, scales, each, out, some)
-    eps = torch.finfo(watch.trajectory.dynamics.layout.dtypes[0]).eps
     for moment in rollout(watch.trajectory, watch.first, starts.rows, watch.last):
         h = moment.time - watch.first
         if "exact" in each.answers:
@@ -127,7 +124,6 @@ def _carry(
         if "tangent" in each.answers:
             out.values["tangent"][some, :, h] = starts.scaled(reader.linear(moment))
         out.control[h] = reader.control(moment)
-        out.noise[h] = eps * abs(out.control[h])
         if moment.last and "exact" in each.answers:
             switched = torch.tensor(moment.exact.clip_switches(), dtype=torch.bool).view(len(edits), len(scales))
             out.clip_switched[some] |= switched
