@@ -185,22 +185,31 @@ def test_noise_is_compared_with_the_exact_response_and_not_with_predictions() ->
     """A prediction that ran away used to make any noise look small."""
     data = dataset({"exact": [1e-9, 2e-9], "tangent": [1e9, 2e9]}, noise=1e-9)
     found = by_subject(certify(data))["noise"]
-    assert (found.level, found.threshold) == ("bad", 10.0)
+    assert (found.level, found.threshold) == ("bad", 5.0)
     assert found.value == pytest.approx(2.0)
     assert "no exact response rises clearly above it: do not trust any sign" in found.sentence
     clear = by_subject(certify(dataset({"exact": [1e-9, 2e-6], "tangent": [0.0, 0.0]}, noise=1e-9)))["noise"]
     assert clear.level == "note"
-    assert "is 1e-09, 2.0e+03 times below the largest exact response." in clear.sentence
+    assert "by 1e-09, measured, 2.0e+03 times below the largest exact response." in clear.sentence
 
 
-def test_without_the_exact_response_the_noise_says_what_it_is_compared_with() -> None:
-    data = dataset({"tangent": [1e9], "semilinear": [1e-3]}, noise=1e-9)
+def test_without_the_exact_response_noise_is_compared_with_nothing() -> None:
+    """A prediction is no evidence of how large a response is."""
+    for size in (1e9, 1e-12):
+        found = by_subject(certify(dataset({"tangent": [size]}, noise=1e-9)))["noise"]
+        assert (found.level, found.value) == ("note", None)
+        assert "moves the probe by 1e-09, measured; no exact response was run" in found.sentence
+
+
+def test_changes_that_cannot_be_told_from_noise_are_named() -> None:
+    data = dataset({"exact": [[1e-9, 2e-9], [1.0, 2.0]]}, noise=1e-9)
     found = by_subject(certify(data))["noise"]
-    assert found.value == pytest.approx(1e6)  # the better of the two
-    assert "the largest response that semilinear predicts (the exact one was not run)" in found.sentence
-    small = by_subject(certify(dataset({"tangent": [1e-10]}, noise=1e-9)))["noise"]
-    assert small.level == "bad"
-    assert "no response that tangent predicts (the exact one was not run) rises clearly" in small.sentence
+    assert (found.level, "c0 cannot be told from it" in found.sentence) == ("care", True)
+    response = ak.Response(data)
+    assert response.summary["peak_sign"].values.ravel().tolist() == [0, 1]
+    assert response.noise.values.tolist() == [[[[True, True]], [[False, False]]]]
+    assert "±2e-09" in response.table()
+    assert "~~  (noise)" in response.table()
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-9])

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from ..core.changes import Edit, names_of, scales_of
+from ..core.noise import noise_floor
 from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
-from ..core.responses import ANSWERS, respond
+from ..core.responses import ANSWERS, Responses, first_disagreement, respond
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, NoDerivative
 from .progress import Estimate, progress
@@ -65,6 +69,8 @@ class Change:
             and "tangent" (all linear); default: all three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
+
+        Beside the changes, the control runs once more from a state that differs by one rounding: the noise floor.
         """
         watch = self._watch(probe, horizon)
         scales = scales_of(self.edits, scales)
@@ -72,9 +78,19 @@ class Change:
         names = names_of(self.edits, labels)
         plan = self._plan(watch, scales, answers, memory)
         work = plan.chunks(len(self)) * watch.horizons
-        with progress("response", work, self._cost(plan, watch, scales)) as tick:
+        with progress("response", work, self._cost(plan, watch, scales, _noise_cost(watch, answers))) as tick:
             found = respond(watch, self.edits, scales, plan.passes, tick)
-        return labelled(self, watch, found, names, scales, refused)
+        parked = any(each.parked for each in plan.passes)
+        noise = noise_floor(watch, found.control, exact="exact" in answers, parked=parked)
+        self._prove_where_wrong(found, noise)
+        return labelled(self, watch, found, noise, names, scales, refused)
+
+    def reruns(self, watch: Watch, memory: str | int | None = None) -> Float[Tensor, "change horizon"]:
+        """The exact response alone, by horizon: what `response` measures, for those who predict it otherwise."""
+        plan = self._plan(watch, (1.0,), ("exact",), memory)
+        work = plan.chunks(len(self)) * watch.horizons
+        with progress("exact reruns", work, self._cost(plan, watch, (1.0,))) as tick:
+            return respond(watch, self.edits, (1.0,), plan.passes, tick).values["exact"][:, 0]
 
     def estimate(
         self,
@@ -87,9 +103,17 @@ class Change:
     ) -> Estimate:
         """What `response` will cost, before any of it is done: gradients, seconds, peak memory."""
         watch = self._watch(probe, horizon)
-        return self._cost(self._plan(watch, scales, answers, memory), watch, scales)
+        return self._cost(self._plan(watch, scales, answers, memory), watch, scales, _noise_cost(watch, answers))
 
     # --- inside
+
+    def _prove_where_wrong(self, found: Responses, noise: Float[Tensor, " horizon"]) -> None:
+        """Where the best prediction parts grossly from the exact run, a step just before may have a wrong Hessian."""
+        exact = found.values.get("exact")
+        predicted = found.values.get("semilinear", found.values.get("tangent"))
+        if exact is not None and predicted is not None:
+            h = first_disagreement(exact.flatten(0, 1), predicted.flatten(0, 1), noise)
+            self.path.check_before(self.at, None if h is None else self.at + h)
 
     def _watch(self, probe: Any, horizon: int | None) -> Watch:
         return self.path.watch(self.at, probe, horizon)
@@ -99,8 +123,9 @@ class Change:
         work = Work(watch, len(self), len(scales), by_scale=self.edits[0].by_gradient)
         return plan_responses(work, answers, limit)
 
-    def _cost(self, plan: Plan, watch: Watch, scales: Sequence[float]) -> Estimate:
-        rows, gradients = len(self) * len(scales), 0.0
+    def _cost(self, plan: Plan, watch: Watch, scales: Sequence[float], beside: float = 0.0) -> Estimate:
+        """What the rows cost, and `beside` them, in gradients."""
+        rows, gradients = len(self) * len(scales), beside
         for each in plan.passes:
             chunks = math.ceil(len(self) / each.at_once)
             predicted = rows * ("semilinear" in each.answers) + len(self) * ("tangent" in each.answers)
@@ -138,3 +163,8 @@ class Change:
         if answers is not None:
             raise HiddenState(f"{reason}; ask for answers=('exact',), or probe in training mode")
         return ["exact"], reason
+
+
+def _noise_cost(watch: Watch, answers: Sequence[str]) -> float:
+    """Of the noise floor, in gradients: nine readings, and one exact row where there are others."""
+    return 9 * FORWARD_COST + watch.horizons * (1 + FORWARD_COST) * ("exact" in answers)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
-from ..core.guards import Check
+from ..core.guards import Check, hidden_buffers, moved_buffers
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
-from ..errors import HiddenState, InvalidInput
+from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministic, WrongHessian
 from .change import Change
 from .contributions import Contributions, explain
 from .ranking import VERIFY, ExampleRanking, Ranking, rank, rank_examples
@@ -23,6 +23,7 @@ from .ranking import VERIFY, ExampleRanking, Ranking, rank, rank_examples
 if TYPE_CHECKING:
     from .point import TrainingPoint
 
+SUSPECTS = 3  # steps that are checked where an exact run and its prediction have parted
 SETTABLE = ("lr", "beta1", "beta2", "eps", "weight_decay")
 CHANNEL_NAMES: Mapping[str, tuple[str, ...]] = {"m": ("m",), "v": ("v",), "mv": ("m", "v")}
 
@@ -34,6 +35,7 @@ class Path:
         self.point = point
         self.trajectory = trajectory
         self.memory = memory
+        self._proofs: dict[int, Check | AftershockError] = {}
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -64,8 +66,24 @@ class Path:
         return TrainingPoint(replace(captured, state=state, random=self.trajectory.random_after))
 
     def check(self) -> Check:
-        """The proof, made once and before the first answer, that this model's Hessian products are right."""
+        """The proof, made once and before the first answer, that this model's Hessian products are right.
+
+        Made at the first, a middle and the last step, each with its own batch, state and random state: about 8
+        gradients each. A proof that failed is not made again.
+        """
         return self._checked
+
+    def check_before(self, at: int, time: int | None) -> None:
+        """The same where a change at step `at` and its prediction have parted at state `time`.
+
+        Made at the last few steps before that state, whose Hessians may have parted them; nothing where it is None.
+        """
+        for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
+            self._check_step(step)
+
+    def check_after(self, at: int, time: int) -> None:
+        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`."""
+        self.check_before(at, min(at + 1 + SUSPECTS, time))
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`."""
@@ -87,7 +105,32 @@ class Path:
 
     @cached_property
     def _checked(self) -> Check:
-        return self.point.check(self.steps[0].batch)
+        last = len(self) - 1
+        return Check.joined({at: self._check_step(at) for at in sorted({0, last // 2, last})})
+
+    def _check_step(self, at: int) -> Check:
+        if at not in self._proofs:
+            try:
+                self._proofs[at] = self._prove(at)
+            except (WrongHessian, Nondeterministic) as error:
+                self._proofs[at] = type(error)(
+                    f"at step {at} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
+                )
+        found = self._proofs[at]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
+
+    def _prove(self, at: int) -> Check:
+        """The point's own check from the state before a step, and whether buffers moved until then matter to it."""
+        step, start = self.steps[at], self.point.captured.state
+        if at == 0:
+            return self.point.check(step.batch)
+        here = replace(self.point.captured, state=self.trajectory.state(at), random=step.random)
+        found = type(self.point)(here).check(step.batch)
+        earlier = moved_buffers(here.state.buffers, start.buffers)
+        hidden = hidden_buffers(here.loss, here.state, earlier, step.batch, step.random)
+        return replace(found, hidden=tuple(dict.fromkeys((*found.hidden, *hidden))))
 
     # --- changes
 
@@ -222,10 +265,12 @@ class Path:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
         A contribution is the outcome as it is, less the outcome with `change` made at that step; channels say where
-        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep: 2–3 gradients
-        a step.
+        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep of two rows:
+        3–5 gradients a step. Exact reruns of the strongest choose the readout (straight or bent) and a factor, and
+        say how large the error is on reruns that had no part in the choice.
 
-        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it.
-        verify: rerun the top k exactly.
+        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. What
+            a reset of v does is no small change: it is only measured, at `verify` steps along the path.
+        verify: rerun k steps exactly: the strongest, and of three or more almost half spread over the rest.
         """
         return explain(self, probe, outcome=outcome, change=change, verify=verify)

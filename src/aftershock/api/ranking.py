@@ -14,6 +14,7 @@ from ..core.batches import Batch, example_count, joined, merged_examples, take_e
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.planning import plan_history, plan_pool
 from ..core.probe import Watch
+from ..core.responses import first_disagreement
 from ..core.scores import (
     EXAMPLES_AT_ONCE,
     SAMPLE,
@@ -145,7 +146,12 @@ def rank(
     measured = xr.full_like(predicted, torch.nan)
     if len(top):
         measured[top] = _measure(path, [batches[i] for i in top], watch, memory)[:, [h - 1 for h in horizons]].numpy()
-    return Ranking(_calibrated(predicted, measured, by, found, watch, path))
+    data = _calibrated(predicted, measured, by, found, watch, path)
+    if float(data["held_out_error"]) > TRUST.careful_nrmse:
+        exact, guess = (torch.as_tensor(curves.values[top]) for curves in (measured, predicted))
+        h = first_disagreement(exact, guess, torch.zeros(len(horizons)))
+        path.check_before(watch.at, None if h is None else watch.at + horizons[h - 1])
+    return Ranking(data)
 
 
 def _predict(
@@ -168,9 +174,7 @@ def _measure(
     path: Path, batches: list[Batch], watch: Watch, memory: str | int | None
 ) -> Float[Tensor, "change horizon"]:
     """Exact reruns: the truth."""
-    change = Change(path, watch.at, "replace", path.replace(batches, watch.at).edits)
-    response = change.response(watch.probe, answers=("exact",), horizon=watch.horizons, memory=memory)
-    return torch.as_tensor(response.exact.isel(scale=0).values)
+    return Change(path, watch.at, "replace", path.replace(batches, watch.at).edits).reruns(watch, memory)
 
 
 def _calibrated(
@@ -319,14 +323,9 @@ def _examples(
     """Shares are small, so that what curvature adds is common to them as a factor: the reruns' median one."""
     import xarray as xr
 
-    known = measured.isfinite() & (share != 0)
-    ratios = measured[known] / share[known]
-    factor = float(ratios.quantile(0.5)) if len(ratios) else 1.0
-    errors = [
-        abs(float(others.quantile(0.5)) * float(s) - float(m)) / max(abs(float(m)), 1e-300)
-        for i, (s, m) in enumerate(zip(share[known], measured[known]))
-        if len(others := torch.cat([ratios[:i], ratios[i + 1 :]]))
-    ]
+    known = measured.isfinite()
+    factor, held = common_factor(share[known], measured[known])
+    errors = (held - measured[known]).abs() / measured[known].abs().clamp(min=1e-300)
     return xr.Dataset(
         {
             "share": ("example", (factor * share).numpy()),
@@ -334,13 +333,31 @@ def _examples(
             "measured": ("example", measured.numpy()),
             "batch": ("example", batch_of.numpy()),
             "index": ("example", index_of.numpy()),
-            "held_out_error": float(torch.tensor(errors).quantile(0.5)) if errors else torch.nan,
+            "held_out_error": float(errors.quantile(0.5)) if len(errors) > 1 else torch.nan,
             "at": watch.at,
             "horizon": watch.horizons,
             "probe": watch.probe.name,
         },
         attrs={**provenance(path.trajectory), "check": str(path.check())},
     )
+
+
+def common_factor(
+    predicted: Float[Tensor, " rerun"], measured: Float[Tensor, " rerun"]
+) -> tuple[float, Float[Tensor, " rerun"]]:
+    """The factor that brings predictions to what reruns measured, and each prediction times the others' factor.
+
+    It is the median ratio; one that would turn signs around calibrates nothing, and is 1.
+    """
+
+    def factor(known: Tensor) -> float:
+        ratios = (measured / predicted)[known & (predicted != 0)]
+        middle = float(ratios.quantile(0.5)) if len(ratios) else 1.0
+        return middle if middle > 0 else 1.0
+
+    each = torch.eye(len(predicted), dtype=torch.bool)
+    held = torch.tensor([factor(~own) for own in each], dtype=torch.float64) * predicted
+    return factor(torch.ones_like(predicted, dtype=torch.bool)), held
 
 
 def _measure_examples(
@@ -360,7 +377,4 @@ def _measure_examples(
         state, step = control.before, control.step
         found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
         edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
-    response = Change(path, watch.at, "example", tuple(edits)).response(
-        watch.probe, answers=("exact",), horizon=watch.horizons
-    )
-    return torch.as_tensor(response.exact.isel(horizon=-1, scale=0).values)
+    return Change(path, watch.at, "example", tuple(edits)).reruns(watch)[:, -1]

@@ -9,10 +9,12 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, Responses
-from ..results.certificate import Certificate, certify
+from ..results.certificate import Certificate, certify, is_noise
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import crossing, spike_margin, summarize
@@ -32,7 +34,7 @@ class Response(LabelledResult):
     `data` is an `xarray.Dataset`:
 
     response[answer, change, scale, horizon]    δF; h = 1 is the first state after the change
-    control[horizon], noise_floor[horizon]      the loss without the change, and one rounding of it
+    control[horizon], noise_floor[horizon]      the loss without the change, and how far rounding alone moves it
     clip_switched[change, scale]                clipping bound on one side of the pair only
     zero_v, zero_v_touched, no_derivative       per change: coordinates with v = 0; the tangent is poor there
     xi_norm                                     per change: ‖ξ‖; NaN where it is no difference of gradients
@@ -62,8 +64,19 @@ class Response(LabelledResult):
 
     @cached_property
     def summary(self) -> xr.Dataset:
-        """Peak, its horizon and sign, largest increase and decrease, totals; for every answer."""
-        return summarize(self.data["response"])
+        """Peak, its horizon and sign, largest increase and decrease, totals; for every answer.
+
+        An exact peak that cannot be told from rounding has the sign 0.
+        """
+        found = summarize(self.data["response"])
+        lost = self.noise.sel(horizon=found["peak_horizon"]).drop_vars("horizon")
+        return found.assign(peak_sign=found["peak_sign"].where(~lost, 0))
+
+    @cached_property
+    def noise(self) -> xr.DataArray:
+        """Where an exact response is not clearly above what rounding alone does; nowhere for predictions."""
+        response = self.data["response"]
+        return is_noise(response, self.data["noise_floor"]) & (response["answer"] == "exact")
 
     @cached_property
     def certificate(self) -> Certificate:
@@ -127,11 +140,17 @@ class Response(LabelledResult):
         curve = self.data["response"].sel(
             {"answer": self.best_answer, "scale": self.largest_scale, "change": self.order[0]}
         )
-        top = summarize(curve)
+        top = self.summary.sel({"answer": self.best_answer, "scale": self.largest_scale, "change": self.order[0]})
         h, peak = int(top["peak_horizon"]), int(top["peak_sign"]) * float(top["peak"])
         now = float(self.data["control"].sel(horizon=h))
-        if not peak:
+        if not float(top["peak"]):
             return "does not move the loss at all"
+        if not peak:
+            floor = float(self.data["noise_floor"].sel(horizon=h))
+            return (
+                f"does nothing that can be told from rounding: the loss differs by at most {float(top['peak']):.2g}, "
+                f"and rounding alone moves it by {floor:.2g}"
+            )
         if not math.isfinite(peak):
             return f"makes the run diverge: {_after(h)} the loss is not finite, and without the change it is {now:.4g}"
         word = "raises" if peak > 0 else "lowers"
@@ -150,9 +169,10 @@ class Response(LabelledResult):
             for k, answer in enumerate(self.data["answer"].values):
                 which = {"answer": answer, "scale": scale, "change": name}
                 row, curve = self.summary.sel(which), self.data["response"].sel(which).values
+                bars = sparkline(curve, self.noise.sel(which).values)
                 lines.append(
-                    f"{'' if k else name:<{width}}  {answer:<10}  {float(row['peak_sign'] * row['peak']):>+10.3g}  "
-                    f"{int(row['peak_horizon']):>4}  {float(row['total_abs']):>10.3g}  {sparkline(curve)}"
+                    f"{'' if k else name:<{width}}  {answer:<10}  {signed_peak(row):>10}  "
+                    f"{int(row['peak_horizon']):>4}  {float(row['total_abs']):>10.3g}  {bars}"
                 )
         hidden = self.data.sizes["change"] - len(names)
         return "\n".join(lines + ([f"({hidden} more changes with smaller peaks; see .summary)"] if hidden else []))
@@ -162,18 +182,31 @@ def _after(horizon: int) -> str:
     return "in the first state after it" if horizon == 1 else f"{horizon} states after it"
 
 
-def sparkline(values: Iterable[float]) -> str:
-    """A curve in characters: heights are magnitudes, ∞ is a diverged run, the note says where its sign changes.
+def signed_peak(summary: xr.Dataset) -> str:
+    """The peak of one response with its sign; ± where it cannot be told from rounding."""
+    sign, peak = int(summary["peak_sign"]), float(summary["peak"])
+    return f"±{peak:.3g}" if peak > 0 and not sign else f"{sign * peak:+.3g}" if peak else "0"
+
+
+def sparkline(values: Iterable[float], noise: Iterable[bool] | None = None) -> str:
+    """A curve in characters: heights are magnitudes, ∞ is a diverged run, ~ is noise; then where its sign changes.
 
     >>> sparkline([1.0, 4.0, -2.0])
     '▃█▅  (+ then − from h=3)'
+    >>> sparkline([1e-9, 4.0, 4.0], [True, False, False])
+    '~██  (noise then + from h=2)'
     """
     curve = [float(value) for value in values]
+    lost = [False] * len(curve) if noise is None else [bool(one) for one in noise]
     largest = max((abs(value) for value in curve if math.isfinite(value)), default=0.0) or 1.0
-    bars = "".join(_bar(value, largest) for value in curve)
-    signs = ["+" if value > 0 else "−" if value < 0 else "0" if value == 0 else "nothing" for value in curve]
+    bars = "".join("~" if gone else _bar(value, largest) for value, gone in zip(curve, lost))
+    signs = ["noise" if gone else _sign(value) for value, gone in zip(curve, lost)]
     flip = next((i for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
     return f"{bars}  ({signs[0] if flip is None else f'{signs[0]} then {signs[flip]} from h={flip + 1}'})"
+
+
+def _sign(value: float) -> str:
+    return "+" if value > 0 else "−" if value < 0 else "0" if value == 0 else "nothing"
 
 
 def _bar(value: float, largest: float) -> str:
@@ -186,6 +219,7 @@ def labelled(
     change: Change,
     watch: Watch,
     found: Responses,
+    noise: Float[Tensor, " horizon"],
     names: Sequence[str],
     scales: Sequence[float],
     refused: str,
@@ -202,7 +236,7 @@ def labelled(
                 torch.stack([found.values[answer] for answer in answers]).numpy(),
             ),
             "control": ("horizon", found.control.numpy()),
-            "noise_floor": ("horizon", found.noise.numpy()),
+            "noise_floor": ("horizon", noise.numpy()),
             "clip_switched": (("change", "scale"), found.clip_switched.numpy()),
             "zero_v": ("change", zero_v[:, 0].numpy()),
             "zero_v_touched": ("change", zero_v[:, 1].numpy()),

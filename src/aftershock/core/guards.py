@@ -41,6 +41,20 @@ class Check:
     replay_noise: float  # relative difference of the same gradient run twice; 0 where it is deterministic
     hidden: tuple[str, ...]  # buffers that a step moves and the loss depends on
     dtype: torch.dtype
+    steps: tuple[int, ...] = ()  # of the path, where it was made at several
+
+    @classmethod
+    def joined(cls, checks: Mapping[int, Check]) -> Check:
+        """The worst of the checks of some steps."""
+        all_of = list(checks.values())
+        return cls(
+            max(one.error for one in all_of),
+            max(one.asymmetry for one in all_of),
+            max(one.replay_noise for one in all_of),
+            tuple(dict.fromkeys(name for one in all_of for name in one.hidden)),
+            all_of[0].dtype,
+            tuple(checks),
+        )
 
     def __str__(self) -> str:
         text = (
@@ -48,6 +62,8 @@ class Check:
             f"(in {str(self.dtype).removeprefix('torch.')}) and are symmetric to {self.asymmetry:.1e}; "
         )
         text += "replay is exact to the bit" if self.replay_noise == 0 else f"replay noise {self.replay_noise:.1e}"
+        if self.steps:
+            text += f" (steps {', '.join(map(str, self.steps))} of the path)"
         if self.hidden:
             text += f"; the loss depends on moving buffers ({', '.join(self.hidden[:3])})"
         return text + "."
@@ -88,7 +104,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
             ". Exact answers need no Hessian: change.response(..., answers=('exact',))"
         )
-    moved = _moved(state.buffers, once.buffers)
+    moved = moved_buffers(state.buffers, once.buffers)
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)
 
 
@@ -112,7 +128,8 @@ def hidden_buffers(
     return () if torch.equal(*losses) else tuple(moved)
 
 
-def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def moved_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of `after` that differ."""
     return {name: after[name] for name in before if not torch.equal(before[name], after[name])}
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from .batches import Batch
-from .guards import hidden_buffers
+from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .reductions import products
@@ -145,11 +144,17 @@ class Watch:
             self.probe.gradient(self.trajectory, 0, self.trajectory.state(0))
 
     def hidden(self) -> tuple[str, ...]:
-        """Moving buffers that the probe depends on, as an eval-mode probe of BatchNorm does."""
-        state, after = self.trajectory.state(0), self.trajectory.state(1)
-        moved = {n: b for n, b in after.buffers.items() if not torch.equal(b, state.buffers[n])}
-        loss, batch, random, _ = self.probe.arguments(self.trajectory, 0)
-        return hidden_buffers(loss, state, moved, batch, random, evaluating=self.probe.evaluating)
+        """Buffers moved since the change that the probe depends on, as an eval-mode probe of BatchNorm does.
+
+        Looked at where it is read first, half way and last: two forward passes each, none where no buffer moves.
+        """
+        before, names = self.trajectory.state(self.at), list[str]()
+        for time in sorted({self.first, (self.first + self.last) // 2, self.last}):
+            state = self.trajectory.state(time)
+            earlier = moved_buffers(state.buffers, before.buffers)
+            loss, batch, random, _ = self.probe.arguments(self.trajectory, time)
+            names += hidden_buffers(loss, state, earlier, batch, random, evaluating=self.probe.evaluating)
+        return tuple(dict.fromkeys(names))
 
 
 class Reader:

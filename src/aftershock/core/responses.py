@@ -20,6 +20,7 @@ from .rollout import Rows, moved, rollout
 from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")
+GROSS, PARTED = 0.5, 0.2  # an error over all horizons that is gross, and the symmetric error at which runs have parted
 
 
 @dataclass
@@ -28,10 +29,22 @@ class Responses:
 
     values: dict[str, Float[Tensor, "change scale horizon"]]
     control: Float[Tensor, " horizon"]
-    noise: Float[Tensor, " horizon"]  # one rounding of the probe's loss
     clip_switched: Bool[Tensor, "change scale"]  # clipping bound on one side of the pair only
     zero_v: list[tuple[int, int, int]] = field(default_factory=list)
     xi_norm: list[float] = field(default_factory=list)
+
+
+def first_disagreement(
+    exact: Float[Tensor, "row horizon"], predicted: Float[Tensor, "row horizon"], noise: Float[Tensor, " horizon"]
+) -> int | None:
+    """The first horizon at which a grossly wrong prediction leaves the exact response; None where none does."""
+    known = exact.isfinite() & (exact.abs() > noise)
+    truth = torch.where(known, exact, 0.0)
+    miss = torch.where(known, (truth - predicted).abs().nan_to_num(torch.inf), 0.0)
+    gross = miss.norm(dim=1) > GROSS * truth.norm(dim=1)
+    parted = gross[:, None] & (miss > PARTED * (truth.abs() + predicted.abs()))
+    where = parted.any(0).nonzero()
+    return int(where[0]) + 1 if len(where) else None
 
 
 def respond(
@@ -46,7 +59,6 @@ def respond(
     answers = [answer for answer in ANSWERS if any(answer in each.answers for each in passes)]
     out = Responses(
         {answer: torch.full(shape, torch.nan, dtype=torch.float64) for answer in answers},
-        torch.zeros(watch.horizons, dtype=torch.float64),
         torch.zeros(watch.horizons, dtype=torch.float64),
         torch.zeros(shape[:2], dtype=torch.bool),
         [(0, 0, 0)] * len(edits),
@@ -104,7 +116,6 @@ def _carry(
 ) -> None:
     """Some changes from their step to the last horizon."""
     starts = _Starts(watch, edits, scales, each, out, some)
-    eps = torch.finfo(watch.trajectory.dynamics.layout.dtypes[0]).eps
     for moment in rollout(watch.trajectory, watch.first, starts.rows, watch.last):
         h = moment.time - watch.first
         if "exact" in each.answers:
@@ -114,7 +125,6 @@ def _carry(
         if "tangent" in each.answers:
             out.values["tangent"][some, :, h] = starts.scaled(reader.linear(moment))
         out.control[h] = reader.control(moment)
-        out.noise[h] = eps * abs(out.control[h])
         if moment.last and "exact" in each.answers:
             switched = torch.tensor(moment.exact.clip_switches(), dtype=torch.bool).view(len(edits), len(scales))
             out.clip_switched[some] |= switched

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..api.response import signed_peak
 from . import figures
 from .shell import findings, number, plot, provenance_table, section, write_page
 
@@ -130,8 +131,8 @@ def _summary_table(response: Response) -> str:
     return (
         "<div class='wide'><table class='sortable'>\n<caption>Changes by the size of their "
         f"{escape(response.best_answer)} peak at scale {response.largest_scale:g}, largest first. Positive numbers "
-        "raise the loss; totals have no sign. A delayed change has its largest effect later than in the first state "
-        f"after it. Click a column to sort.{note}</caption>\n"
+        "raise the loss; totals have no sign, and ± marks a peak that cannot be told from rounding. A delayed change "
+        f"has its largest effect later than in the first state after it. Click a column to sort.{note}</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table></div>"
     )
 
@@ -143,7 +144,7 @@ def _summary_row(response: Response, name: str, scale: float, answer: str, colum
         "change": _label(name),
         "scale": number(scale, f"{scale:g}"),
         "answer": _label(answer),
-        "peak": number(float(row["peak_sign"] * row["peak"])),
+        "peak": number(float(row["peak_sign"] * row["peak"]), signed_peak(row)),
         "at h": number(horizon, str(horizon)),
         "delayed": number(int(delayed), "yes" if delayed else "no"),
         "largest increase": number(float(row["max_increase"])),

@@ -34,7 +34,7 @@ class Trust:
     careful_nrmse: float = 0.5  # beyond it half of the response is error, and only its rough size is left
     signs: float = 0.9  # one horizon in ten may be wrong: where a response crosses zero, its sign is a toss-up
     careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
-    noise_margin: float = 10.0  # a loss sums many rounded terms, so that its error is several roundings, not one
+    noise_margin: float = 5.0  # times the measured scatter of rounding, which is itself known to a factor of a few
 
     def level(self, error: float) -> Level:
         """What a relative error over all horizons allows.
@@ -260,7 +260,7 @@ def _errors(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray, t
         {
             "symmetric_error": error,
             "nrmse": nrmse(exact, away),
-            "sign_agreement": sign_agreement(exact, predicted, noise),
+            "sign_agreement": sign_agreement(exact, predicted, trust.noise_margin * noise),
             "trusted_horizon": trusted_horizon(error, trust.symmetric_error),
             "validity_radius": validity_radius(error, trust.symmetric_error),
         }
@@ -340,23 +340,40 @@ def _refused(data: xr.Dataset) -> list[Finding]:
     return [Finding("note", "refused", "answers", None, None, sentence)] if reason else []
 
 
+def is_noise(exact: xr.DataArray, floor: xr.DataArray, trust: Trust = TRUST) -> xr.DataArray:
+    """Where an exact response is not clearly above what rounding does, so that it has no sign; an exact 0 is none.
+
+    exact: with a dimension `horizon`. floor: the scatter of rounding, by horizon or one number.
+
+    >>> import xarray as xr
+    >>> is_noise(xr.DataArray([0.0, 1e-9, 1.0], dims="horizon"), xr.DataArray(1e-9)).values.tolist()
+    [False, True, False]
+    """
+    return (abs(exact) <= trust.noise_margin * floor) & (exact != 0)
+
+
 def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:
-    """The float noise of the loss beside the exact response, or, said so, beside the best prediction of it."""
-    answer = next((name for name in ("exact", "semilinear") if name in answers), answers[0])
-    what = "exact response" if answer == "exact" else f"response that {answer} predicts (the exact one was not run)"
-    curves, noise = data["response"].sel({"answer": answer}), float(data["noise_floor"].max())
-    size = float(abs(curves.where(finite(curves))).max())
-    ratio = math.nan if math.isnan(size) else size / noise if noise else math.inf
+    """What rounding alone does to the probe, beside the exact responses; a prediction is no evidence of its size."""
+    floor = data["noise_floor"]
+    text = f"Rounding alone ({data.attrs.get('dtype', 'float')}) moves the probe by {float(floor.max()):.1g}, measured"
+    if "exact" not in answers:
+        sentence = f"{text}; no exact response was run, to compare it with."
+        return Finding("note", "noise", "peak_over_noise", None, trust.noise_margin, sentence)
+    exact = data["response"].sel({"answer": "exact"}, drop=True)
+    over = (abs(exact) / floor.where(floor > 0, TINY)).where(finite(exact)).max("horizon")
+    ratio, low = float(over.max()), over.max("scale") < trust.noise_margin
     level: Level = "note"
-    text = f"One rounding of the probe's loss ({data.attrs.get('dtype', 'float')}) is {noise:.1g}"
-    if ratio < trust.noise_margin:
+    if math.isnan(ratio):
+        text += "; no exact response is finite, to compare it with."
+    elif ratio < trust.noise_margin:
         level = "bad"
-        text += f", and no {what} rises clearly above it: do not trust any sign here. "
+        text += ", and no exact response rises clearly above it: do not trust any sign here. "
         text += "Use point.to(dtype=torch.float64)."
-    elif math.isnan(ratio):
-        text += f"; no {what} is finite, to compare it with."
+    elif low.any():
+        level = "care"
+        text += f"; {_names([str(name) for name in low['change'].values[low.values]])} cannot be told from it."
     else:
-        text += f", {ratio:.1e} times below the largest {what}."
+        text += f", {ratio:.1e} times below the largest exact response."
     return Finding(level, "noise", "peak_over_noise", None if math.isnan(ratio) else ratio, trust.noise_margin, text)
 
 

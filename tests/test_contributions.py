@@ -1,0 +1,141 @@
+"""`explain` judges itself: reruns choose its readout and factor, and each is judged by the others."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from aftershock.api.contributions import EDITS, Calibrated, Contributions
+from aftershock.core.contributions import BentReadout, contributions
+
+from .cases import make
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("change", EDITS)
+@pytest.mark.parametrize("verify", [0, 1, 3])
+def test_every_explanation_prints_a_verdict_on_itself(change: str, verify: int) -> None:
+    case = make("tanh_mlp")
+    path, probe = case.path(7), case.batch()
+    found = path.explain(probe, change=change, verify=verify)
+    verdict = found.certificate.findings[0]
+    assert str(found).endswith(str(found.certificate))
+    if change == "reset v":
+        assert (verdict.level, "No sizes are predicted" in verdict.sentence) == ("bad", True)
+    elif verify < 2:
+        assert (verdict.level, verdict.value) == ("care", verify)
+        assert ("Not verified" if verify == 0 else "cannot judge itself") in verdict.sentence
+    else:
+        assert verdict.value == float(found.data["held_out_error"])
+        assert "predicted with the calibration of the others" in verdict.sentence
+
+
+def test_a_reset_of_v_is_measured_and_not_predicted() -> None:
+    """Its adjoint had rank correlations of −0.5 to 0.3 with the truth."""
+    case = make("tanh_mlp")
+    path, probe = case.path(7), case.batch()
+    found = path.explain(probe, change="reset v", verify=3)
+    assert np.isnan(found.total.values).all()
+    measured = found.data["measured"]
+    assert np.flatnonzero(measured.notnull()).tolist() == [0, 3, 6]
+    for step in (0, 3, 6):
+        exact = path.reset(step, "v").response(probe, answers=("exact",)).exact.values[0, 0, -1]
+        assert float(measured[step]) == -exact
+    rows = [line.split() for line in str(found).splitlines()[2:5]]
+    assert all(len(cells) == 2 for cells in rows)  # a step and its measurement, no predicted size
+
+
+def test_calibration_is_judged_by_reruns_it_has_not_seen() -> None:
+    """The readout and the factor by hand, from both readouts and exact reruns."""
+    case = make("tanh_mlp")
+    path, probe = case.path(12), case.batch()
+    found = path.explain(probe, verify=5)
+    watch, edits = path.watch(0, probe), {"zero": EDITS["zero"]}
+    reads = {
+        name: contributions(path.trajectory, 12, BentReadout.of(watch, k), lambda _: edits, CPU)["zero"].sum((1, 2))
+        for name, k in (("straight", 0), ("bent", 1))
+    }
+    measured = found.data["measured"].values
+    known = np.flatnonzero(np.isfinite(measured))
+    size = np.argsort(-abs(reads["bent"].numpy()))
+    assert set(size[:3]) < set(known.tolist())
+    assert len(set(known) - set(size[:5])) >= 1  # not the strongest alone
+
+    def fit(steps: np.ndarray) -> tuple[float, str, float]:
+        fits = []
+        for name, read in reads.items():
+            factor = float(np.median(measured[steps] / read.numpy()[steps]))
+            fits.append((abs(measured[steps] - factor * read.numpy()[steps]).sum(), name, factor))
+        return min(fits)
+
+    _, readout, factor = fit(known)
+    assert found.data["readout"].item() == readout
+    assert float(found.data["factor"]) == pytest.approx(factor, rel=1e-9)
+    np.testing.assert_allclose(found.total.values, factor * reads[readout].numpy(), rtol=1e-9, atol=1e-15)
+    miss = 0.0
+    for step in known:
+        _, readout, factor = fit(known[known != step])
+        miss += abs(measured[step] - factor * float(reads[readout][step]))
+    assert float(found.data["held_out_error"]) == pytest.approx(miss / abs(measured[known]).sum(), rel=1e-9)
+
+
+def channels(*totals: float) -> torch.Tensor:
+    """Contributions in θ alone."""
+    return torch.tensor([[total, 0.0, 0.0] for total in totals], dtype=torch.float64)
+
+
+def test_reruns_refuse_a_curvature_that_runs_away() -> None:
+    """An unstable path: the straight readout is half of the truth, and the bent one squares what was amplified."""
+    straight, bent = channels(-0.1, 0.2, -0.15, 0.05), channels(32.0, 40.0, 21.0, 3.0)
+    readings = {"straight": straight, "bent": bent}
+    measured = torch.tensor([-0.2, 0.4, torch.nan, torch.nan], dtype=torch.float64)
+    found = Calibrated.by(readings, measured)
+    assert (found.readout, found.factor) == ("straight", pytest.approx(2.0))
+    torch.testing.assert_close(found.contribution, 2 * straight)
+    assert found.held_out_error == pytest.approx(0.0, abs=1e-12)
+    unverified = Calibrated.by(readings, torch.full_like(measured, torch.nan))
+    assert (unverified.readout, unverified.factor) == ("straight", 1.0)
+    assert math.isnan(unverified.held_out_error)
+    mild = {"straight": straight, "bent": 1.2 * straight}
+    assert Calibrated.by(mild, torch.full_like(measured, torch.nan)).readout == "bent"
+
+
+def explanation(total: list[float], measured: list[float], value: float = 0.5) -> Contributions:
+    found = Calibrated.by({"straight": channels(*total)}, torch.tensor(measured, dtype=torch.float64))
+    steps = len(total)
+    data = {
+        "contribution": (("step", "channel"), found.contribution.numpy()),
+        "predicted": ("step", found.predicted.numpy()),
+        "measured": ("step", found.measured.numpy()),
+        "held_out": ("step", found.held_out.numpy()),
+    }
+    scalars = {
+        "held_out_error": found.held_out_error, "raw_error": found.raw_error, "readout": found.readout,
+        "factor": found.factor, "outcome": steps, "value": value, "change": "zero", "probe": "a fixed batch",
+    }  # fmt: skip
+    coords = {"step": list(range(steps)), "channel": ["theta", "m", "v"]}
+    return Contributions(xr.Dataset({**data, **scalars}, coords))
+
+
+def test_absurd_sizes_are_not_printed() -> None:
+    nothing = math.nan
+    found = explanation([32.0, -0.2, -0.3], [nothing, -0.2, -0.3])
+    assert found.off_scale.values.tolist() == [True, False, False]
+    assert "32" not in str(found)
+    assert "off the scale" in str(found)
+    assert found.certificate.level == "bad"
+    assert "off the scale" not in str(explanation([2.9, -0.2, -0.3], [nothing, -0.2, -0.3]))  # under ten reruns
+    assert explanation([32.0], [nothing], value=3.0).off_scale.item()  # ten outcomes, where nothing was rerun
+    assert not explanation([32.0], [nothing], value=4.0).off_scale.item()
+
+
+def test_reruns_that_diverge_calibrate_nothing_and_are_counted() -> None:
+    found = explanation([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, -math.inf, math.nan])
+    assert float(found.data["factor"]) == pytest.approx(1.0)
+    assert "1 of the reruns diverged" in str(found)
+    assert "nan" not in str(found)
