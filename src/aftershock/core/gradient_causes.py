@@ -1,0 +1,222 @@
+"""Why a live run's gradient is not its path's: hypotheses, from the sharpest to the last resort.
+
+Each returns a `Cause` where it explains the difference, else `None`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from .dynamics import Dynamics
+from .evidence import Cause, Evidence, fit
+
+
+def not_finite(e: Evidence) -> Cause | None:
+    if torch.isfinite(e.live.m).all() and torch.isfinite(e.live.v).all():
+        return None
+    return Cause("gradient", "the live run's moments are not finite", "look for the first NaN in the loop")
+
+
+def rounding(e: Evidence) -> Cause | None:
+    size = float((e.g_live - e.g_path).norm() / e.g_path.norm().clamp(min=1e-300))
+    if size > e.tolerance or not e.sharp:
+        return None
+    return Cause(
+        "gradient",
+        f"rounding: gradients agree to {size:.0e}, as other kernels give them (torch.compile, another attention "
+        "backend, number of threads or memory format)",
+        "run loss_fn and the loop with the same kernels to be equal to the bit",
+        rounding=True,
+    )
+
+
+def scaled(e: Evidence) -> Cause | None:
+    """One factor for the whole gradient: clipping, or a scaled loss."""
+    factor, misfit = fit(e.g_live, e.g_path)
+    if misfit > e.tolerance or abs(factor - 1) <= e.tolerance:
+        return None
+    norm, told = float(e.g_live.norm()), e.step.max_norm
+    share = 1 / factor if 0 < factor < 1 else math.inf
+    if e.step.clip.binds and abs(factor * e.step.clip.factor - 1) <= max(e.tolerance, 1e-3):
+        return Cause("gradient", f"the loop does not clip, and the path does (clip={told:g})", "leave out clip=")
+    if share < 2e4 and abs(share - round(share)) <= 1e-4 * share:
+        return Cause(
+            "gradient",
+            f"the loop divides the loss by {round(share)}, as gradient accumulation does, and loss_fn does not",
+            "divide in loss_fn too, or give the micro-batches of a step as ak.accumulate([...])",
+        )
+    if 0 < factor < 1:
+        limit = f"{norm:.4g}" if e.sharp else "max_norm"
+        text = f"a missing clip={limit}" if told is None else f"clip={told:g}, where the loop clips at {limit}"
+        return Cause(
+            "gradient",
+            f"{text}: every gradient is {factor:.4g} times the path's, as clip_grad_norm_ or a scaled loss makes it",
+            f"tell follow(), the recorder and the doctor clip={limit}",
+        )
+    return Cause(
+        "gradient",
+        f"the loop's loss is multiplied by {factor:.5g}: a GradScaler without unscale_(), or a sum for a mean",
+        "call scaler.unscale_(optimizer) before clipping and stepping, or scale the loss in loss_fn too",
+    )
+
+
+def clipped_by_value(e: Evidence) -> Cause | None:
+    limit = float(e.g_live.abs().max())
+    if limit >= float(e.g_path.abs().max()) or fit(e.g_live, e.g_path.clamp(-limit, limit))[1] > e.tolerance:
+        return None
+    return Cause(
+        "gradient",
+        f"gradients are clipped by value (clip_grad_value_ at {limit:.4g})",
+        "clip by the global norm (clip_grad_norm_ and clip=); clipping by value is not modelled",
+    )
+
+
+def accumulated_before(e: Evidence) -> Cause | None:
+    """The gradient of the step before was not cleared."""
+    if not e.sharp or e.made < 2:
+        return None
+    earlier = e.gradient(e.before, e.trajectory.state(e.made - 2))
+    factor, misfit = fit(e.g_live - e.g_path, earlier)
+    if misfit > max(10 * e.tolerance, 1e-3) or abs(factor - 1) > max(10 * e.tolerance, 1e-3):
+        return None
+    return Cause(
+        "gradient",
+        "the gradient of the step before is added to this one's: zero_grad() is missing",
+        "call optimizer.zero_grad() in every step, or give the micro-batches of a step as ak.accumulate([...])",
+    )
+
+
+def penalized(e: Evidence) -> Cause | None:
+    """A multiple of the weights in the gradient: an L2 penalty."""
+    factor, misfit = fit(e.g_live - e.g_path, e.before.theta.double() * (e.g_live != 0))
+    if misfit > max(10 * e.tolerance, 1e-2):
+        return None
+    return Cause(
+        "gradient",
+        f"the loop adds {factor:.3g} · θ to the gradient: weight decay by an L2 penalty, or coupled",
+        "put the penalty into loss_fn, or use the optimizer's weight_decay",
+    )
+
+
+def single_parameters(e: Evidence) -> Cause | None:
+    """Some parameters' gradients are other ones, the rest are the path's."""
+    touched = e.moved(e.g_live, e.g_path)
+    pairs = [fit(e.layout.views(e.g_live)[i].flatten(), e.layout.views(e.g_path)[i].flatten()) for i in touched]
+    proportional = all(misfit <= e.tolerance for _, misfit in pairs)
+    if not e.sharp or not (proportional or len(touched) < len(e.layout.names)):
+        return None
+    names = ", ".join(f"{e.layout.names[i]!r}" for i in touched[:3]) + ("…" if len(touched) > 3 else "")
+    factor = f" ({pairs[0][0]:.4g} times the path's)" if proportional else ""
+    return Cause(
+        "gradient",
+        f"the gradients of {names} alone are edited in place{factor}: p.grad.mul_(), a hook, or clipping of a part",
+        "make the same change in loss_fn (scale a part of the loss), or leave it out; clip= covers all parameters",
+    )
+
+
+def other_mode(e: Evidence) -> Cause | None:
+    loss = e.trajectory.dynamics.loss
+    training = not loss.model.training
+
+    def in_other_mode(model: torch.nn.Module) -> _Mode:
+        return _Mode(model, training)
+
+    if not e.sharp or not e.gives(e.tried(Dynamics(loss.within(in_other_mode)), e.step)):
+        return None
+    now, then = ("train", "eval") if training else ("eval", "train")
+    return Cause(
+        "gradient",
+        f"the loop runs the model in {now} mode, and it was captured in {then} mode",
+        f"call model.{now}() before capture, or model.{then}() in the loop (after a validation, say)",
+    )
+
+
+class _Mode:
+    """The model in train or eval mode, then as it was."""
+
+    def __init__(self, model: torch.nn.Module, training: bool) -> None:
+        self.model, self.training = model, training
+
+    def __enter__(self) -> None:
+        self.modes = {module: module.training for module in self.model.modules()}
+        self.model.train(self.training)
+
+    def __exit__(self, *error: object) -> None:
+        for module, training in self.modes.items():
+            module.training = training
+
+
+def autocast(e: Evidence) -> Cause | None:
+    loss, kind = e.trajectory.dynamics.loss, e.layout.device.type
+    if not e.sharp:
+        return None
+    if loss.autocast.enabled:
+        full = loss.within(lambda model: torch.autocast(kind, enabled=False))
+        if not e.gives(e.tried(Dynamics(full), e.step)):
+            return None
+        return Cause("gradient", "captured inside an autocast that the loop does not use", "capture outside of it")
+    for dtype in (torch.bfloat16, torch.float16):
+        if e.gives(e.tried(Dynamics(loss.within(lambda model, d=dtype: torch.autocast(kind, d))), e.step)):  # type: ignore[misc]
+            name = str(dtype).removeprefix("torch.")
+            return Cause(
+                "gradient",
+                f"the loop runs under autocast to {name}, and loss_fn does not",
+                "put the autocast into loss_fn, or capture inside it",
+            )
+    return None
+
+
+def other_batch(e: Evidence) -> Cause | None:
+    for other in e.trajectory.steps if e.sharp else ():
+        if other is not e.step and e.gives(e.tried(e.trajectory.dynamics, replace(e.step, batch=other.batch))):
+            return Cause(
+                "gradient",
+                f"the loop trained on the batch of step {other.index}: batches are in another order, or a step was "
+                "skipped",
+                "give follow() the batches in the order in which the loop takes its steps",
+            )
+    return None
+
+
+def own_generator(e: Evidence) -> Cause | None:
+    """Does loss_fn repeat itself?"""
+    tries = [e.tried(e.trajectory.dynamics, e.step) for _ in range(3)] if e.sharp else []
+    if all(found is not None and torch.equal(found.m, e.path.m) for found in tries):
+        return None
+    return Cause(
+        "gradient",
+        "an unrecorded generator: loss_fn gives another gradient when it is called again (numpy, random, a "
+        "torch.Generator of its own), or kernels are nondeterministic",
+        "draw from torch's global generator; torch.use_deterministic_algorithms(True)",
+    )
+
+
+def other_random(e: Evidence) -> Cause | None:
+    if not e.other_random:
+        return None
+    return Cause(
+        "gradient",
+        "other random numbers: the loop draws from torch's generator where loss_fn does not (a data loader, "
+        "augmentation, noise added to gradients), or draws them at another moment",
+        "draw in loss_fn, from a generator of your own where the path need not know, or give follow(random=…)",
+    )
+
+
+def edited(e: Evidence) -> Cause:
+    same = e.loss is not None and abs(e.loss - e.step.loss) <= 1e-5 * abs(e.step.loss)
+    if e.loss is not None and not same:
+        return Cause(
+            "gradient",
+            f"the loop's loss is {e.loss:.6g} and loss_fn's {e.step.loss:.6g}: another loss, batch or unrecorded "
+            "generator",
+            "let the loop call loss_fn(model, batch) itself, on the batches that the path was given",
+        )
+    why = "gradients are edited in place between backward() and optimizer.step() (noise, projection, a hook)"
+    return Cause(
+        "gradient",
+        why if same else f"{why}; or the loop's loss or batch is not that of loss_fn",
+        "leave the edit out, or make it in loss_fn; clipping by the global norm is clip=",
+    )
