@@ -42,7 +42,7 @@ def scaled(e: Evidence) -> Cause | None:
     share = 1 / factor if 0 < factor < 1 else math.inf
     if e.step.clip.binds and abs(factor * e.step.clip.factor - 1) <= max(e.tolerance, 1e-3):
         return Cause("gradient", f"the loop does not clip, and the path does (clip={told:g})", "leave out clip=")
-    if share < 2e4 and abs(share - round(share)) <= 1e-4 * share:
+    if share < 2e4 and abs(share - round(share)) <= 1e-4 * share and not _round(norm):
         return Cause(
             "gradient",
             f"the loop divides the loss by {round(share)}, as gradient accumulation does, and loss_fn does not",
@@ -61,6 +61,11 @@ def scaled(e: Evidence) -> Cause | None:
         f"the loop's loss is multiplied by {factor:.5g}: a GradScaler without unscale_(), or a sum for a mean",
         "call scaler.unscale_(optimizer) before clipping and stepping, or scale the loss in loss_fn too",
     )
+
+
+def _round(norm: float) -> bool:
+    """Is this a number that somebody would choose as max_norm? By chance it is one time in a hundred."""
+    return abs(norm - float(f"{norm:.1e}")) <= 1e-4 * norm
 
 
 def clipped_by_value(e: Evidence) -> Cause | None:

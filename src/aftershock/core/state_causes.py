@@ -27,11 +27,13 @@ def settings(e: Evidence) -> Cause | None:
 
 
 def changed_settings(names: Sequence[tuple[int, str, float, float]]) -> Cause:
-    listed = ", ".join(f"{name} of group {group} is {now:g}, not {told:g}" for group, name, now, told in names[:3])
+    listed = ", ".join(
+        f"{name} of group {group} is {now:g}, not the path's {told:g}" for group, name, now, told in names[:3]
+    )
     moved = {name for _, name, _, _ in names}
     return Cause(
         "decay" if moved == {"weight_decay"} else "hyperparameter",
-        f"{listed}: a scheduler, or the loop itself, moves {' and '.join(sorted(moved))}",
+        f"{listed}: a scheduler or the loop itself moves {' and '.join(sorted(moved))} otherwise than the path was told",
         "give follow(lr=scheduler), and the doctor scheduler=" if "lr" in moved else "give follow() the same schedule",
     )
 
