@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.batches import Batch
 from ..errors import InvalidInput
@@ -31,6 +32,10 @@ class Built:
     optimizer: Optimizer | None = None
     batch: Batch = None
     dataset: Any = None
+    train_step: Callable[..., Any] | None = None  # the user's own: (model, optimizer, batch), or (batch)
+    batches: Iterable[Batch] | None = None  # what train_step is fed; default: `batch` again and again
+    scheduler: LRScheduler | None = None
+    clip: float | None = None
 
 
 def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,11 +133,10 @@ def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: flo
     """
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)
-    for look in (_state, _frozen, _buffers, _settings, _random):
-        found = look(evidence, live)
-        if found is not None:
-            return found
-    return Match(True, made, made)
+    found = [look(evidence, live) for look in (_state, _frozen, _buffers, _settings, _random)]
+    parted = [match for match in found if match is not None]
+    parted.sort(key=lambda match: match.rounding)  # rounding must not hide what is more
+    return parted[0] if parted else Match(True, made, made)
 
 
 def _parted(e: Evidence, cause: Cause, parameter: str, difference: float, *, ahead: bool = False) -> Match:
@@ -156,12 +155,22 @@ def _state(e: Evidence, live: Live) -> Match | None:
         return _parted(e, state.counted(e), e.layout.names[worst], float(off[worst]))
     if not (torch.equal(live.state.m, e.path.m) and torch.equal(live.state.v, e.path.v)):
         if e.one_gradient:
-            return _parted(e, _likely(e, GRADIENT), *_most(e.layout, e.g_live, e.g_path))
+            cause = _likely(e, GRADIENT)
+            written = _weights(replace(e, path=e.stepped), live, e.tolerance) if cause.rounding else None
+            return written or _parted(e, cause, *_most(e.layout, e.g_live, e.g_path))
         channel = "v" if torch.equal(live.state.m, e.path.m) else "m"
         return _parted(e, _likely(e, MOMENTS), *_most(e.layout, getattr(live.state, channel), getattr(e.path, channel)))
-    if not torch.equal(live.state.theta, e.path.theta):
-        return _parted(e, _likely(e, WEIGHTS), *_most(e.layout, live.state.theta, e.path.theta))
-    return None
+    return _weights(e, live)
+
+
+def _weights(e: Evidence, live: Live, tolerance: float = 0.0) -> Match | None:
+    """tolerance: relative to the step's own update, where the path's weights are known to rounding only."""
+    away, update = live.state.theta - e.path.theta, e.path.theta - e.before.theta
+    noise = torch.finfo(e.layout.dtype).eps * e.path.theta.abs()
+    near = tolerance > 0 and bool((away.abs() - noise).clamp(min=0).norm() <= tolerance * update.norm())
+    if near or torch.equal(live.state.theta, e.path.theta):
+        return None
+    return _parted(e, _likely(e, WEIGHTS), *_most(e.layout, live.state.theta, e.path.theta))
 
 
 def _likely(e: Evidence, hypotheses: Sequence[Hypothesis]) -> Cause:
@@ -194,8 +203,9 @@ def _buffers(e: Evidence, live: Live) -> Match | None:
     for name, told in e.path.buffers.items():
         now = live.state.buffers[name]
         if not torch.equal(now, told):
-            away = (now.double() - told.double()).norm() / told.double().norm().clamp(min=1e-30)
-            return _parted(e, _buffer_cause(e, live), name, float(away))
+            away = float((now.double() - told.double()).norm() / told.double().norm().clamp(min=1e-30))
+            cause = _buffer_cause(e, live)
+            return _parted(e, replace(cause, rounding=e.sharp and away <= e.tolerance), name, away)
     return None
 
 

@@ -8,7 +8,7 @@ moments is solved for, and other ways to compute it can be tried.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .adamw import Hyper
+from .adamw import Hyper, runs_of, step_size
 from .dynamics import Dynamics, Step
 from .layout import Layout
 from .state import JointState
@@ -110,6 +110,17 @@ class Evidence:
         return bool(
             (squares - (active * arrived).square()).norm() <= max(LOOSE, self.tolerance) * squares.norm() + noise
         )
+
+    @cached_property
+    def stepped(self) -> JointState:
+        """The last equal state moved as AdamW moves it with the live run's own moments: what θ is if all else is."""
+        theta = self.before.theta.clone()
+        active = tuple(a > b for a, b in zip(self.live.counts, self.before.counts))
+        for run in runs_of(self.layout, self.step.hypers, self.before.counts, active):
+            if run.active:
+                m, v = self.live.m[run.where], self.live.v[run.where]
+                theta[run.where].mul_(run.shrink).add_(step_size(run, m, v))
+        return replace(self.path, theta=theta)
 
     def moved(self, one: Tensor, other: Tensor) -> list[int]:
         """The parameters at which two flat vectors differ by more than the tolerance."""

@@ -33,7 +33,7 @@ def changed_settings(names: Sequence[tuple[int, str, float, float]]) -> Cause:
     moved = {name for _, name, _, _ in names}
     return Cause(
         "decay" if moved == {"weight_decay"} else "hyperparameter",
-        f"{listed}: a scheduler or the loop itself moves {' and '.join(sorted(moved))} otherwise than the path was told",
+        f"{listed}: a scheduler or the loop itself moves {' and '.join(sorted(moved))} otherwise than the path",
         "give follow(lr=scheduler), and the doctor scheduler=" if "lr" in moved else "give follow() the same schedule",
     )
 
