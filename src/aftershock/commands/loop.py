@@ -63,7 +63,7 @@ def _compared(built: Built, one_step: Callable[[Batch], Any]) -> tuple[int, Matc
         if not found and not found.rounding:
             return i + 1, rounded, _at(found, start)
         if found.rounding:
-            rounded = rounded or _at(found, start)
+            rounded = _at(found, start) if rounded is None else rounded
             if i + 1 < len(batches):  # begin again where the loop is, so that rounding does not hide what comes
                 path, start = _followed(built, batches[i + 1 :]), i + 1
     return len(batches), rounded, None

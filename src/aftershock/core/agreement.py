@@ -157,7 +157,7 @@ def _state(e: Evidence, live: Live) -> Match | None:
         if e.one_gradient:
             cause = _likely(e, GRADIENT)
             written = _weights(replace(e, path=e.stepped), live, e.tolerance) if cause.rounding else None
-            return written or _parted(e, cause, *_most(e.layout, e.g_live, e.g_path))
+            return _parted(e, cause, *_most(e.layout, e.g_live, e.g_path)) if written is None else written
         channel = "v" if torch.equal(live.state.m, e.path.m) else "m"
         return _parted(e, _likely(e, MOMENTS), *_most(e.layout, getattr(live.state, channel), getattr(e.path, channel)))
     return _weights(e, live)
