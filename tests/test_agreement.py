@@ -242,6 +242,13 @@ def not_cleared(run: Run, i: int, batch: Batch) -> None:
     run.optimizer.step()
 
 
+def cleared_early(run: Run, i: int, batch: Batch) -> None:
+    run.backward(batch)
+    if i == 1:
+        run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()
+
+
 def lowered(run: Run, i: int, batch: Batch) -> None:
     run.optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=i >= 2):
@@ -393,7 +400,8 @@ TRICKS: dict[str, tuple[Callable[[], nn.Module], Loop, int, str, str]] = {
     "clip": (plain, clipping, 0, "gradient", "a missing clip=0.05"),
     "by value": (plain, by_value, 0, "gradient", "by value"),
     "one gradient edited": (plain, one_edited, 1, "gradient", "edited in place (0.5 times"),
-    "noise": (plain, noise, 0, "gradient", "edited in place"),
+    "noise": (plain, noise, 0, "gradient", "edits gradients in place"),
+    "cleared too early": (plain, cleared_early, 1, "gradient", "zero_grad() stands between"),
     "loss divided": (plain, divided, 0, "gradient", "divides the loss by 4"),
     "loss multiplied": (plain, unscaled, 0, "gradient", "multiplied by 1024"),
     "no zero_grad": (plain, not_cleared, 1, "gradient", "zero_grad() is missing"),

@@ -116,7 +116,7 @@ def other_loss(model: Model, optimizer: Optimizer, batch: Any) -> Tensor:
     [
         (scaler_skips, 2, "skipped (GradScaler"),
         (accumulates, 0, "accumulated over several calls"),
-        (hooked, 0, "edited in place between backward() and optimizer.step()"),
+        (hooked, 0, "edits gradients in place between backward() and optimizer.step()"),
         (other_loss, 0, "another loss"),
     ],
 )

@@ -22,7 +22,7 @@ from .trajectory import Trajectory
 
 Hypothesis = Callable[[Evidence], Cause | None]
 GRADIENT: tuple[Hypothesis, ...] = (
-    gradient.not_finite, state.settings, gradient.rounding, gradient.scaled, gradient.clipped_by_value,
+    gradient.not_finite, state.settings, gradient.rounding, gradient.zeroed, gradient.scaled, gradient.clipped_by_value,
     gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.other_batch,
     gradient.single_parameters, gradient.own_generator, gradient.other_random, gradient.edited,
 )  # fmt: skip
@@ -160,7 +160,8 @@ def _state(e: Evidence, live: Live) -> Match | None:
             return _parted(e, cause, *_most(e.layout, e.g_live, e.g_path)) if written is None else written
         channel = "v" if torch.equal(live.state.m, e.path.m) else "m"
         return _parted(e, _likely(e, MOMENTS), *_most(e.layout, getattr(live.state, channel), getattr(e.path, channel)))
-    return _weights(e, live)
+    # weights that were other ones before the last step would have given it another gradient
+    return _weights(replace(e, since=e.made - 1), live)
 
 
 def _weights(e: Evidence, live: Live, tolerance: float = 0.0) -> Match | None:

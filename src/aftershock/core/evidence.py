@@ -7,7 +7,7 @@ moments is solved for, and other ways to compute it can be tried.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -127,17 +127,22 @@ class Evidence:
         pairs = zip(self.layout.views(one), self.layout.views(other))
         return [i for i, (a, b) in enumerate(pairs) if bool((a - b).norm() > self.tolerance * b.norm())]
 
-    def tried(self, dynamics: Dynamics, step: Step, before: JointState | None = None) -> JointState | None:
-        """The last step taken in another way; None where that fails."""
+    def tried(
+        self, dynamics: Dynamics, change: Callable[[Step], Step] = lambda step: step, before: JointState | None = None
+    ) -> JointState | None:
+        """The steps since the last equal state taken in another way; None where that fails."""
+        state = self.before if before is None else before
         try:
-            return dynamics.advance(step, self.before if before is None else before)[0]
+            for step in self.trajectory.steps[self.since : self.made]:
+                state = dynamics.advance(change(step), state)[0]
         except Exception:  # user code in surroundings that it was not written for
             return None
+        return state
 
     def gives(self, found: JointState | None) -> bool:
-        """Has this state the live run's gradient, and more than ten times closer than the path's is?"""
-        if found is None:
-            return False
+        """Has this state the live run's gradient, and far closer than the path's is? Over several steps: to the bit."""
+        if found is None or not self.sharp:
+            return found is not None and torch.equal(found.m, self.live.m)
         off = (self.gradient(found) - self.g_live).norm()
         whole = (self.g_path - self.g_live).norm()
         return bool(off <= self.tolerance * self.g_live.norm() and off < 0.1 * whole)

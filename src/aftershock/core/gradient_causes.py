@@ -13,6 +13,18 @@ import torch
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, fit
 
+UNRECORDED = Cause(
+    "gradient",
+    "an unrecorded generator: loss_fn gives another result when it is called again (numpy, random, a torch.Generator "
+    "of its own), or kernels are nondeterministic",
+    "draw from torch's global generator; torch.use_deterministic_algorithms(True)",
+)
+EDITED = Cause(
+    "gradient",
+    "the loop edits gradients in place between backward() and optimizer.step() (noise, projection, a hook)",
+    "leave the edit out, or make it in loss_fn; clipping by the global norm is clip=",
+)
+
 
 def not_finite(e: Evidence) -> Cause | None:
     if torch.isfinite(e.live.m).all() and torch.isfinite(e.live.v).all():
@@ -33,29 +45,38 @@ def rounding(e: Evidence) -> Cause | None:
     )
 
 
+def zeroed(e: Evidence) -> Cause | None:
+    if bool(e.g_live.norm() > e.tolerance * e.g_path.norm()):
+        return None
+    return Cause(
+        "gradient",
+        "the loop steps with gradients of zero: zero_grad() stands between backward() and optimizer.step()",
+        "call zero_grad() before backward(), or after the step",
+    )
+
+
 def scaled(e: Evidence) -> Cause | None:
     """One factor for the whole gradient: clipping, or a scaled loss."""
     factor, misfit = fit(e.g_live, e.g_path)
     if misfit > e.tolerance or abs(factor - 1) <= e.tolerance:
         return None
-    norm, told = float(e.g_live.norm()), e.step.max_norm
-    share = 1 / factor if 0 < factor < 1 else math.inf
     if e.step.clip.binds and abs(factor * e.step.clip.factor - 1) <= max(e.tolerance, 1e-3):
-        return Cause("gradient", f"the loop does not clip, and the path does (clip={told:g})", "leave out clip=")
-    if share < 2e4 and abs(share - round(share)) <= 1e-4 * share and not _round(norm):
+        text = f"the loop does not clip, and the path does (clip={e.step.max_norm:g})"
+        return Cause("gradient", text, "leave out clip=")
+    return scaled_by(factor, float(e.g_live.norm()) if e.sharp else None, e.step.max_norm)
+
+
+def scaled_by(factor: float, norm: float | None, told: float | None) -> Cause:
+    """Every gradient is `factor` times the path's. norm: the live one's, where it is that of one step."""
+    share = 1 / factor if 0 < factor < 1 else math.inf
+    if whole(share) and not (norm and chosen(norm)):
         return Cause(
             "gradient",
             f"the loop divides the loss by {round(share)}, as gradient accumulation does, and loss_fn does not",
             "divide in loss_fn too, or give the micro-batches of a step as ak.accumulate([...])",
         )
     if 0 < factor < 1:
-        limit = f"{norm:.4g}" if e.sharp else "max_norm"
-        text = f"a missing clip={limit}" if told is None else f"clip={told:g}, where the loop clips at {limit}"
-        return Cause(
-            "gradient",
-            f"{text}: every gradient is {factor:.4g} times the path's, as clip_grad_norm_ or a scaled loss makes it",
-            f"tell follow(), the recorder and the doctor clip={limit}",
-        )
+        return other_clip(told, norm, f"every gradient is {factor:.4g} times the path's")
     return Cause(
         "gradient",
         f"the loop's loss is multiplied by {factor:.5g}: a GradScaler without unscale_(), or a sum for a mean",
@@ -63,14 +84,34 @@ def scaled(e: Evidence) -> Cause | None:
     )
 
 
-def _round(norm: float) -> bool:
+def other_clip(told: float | None, norm: float | None, seen: str) -> Cause:
+    """The loop clips, and it was not told, or told otherwise."""
+    limit = "max_norm" if norm is None else f"{norm:.4g}"
+    text = f"a missing clip={limit}" if told is None else f"clip={told:g}, where the loop clips at {limit}"
+    return Cause(
+        "gradient",
+        f"{text}: {seen}, as clip_grad_norm_ or a scaled loss makes it",
+        f"tell follow(), the recorder and the doctor clip={limit}",
+    )
+
+
+def whole(share: float) -> bool:
+    """Is this a number that somebody would divide a loss by?"""
+    return 1.5 < share < 2e4 and abs(share - round(share)) <= 1e-4 * share
+
+
+def chosen(norm: float) -> bool:
     """Is this a number that somebody would choose as max_norm? By chance it is one time in a hundred."""
     return abs(norm - float(f"{norm:.1e}")) <= 1e-4 * norm
 
 
 def clipped_by_value(e: Evidence) -> Cause | None:
     limit = float(e.g_live.abs().max())
-    if limit >= float(e.g_path.abs().max()) or fit(e.g_live, e.g_path.clamp(-limit, limit))[1] > e.tolerance:
+    if (
+        not e.sharp
+        or limit >= float(e.g_path.abs().max())
+        or fit(e.g_live, e.g_path.clamp(-limit, limit))[1] > e.tolerance
+    ):
         return None
     return Cause(
         "gradient",
@@ -97,7 +138,7 @@ def accumulated_before(e: Evidence) -> Cause | None:
 def penalized(e: Evidence) -> Cause | None:
     """A multiple of the weights in the gradient: an L2 penalty."""
     factor, misfit = fit(e.g_live - e.g_path, e.before.theta.double() * (e.g_live != 0))
-    if misfit > max(10 * e.tolerance, 1e-2):
+    if not e.sharp or misfit > max(10 * e.tolerance, 1e-2):
         return None
     return Cause(
         "gradient",
@@ -129,7 +170,7 @@ def other_mode(e: Evidence) -> Cause | None:
     def in_other_mode(model: torch.nn.Module) -> _Mode:
         return _Mode(model, training)
 
-    if not e.sharp or not e.gives(e.tried(Dynamics(loss.within(in_other_mode)), e.step)):
+    if not e.gives(e.tried(Dynamics(loss.within(in_other_mode)))):
         return None
     now, then = ("train", "eval") if training else ("eval", "train")
     return Cause(
@@ -156,15 +197,13 @@ class _Mode:
 
 def autocast(e: Evidence) -> Cause | None:
     loss, kind = e.trajectory.dynamics.loss, e.layout.device.type
-    if not e.sharp:
-        return None
     if loss.autocast.enabled:
         full = loss.within(lambda model: torch.autocast(kind, enabled=False))
-        if not e.gives(e.tried(Dynamics(full), e.step)):
+        if not e.gives(e.tried(Dynamics(full))):
             return None
         return Cause("gradient", "captured inside an autocast that the loop does not use", "capture outside of it")
     for dtype in (torch.bfloat16, torch.float16):
-        if e.gives(e.tried(Dynamics(loss.within(lambda model, d=dtype: torch.autocast(kind, d))), e.step)):  # type: ignore[misc]
+        if e.gives(e.tried(Dynamics(loss.within(lambda model, d=dtype: torch.autocast(kind, d))))):  # type: ignore[misc]
             name = str(dtype).removeprefix("torch.")
             return Cause(
                 "gradient",
@@ -176,7 +215,8 @@ def autocast(e: Evidence) -> Cause | None:
 
 def other_batch(e: Evidence) -> Cause | None:
     for other in e.trajectory.steps if e.sharp else ():
-        if other is not e.step and e.gives(e.tried(e.trajectory.dynamics, replace(e.step, batch=other.batch))):
+        found = e.tried(e.trajectory.dynamics, lambda step, batch=other.batch: replace(step, batch=batch))  # type: ignore[misc]
+        if other is not e.step and e.gives(found):
             return Cause(
                 "gradient",
                 f"the loop trained on the batch of step {other.index}: batches are in another order, or a step was "
@@ -188,15 +228,10 @@ def other_batch(e: Evidence) -> Cause | None:
 
 def own_generator(e: Evidence) -> Cause | None:
     """Does loss_fn repeat itself?"""
-    tries = [e.tried(e.trajectory.dynamics, e.step) for _ in range(3)] if e.sharp else []
+    tries = [e.tried(e.trajectory.dynamics) for _ in range(3)]
     if all(found is not None and torch.equal(found.m, e.path.m) for found in tries):
         return None
-    return Cause(
-        "gradient",
-        "an unrecorded generator: loss_fn gives another gradient when it is called again (numpy, random, a "
-        "torch.Generator of its own), or kernels are nondeterministic",
-        "draw from torch's global generator; torch.use_deterministic_algorithms(True)",
-    )
+    return UNRECORDED
 
 
 def other_random(e: Evidence) -> Cause | None:
@@ -219,9 +254,7 @@ def edited(e: Evidence) -> Cause:
             "generator",
             "let the loop call loss_fn(model, batch) itself, on the batches that the path was given",
         )
-    why = "gradients are edited in place between backward() and optimizer.step() (noise, projection, a hook)"
-    return Cause(
-        "gradient",
-        why if same else f"{why}; or the loop's loss or batch is not that of loss_fn",
-        "leave the edit out, or make it in loss_fn; clipping by the global norm is clip=",
-    )
+    if not e.sharp:
+        text = "a missing clip=, gradients edited in place, or another loss or batch than loss_fn's"
+        return Cause("gradient", text, "compare after every step: one step tells which")
+    return EDITED if same else replace(EDITED, text=f"{EDITED.text}; or its loss or batch is not that of loss_fn")

@@ -12,15 +12,21 @@ from .adamw import Hyper
 from .evidence import Cause, Evidence, fit
 
 HYPERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+WRITTEN = Cause(
+    "weights",
+    "something else than the optimizer writes to the weights: an average swapped in (EMA, Lookahead), a constraint, "
+    "another optimizer wrapper or a patched step",
+    "leave it out; it is not modelled",
+)
 MOST_STATES = 16  # of earlier weights that an average is looked for in
 
 
 def settings(e: Evidence) -> Cause | None:
     """The path's step with the live run's own hyperparameters gives the live state."""
     names = differing(e.hypers, e.step.hypers)
-    if not e.sharp or not names:
+    if not names:
         return None
-    found = e.tried(e.trajectory.dynamics, replace(e.step, hypers=e.hypers))
+    found = e.tried(e.trajectory.dynamics, lambda step: replace(step, hypers=e.hypers))
     if found is None or not all(torch.equal(getattr(found, c), getattr(e.live, c)) for c in ("theta", "m", "v")):
         return None
     return changed_settings(names)
@@ -71,7 +77,7 @@ def other_betas(e: Evidence) -> Cause | None:
 def reset(e: Evidence) -> Cause | None:
     for channels in (("m",), ("v",), ("m", "v")) if e.sharp else ():
         empty = {name: torch.zeros_like(e.before.m) for name in channels}
-        found = e.tried(e.trajectory.dynamics, e.step, replace(e.before, **empty))  # type: ignore[arg-type]
+        found = e.tried(e.trajectory.dynamics, before=replace(e.before, **empty))  # type: ignore[arg-type]
         if found is not None and torch.equal(found.m, e.live.m) and torch.equal(found.v, e.live.v):
             return Cause(
                 "moments",
@@ -125,7 +131,7 @@ def averaged(e: Evidence) -> Cause | None:
     """The live weights are a combination of the path's own earlier ones."""
     first = max(0, e.made - MOST_STATES)
     earlier = [e.trajectory.state(time).theta.double() for time in range(first, e.made)]
-    if e.made < 2 or not e.sharp:
+    if e.made < 2:
         return None
     basis = torch.stack([theta - e.path.theta.double() for theta in earlier], 1)
     difference = e.live.theta.double() - e.path.theta.double()
@@ -140,7 +146,8 @@ def averaged(e: Evidence) -> Cause | None:
 
 
 def clamped(e: Evidence) -> Cause | None:
-    values = e.live.theta[e.live.theta != e.path.theta]
+    moved = (e.live.theta - e.path.theta).abs() > e.tolerance * e.path.theta.abs()
+    values = e.live.theta[moved]
     if values.numel() < 2 or float(values.abs().max() - values.abs().min()) > 0:
         return None
     return Cause(
@@ -151,12 +158,7 @@ def clamped(e: Evidence) -> Cause | None:
 
 
 def written(e: Evidence) -> Cause:
-    return Cause(
-        "weights",
-        "something else than the optimizer writes to the weights: an average swapped in (EMA, Lookahead), a "
-        "constraint, a wrapper around the optimizer or a patched step",
-        "leave it out while the path is compared; it is not modelled",
-    )
+    return WRITTEN
 
 
 def _by_group(e: Evidence, direction: Tensor) -> tuple[list[float], float]:
