@@ -103,5 +103,5 @@ def _ran(one_step: Callable[[Batch], Any], batch: Batch, i: int) -> Any:
 def _number(returned: Any) -> float | None:
     """The loss, where train_step returns it."""
     if isinstance(returned, torch.Tensor):
-        return float(returned) if returned.numel() == 1 else None
+        return float(returned.detach()) if returned.numel() == 1 else None
     return float(returned) if isinstance(returned, float) else None

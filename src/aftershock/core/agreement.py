@@ -24,10 +24,10 @@ Hypothesis = Callable[[Evidence], Cause | None]
 GRADIENT: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, gradient.rounding, gradient.zeroed, gradient.scaled, gradient.clipped_by_value,
     gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.other_batch,
-    gradient.single_parameters, gradient.own_generator, gradient.other_random, gradient.edited,
+    gradient.single_parameters, gradient.own_generator, state.moved_settings, gradient.other_random, gradient.edited,
 )  # fmt: skip
 MOMENTS: tuple[Hypothesis, ...] = (
-    gradient.not_finite, state.settings, state.other_betas, state.reset, state.other_optimizer,
+    gradient.not_finite, state.settings, state.reset, state.other_betas, state.other_optimizer,
 )  # fmt: skip
 WEIGHTS: tuple[Hypothesis, ...] = (
     state.settings, state.other_rate, state.other_decay, state.clamped, state.averaged, state.written,
@@ -133,7 +133,7 @@ def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: flo
     """
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)
-    found = [look(evidence, live) for look in (_state, _frozen, _buffers, _settings, _random)]
+    found = [look(evidence, live) for look in (_frozen, _state, _buffers, _settings, _random)]
     parted = [match for match in found if match is not None]
     parted.sort(key=lambda match: match.rounding)  # rounding must not hide what is more
     return parted[0] if parted else Match(True, made, made)

@@ -85,10 +85,13 @@ class Evidence:
         before, steps = (self.before, self.made - self.since) if before is None else (before, 1)
         keep = self.spread([self.step.hypers[group].beta1 ** steps for group in self.layout.groups])
         active = self.spread([float(a > b) for a, b in zip(after.counts, before.counts)])
-        coupled = [self.step.hypers[group] for group in self.layout.groups]
-        decay = self.spread([0.0 if hyper.decoupled else hyper.weight_decay for hyper in coupled])
         arrived = (after.m.double() - keep * before.m.double()) / (1 - keep)
-        return active * (arrived - decay * before.theta.double())
+        return active * (arrived - self.coupled_decay(before))
+
+    def coupled_decay(self, state: JointState) -> Float[Tensor, " param"]:
+        """λθ, where Adam adds it to the gradient."""
+        hypers = [self.step.hypers[group] for group in self.layout.groups]
+        return self.spread([0.0 if h.decoupled else h.weight_decay for h in hypers]) * state.theta.double()
 
     def spread(self, values: Sequence[float]) -> Float[Tensor, " param"]:
         """One number per parameter as a flat vector."""
@@ -101,9 +104,7 @@ class Evidence:
         if not self.sharp:
             return True
         beta2 = self.spread([self.step.hypers[group].beta2 for group in self.layout.groups])
-        decay = [self.step.hypers[group] for group in self.layout.groups]
-        coupled = self.spread([0.0 if hyper.decoupled else hyper.weight_decay for hyper in decay])
-        arrived = self.g_live + coupled * self.before.theta.double()
+        arrived = self.g_live + self.coupled_decay(self.before)
         active = self.spread([float(a > b) for a, b in zip(self.live.counts, self.before.counts)])
         squares = active * (self.live.v.double() - beta2 * self.before.v.double()) / (1 - beta2)
         noise = torch.finfo(self.layout.dtype).eps * self.before.v.double().norm() / (1 - beta2.max())

@@ -13,6 +13,7 @@ import torch
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, fit
 
+DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(
     "gradient",
     "an unrecorded generator: loss_fn gives another result when it is called again (numpy, random, a torch.Generator "
@@ -46,7 +47,7 @@ def rounding(e: Evidence) -> Cause | None:
 
 
 def zeroed(e: Evidence) -> Cause | None:
-    if bool(e.g_live.norm() > e.tolerance * e.g_path.norm()):
+    if not e.sharp or bool(e.g_live.norm() > e.tolerance * e.g_path.norm()):
         return None
     return Cause(
         "gradient",
@@ -58,7 +59,7 @@ def zeroed(e: Evidence) -> Cause | None:
 def scaled(e: Evidence) -> Cause | None:
     """One factor for the whole gradient: clipping, or a scaled loss."""
     factor, misfit = fit(e.g_live, e.g_path)
-    if misfit > e.tolerance or abs(factor - 1) <= e.tolerance:
+    if misfit > (e.tolerance if e.sharp else DRIFT) or abs(factor - 1) <= (e.tolerance if e.sharp else DRIFT):
         return None
     if e.step.clip.binds and abs(factor * e.step.clip.factor - 1) <= max(e.tolerance, 1e-3):
         text = f"the loop does not clip, and the path does (clip={e.step.max_norm:g})"
@@ -255,6 +256,9 @@ def edited(e: Evidence) -> Cause:
             "let the loop call loss_fn(model, batch) itself, on the batches that the path was given",
         )
     if not e.sharp:
-        text = "a missing clip=, gradients edited in place, or another loss or batch than loss_fn's"
-        return Cause("gradient", text, "compare after every step: one step tells which")
+        text = (
+            "not told by the end of several steps: a missing clip=, a scheduler, gradients edited in place, weights "
+            "that something else writes to, or another loss or batch than loss_fn's"
+        )
+        return Cause("moments", text, "compare after every step: one step tells which")
     return EDITED if same else replace(EDITED, text=f"{EDITED.text}; or its loss or batch is not that of loss_fn")

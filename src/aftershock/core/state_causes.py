@@ -32,6 +32,12 @@ def settings(e: Evidence) -> Cause | None:
     return changed_settings(names)
 
 
+def moved_settings(e: Evidence) -> Cause | None:
+    """Over several steps: the live run's hyperparameters as they stand are those of no step of the path."""
+    names = [differing(e.hypers, step.hypers) for step in e.trajectory.steps]
+    return changed_settings(names[e.made - 1]) if not e.sharp and all(names) else None
+
+
 def changed_settings(names: Sequence[tuple[int, str, float, float]]) -> Cause:
     listed = ", ".join(
         f"{name} of group {group} is {now:g}, not the path's {told:g}" for group, name, now, told in names[:3]
@@ -58,7 +64,7 @@ def other_betas(e: Evidence) -> Cause | None:
     """m' = β1 m + (1−β1) g for another β1, or v' for another β2."""
     if not e.sharp:
         return None
-    hyper, g = e.step.hypers[0], e.g_path
+    hyper, g = e.step.hypers[0], e.g_path + e.coupled_decay(e.before)
     for name, now, then, inflow in (
         ("beta1", e.live.m, e.before.m, g),
         ("beta2", e.live.v, e.before.v, g.square()),
@@ -129,10 +135,10 @@ def other_rate(e: Evidence) -> Cause | None:
 
 def averaged(e: Evidence) -> Cause | None:
     """The live weights are a combination of the path's own earlier ones."""
-    first = max(0, e.made - MOST_STATES)
-    earlier = [e.trajectory.state(time).theta.double() for time in range(first, e.made)]
     if e.made < 2:
         return None
+    times = range(max(0, e.made - MOST_STATES), e.made)
+    earlier = [e.trajectory.state(time).theta.double() for time in times]
     basis = torch.stack([theta - e.path.theta.double() for theta in earlier], 1)
     difference = e.live.theta.double() - e.path.theta.double()
     found = basis @ torch.linalg.lstsq(basis, difference[:, None]).solution
