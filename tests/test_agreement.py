@@ -521,3 +521,31 @@ def test_what_cannot_be_compared_is_refused() -> None:
         path.matches(run.model, run.optimizer)
     with pytest.raises(InvalidInput, match="the captured model"):
         path.matches(nn.Linear(6, 2), run.optimizer)
+
+
+class Lookahead:
+    """A wrapper as they are published: every second step goes half way back to where the first of the two began."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.made = optimizer, 0
+        self.slow = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.made += 1
+        if self.made % 2 == 0:
+            for p, slow in zip(self.optimizer.param_groups[0]["params"], self.slow):
+                p.data.copy_(slow.lerp_(p.data, 0.5))
+
+
+def test_a_wrapper_around_the_optimizer_is_named() -> None:
+    run = running()
+    path = ak.capture(run.model, run.optimizer, squares).follow(run.batches)
+    wrapper = Lookahead(run.optimizer)
+    for i in range(2):
+        run.backward(run.batches[i])
+        wrapper.step()
+        found = path.matches(run.model, wrapper)  # type: ignore[arg-type]
+        assert bool(found) == (i == 0)
+    assert (found.step, found.quantity) == (1, "weights")
+    assert "Lookahead" in found.cause

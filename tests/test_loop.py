@@ -170,6 +170,8 @@ def test_what_fails_is_said() -> None:
 
 
 SCRIPT = """
+import itertools
+
 import torch
 from torch import nn
 
@@ -189,8 +191,8 @@ def build(clip=None):
         optimizer.step()
         return loss
 
-    return dict(model=model, optimizer=optimizer, loss_fn=loss_fn, batch=torch.ones(2, 3), train_step=train_step,
-                clip=clip)
+    endless = (torch.ones(2, 3) * i for i in itertools.count(1))
+    return dict(model=model, optimizer=optimizer, loss_fn=loss_fn, batches=endless, train_step=train_step, clip=clip)
 
 
 def told():

@@ -246,7 +246,7 @@ def _replayed(folder: Path, built: Built) -> Finding:
     flight = open_flight(folder)
     records = list(flight.records.values())
     try:
-        found = replay(records, len(records), min(flight.states.items())[1], built.model, built.loss_fn)
+        found = replay(records, len(records), flight.states, built.model, built.loss_fn)
     except AftershockError as error:
         return Finding("replay", "refused", str(error))
     return Finding("replay", "supported" if found.deviation == 0 else "approximated", str(found))

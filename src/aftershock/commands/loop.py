@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,7 +52,7 @@ def _verdict(steps: int, rounded: Match | None, parted: Match | None) -> Finding
 
 def _compared(built: Built, one_step: Callable[[Batch], Any]) -> tuple[int, Match | None, Match | None]:
     """(steps compared, the first that differs by rounding, the first that differs by more)."""
-    batches = list(itertools.islice(itertools.repeat(built.batch) if built.batches is None else built.batches, STEPS))
+    batches = [built.batch] * STEPS if built.batches is None else list(built.batches)
     rounded, start = None, 0
     path = _followed(built, batches)
     for i, batch in enumerate(batches):

@@ -30,7 +30,8 @@ MOMENTS: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, state.reset, state.other_betas, state.other_optimizer,
 )  # fmt: skip
 WEIGHTS: tuple[Hypothesis, ...] = (
-    state.settings, state.other_rate, state.other_decay, state.clamped, state.averaged, state.written,
+    gradient.not_finite, state.settings, state.other_rate, state.other_decay, state.clamped, state.averaged,
+    state.written,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from .dynamics import Dynamics
-from .evidence import Cause, Evidence, fit
+from .evidence import Cause, Evidence, Quantity, fit
 
 DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(
@@ -28,9 +28,11 @@ EDITED = Cause(
 
 
 def not_finite(e: Evidence) -> Cause | None:
-    if torch.isfinite(e.live.m).all() and torch.isfinite(e.live.v).all():
+    bad = [name for name in ("m", "v", "theta") if not torch.isfinite(getattr(e.live, name)).all()]
+    if not bad:
         return None
-    return Cause("gradient", "the live run's moments are not finite", "look for the first NaN in the loop")
+    quantity: Quantity = "weights" if bad == ["theta"] else "gradient"
+    return Cause(quantity, "the live run is not finite", "look for the first NaN or infinity in the loop")
 
 
 def rounding(e: Evidence) -> Cause | None:

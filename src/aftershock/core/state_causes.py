@@ -142,7 +142,7 @@ def averaged(e: Evidence) -> Cause | None:
     basis = torch.stack([theta - e.path.theta.double() for theta in earlier], 1)
     difference = e.live.theta.double() - e.path.theta.double()
     found = basis @ torch.linalg.lstsq(basis, difference[:, None]).solution
-    if float((difference - found[:, 0]).norm() / difference.norm()) > _weight_tolerance(e):
+    if not float((difference - found[:, 0]).norm() / difference.norm()) <= _weight_tolerance(e):  # NaN: no fit
         return None
     return Cause(
         "weights",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -60,19 +59,18 @@ class Replay:
 def replay(
     records: Sequence[Record],
     window: int,
-    state: FilePath,
+    states: Mapping[int, FilePath],
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     dataset: object = None,
-    states: Mapping[int, FilePath] = MappingProxyType({}),
 ) -> Replay:
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
     Only the last `window` steps before the last become the path. Costs one gradient per step.
 
-    states: recorded states by step; where the runs part, they tell why.
+    states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
     """
-    captured = load_captured(state, model, loss_fn)
+    captured = load_captured(states[records[0].step], model, loss_fn)
     _set_surroundings(captured.loss.model, records)
     forward = records[0].forward
     captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
