@@ -150,6 +150,16 @@ def test_rounding_is_no_refusal_and_hides_nothing() -> None:
     assert "clamped at 0.2" in found.text
 
 
+def test_rounding_does_not_hide_a_schedule() -> None:
+    def scheduled(model: Model, optimizer: Optimizer, batch: Any) -> None:
+        rounded(model, optimizer, batch)
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    found = prove_loop(built(scheduled))
+    assert found.level == "refused"
+    assert "part at step 1: hyperparameter of group 0" in found.text
+
+
 def test_a_batch_that_train_step_edits_is_still_the_paths() -> None:
     def editing(model: Model, optimizer: Optimizer, batch: Any) -> None:
         train_step(model, optimizer, batch)
