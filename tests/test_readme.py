@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from .cases import make
+from .test_cli import call
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -51,3 +52,19 @@ def test_the_python_of_the_readme_runs(
     assert "How far to trust this" in printed
     assert "equal to the recorded one to the bit" in printed
     assert isinstance(json.loads((tmp_path / "skip.json").read_text()), list)
+
+
+def test_the_doctor_says_what_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = README.read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "def build" in b)
+    (tmp_path / "readme_train.py").write_text(block)
+    (tmp_path / "readme_told.py").write_text(block.replace("return dict(", "return dict(clip=0.1, "))
+    monkeypatch.chdir(tmp_path)
+    found = re.search(r"\$ aftershock doctor train:build\n(.*?)…", text, flags=re.DOTALL)
+    assert found
+    result = call("doctor", "readme_train:build")
+    assert result.exit_code == 1
+    assert " ".join(result.stdout.split()).startswith(" ".join(found[1].split()))
+    result = call("doctor", "readme_told:build")
+    assert result.exit_code == 0
+    assert "5 steps of train_step are equal to the path to the bit" in " ".join(result.stdout.split())

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.agreement import Match, compare, read_live, steps_made
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
@@ -36,6 +41,7 @@ class Path:
         self.trajectory = trajectory
         self.memory = memory
         self._proofs: dict[int, Check | AftershockError] = {}
+        self._equal_until: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # steps that `matches` has proved
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -64,6 +70,23 @@ class Path:
         captured = self.point.captured
         state = self.trajectory.state(len(self))
         return TrainingPoint(replace(captured, state=state, random=self.trajectory.random_after))
+
+    def matches(self, model: nn.Module, optimizer: Optimizer) -> Match:
+        """Is the live run, after its first k ≤ len(path) steps on the path's batches, equal to the path to the bit?
+
+        `model` and `optimizer` are those that were captured; k is read from their step counts. Weights, moments,
+        counts, buffers, hyperparameters and, where a step draws numbers, the random state are compared. Where they
+        differ, the result names the step, the parameter, the quantity and the likely cause. Called after every step it
+        names the first; called once at the end, it tells less. One look at every number; a few gradients where they
+        differ.
+        """
+        live = read_live(model, optimizer, self.trajectory)
+        made = steps_made(self.trajectory, live)
+        since = min(self._equal_until.get(model, 0), made - 1)
+        found = compare(self.trajectory, live, made, since)
+        if found:
+            self._equal_until[model] = made
+        return found
 
     def check(self) -> Check:
         """The proof, made once and before the first answer, that this model's Hessian products are right.

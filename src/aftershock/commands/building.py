@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -11,10 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.batches import Batch
 from ..errors import InvalidInput
 
+MOST_BATCHES = 5  # that are taken from what may be an endless loader
 SHAPES = {
     2: ("model", "loss_fn"),
     3: ("model", "optimizer", "loss_fn"),
@@ -31,6 +34,10 @@ class Built:
     optimizer: Optimizer | None = None
     batch: Batch = None
     dataset: Any = None
+    train_step: Callable[..., Any] | None = None  # the user's own: (model, optimizer, batch), or (batch)
+    batches: Sequence[Batch] | None = None  # what train_step is fed; default: `batch` again and again
+    scheduler: LRScheduler | None = None
+    clip: float | None = None
 
 
 def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:
@@ -47,6 +54,9 @@ def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built
             f"{reference} must return (model, loss_fn), (model, optimizer, loss_fn), (model, optimizer, loss_fn, "
             f"batch), or a dict with names among {', '.join(sorted(known))}; it returned {_described(made)}"
         )
+    if made.get("batches") is not None:
+        taken = list(itertools.islice(made["batches"], MOST_BATCHES))
+        made = {"batch": taken[0] if taken else None, **made, "batches": taken}
     missing = [key for key in needed if made.get(key) is None]
     if missing:
         raise InvalidInput(f"{reference} does not return {' and '.join(missing)}, which this command needs")

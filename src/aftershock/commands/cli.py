@@ -204,18 +204,23 @@ def explain(
 
 @app.command()
 def doctor(
-    build: Annotated[str, typer.Argument(help="module:function that returns (model, optimizer, loss_fn, batch).")],
+    build: Annotated[
+        str, typer.Argument(help="module:function that returns model, optimizer, loss_fn, batch and train_step.")
+    ],
 ) -> None:
-    """Run a model once and say what is supported, what is approximated, and what recording it costs."""
+    """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from .building import build as built_by
     from .doctor import examine
+    from .loop import prove_loop
 
+    needed = ("model", "optimizer", "loss_fn", "batch")
     with _plain_errors("cannot run the model"):
-        findings = examine(built_by(build, needed=("model", "optimizer", "loss_fn", "batch")))
+        # the loop trains what was built, so the rest looks at another one
+        findings = [prove_loop(built_by(build, needed)), *examine(built_by(build, needed))]
     colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:

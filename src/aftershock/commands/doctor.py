@@ -10,9 +10,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +30,14 @@ from ..recorder.records import encode
 from ..recorder.replay import replay
 from ..recorder.store import open_flight
 from .building import Built
+from .findings import Finding
 
-Level = Literal["supported", "approximated", "refused", "note"]
 STEPS = 8  # recorded, and as many without a recorder before and after them
 PATIENCE = 2.0  # seconds: a model whose step takes longer is run for fewer steps
 FEW_STEPS = 3
 LOW = {torch.float16, torch.bfloat16}
 NORMALIZATIONS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 RANDOM = ("native_dropout", "_fused_dropout", "bernoulli", "rrelu_with_noise")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at, and what it means for an answer."""
-
-    subject: str
-    level: Level
-    text: str
 
 
 def examine(built: Built) -> list[Finding]:
@@ -77,12 +67,13 @@ def _optimizer(point: TrainingPoint, built: Built) -> Iterator[Finding]:
     numbers = [f"lr {float(h.lr):g}, β {h.beta1:g} and {h.beta2:g}, decay {h.weight_decay:g}" for h in hypers[:3]]
     text = f"{' and '.join(sorted(kinds))} in {len(hypers)} group(s): {'; '.join(numbers)}"
     yield Finding("optimizer", "supported", text + (f" ({', '.join(flags)})" if flags else ""))
-    yield Finding(
-        "clipping",
-        "note",
-        "cannot be seen from here: where the loop clips by the global norm, tell the recorder clip=max_norm; clipping "
-        "by value is refused",
-    )
+    if built.train_step is None:
+        yield Finding(
+            "clipping",
+            "note",
+            "cannot be seen from here: where the loop clips by the global norm, tell the recorder clip=max_norm; "
+            "clipping by value is refused",
+        )
 
 
 def _model(built: Built) -> Iterator[Finding]:
@@ -255,7 +246,7 @@ def _replayed(folder: Path, built: Built) -> Finding:
     flight = open_flight(folder)
     records = list(flight.records.values())
     try:
-        found = replay(records, len(records), min(flight.states.items())[1], built.model, built.loss_fn)
+        found = replay(records, len(records), flight.states, built.model, built.loss_fn)
     except AftershockError as error:
         return Finding("replay", "refused", str(error))
     return Finding("replay", "supported" if found.deviation == 0 else "approximated", str(found))

@@ -72,7 +72,7 @@ def explain(
     window = found.run["window"] if window is None else window
     start = found.start(target, window)
     records = [found.records[number] for number in range(start, target + 1)]
-    replayed = replay(records, window, found.states[start], code.model, code.loss_fn, code.dataset)
+    replayed = replay(records, window, found.states, code.model, code.loss_fn, code.dataset)
     path, last = replayed.path, replayed.last
     watch = path.watch(0, own_loss, last)
     path.require_linear(watch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
@@ -15,6 +15,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.changes import ControlStep, Edit
 from ..core.dynamics import Dynamics, Step
+from ..core.gradient_causes import EDITED
 from ..core.loss import Autocast
 from ..core.planning import plan_states
 from ..core.probe import Reader, own_loss
@@ -22,6 +23,7 @@ from ..core.rollout import Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
+from .parting import Recorded, clipped_alike, parting, said
 from .records import Forward, Record, Source
 
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
@@ -57,7 +59,7 @@ class Replay:
 def replay(
     records: Sequence[Record],
     window: int,
-    state: FilePath,
+    states: Mapping[int, FilePath],
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     dataset: object = None,
@@ -65,8 +67,10 @@ def replay(
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
     Only the last `window` steps before the last become the path. Costs one gradient per step.
+
+    states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
     """
-    captured = load_captured(state, model, loss_fn)
+    captured = load_captured(states[records[0].step], model, loss_fn)
     _set_surroundings(captured.loss.model, records)
     forward = records[0].forward
     captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
@@ -74,12 +78,16 @@ def replay(
     lead = max(0, len(records) - 1 - window)
     before, after = records[:lead], records[lead:]
     worst = 0.0
+
+    def recorded(step: int) -> Captured | None:
+        return load_captured(states[step], model, loss_fn) if step in states else None
+
     if before:
         trajectory = _follow(captured, before, source, records)
-        worst = _proved(before, trajectory.steps, records)
+        worst = _proved(before, trajectory, records, recorded)
         captured = replace(captured, state=trajectory.state(lead))
     trajectory = _follow(captured, after, source, records)
-    worst = max(worst, _proved(after, trajectory.steps, records))
+    worst = max(worst, _proved(after, trajectory, records, recorded))
     return Replay(Path(TrainingPoint(captured), trajectory, None), tuple(after), len(records), worst)
 
 
@@ -94,7 +102,7 @@ def _follow(captured: Captured, some: Sequence[Record], source: Source, records:
     except NotFinite as error:
         raise ReplayMismatch(
             f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
-            f"{_causes(records, 1)}"
+            f"{said(clipped_alike(records) or EDITED)}"
         ) from error
 
 
@@ -136,41 +144,19 @@ def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
         module.training = name not in evaluating
 
 
-def _proved(some: Sequence[Record], steps: Sequence[Step], records: Sequence[Record]) -> float:
+def _proved(some: Sequence[Record], trajectory: Trajectory, records: Sequence[Record], recorded: Recorded) -> float:
     """The largest deviation; raises at the first step whose loss or gradient norm is another one."""
     worst = 0.0
-    for record, step in zip(some, steps):
-        i = record.step - records[0].step
+    for i, (record, step) in enumerate(zip(some, trajectory.steps)):
         arrived = step.clip.norm * step.clip.factor
         for name, was, now in (("loss", record.loss, step.loss), ("gradient norm", record.norm, arrived)):
             off = abs(was - now) / max(abs(was), abs(now), 1e-300)
             if off > AGREE:
                 raise ReplayMismatch(
-                    f"recorded and replayed runs part at step {record.step}, {i} step(s) after the state that the "
-                    f"replay starts from: its {name} was {was:.6g} and is {now:.6g} in the replay. "
-                    f"{_causes(records, i)}"
+                    f"recorded and replayed runs part at step {record.step}, {record.step - records[0].step} step(s) "
+                    f"after the state that the replay starts from: its {name} was {was:.6g} and is {now:.6g} in the "
+                    f"replay. {said(parting(some, i, trajectory, records, recorded))}"
                 )
             if name == "loss":
                 worst = max(worst, off)
     return worst
-
-
-def _causes(records: Sequence[Record], parted: int) -> str:
-    norms = [record.norm for record in records]
-    same = [n for n in norms if abs(n - max(norms)) <= 1e-4 * max(norms)]
-    if records[0].clip is None and len(same) > len(norms) // 4:
-        return (
-            f"The gradients of {len(same)} steps arrived with the norm {max(norms):.4g}: they were clipped, and the "
-            f"recorder was not told. Record with clip={max(norms):.4g}"
-        )
-    if parted == 0:
-        return (
-            "Likely causes: the model or loss_fn is not the one that was recorded; the loss given to step() is not "
-            "what loss_fn returns; the batch was changed after it was fed; loss_fn draws random numbers before it "
-            "calls the model, or from a generator that torch.manual_seed does not control"
-        )
-    return (
-        "Likely causes: gradients were changed between backward and optimizer.step() (clipping by value, noise, "
-        "another max_norm than clip=); weights were changed by something else than the optimizer; nondeterministic "
-        "kernels (torch.use_deterministic_algorithms(True)); a data loader or dataset that does not repeat itself"
-    )

@@ -1,0 +1,82 @@
+"""Why a recorded run does not repeat itself, in the words that `path.matches` has for a live one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..core.agreement import Live, compare
+from ..core.capture import Captured
+from ..core.evidence import Cause
+from ..core.gradient_causes import EDITED, UNRECORDED, chosen, other_clip, scaled_by, whole
+from ..core.state_causes import WRITTEN
+from ..core.trajectory import Trajectory
+from .records import Record
+
+Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
+SAME = 1e-4  # relative: norms that clipping made equal
+
+ANOTHER_RUN = Cause(
+    "gradient",
+    "the model or loss_fn is not the one that was recorded; the loss given to step() is not what loss_fn returns; the "
+    "batch was changed after it was fed; or loss_fn draws random numbers before it calls the model",
+    "give explain() the code of the recorded run, and step() the batch and loss as loss_fn has them",
+)
+
+
+def said(cause: Cause) -> str:
+    return f"Likely cause: {cause.text}. {cause.remedy[:1].upper()}{cause.remedy[1:]}"
+
+
+def parting(
+    some: Sequence[Record], i: int, trajectory: Trajectory, records: Sequence[Record], recorded: Recorded
+) -> Cause:
+    """Why step i of a replayed trajectory is not record i."""
+    record, step = some[i], trajectory.steps[i]
+    forward = abs(record.loss - step.loss) > SAME * abs(record.loss)  # the loss is another one before any gradient
+    if forward and not _repeats(trajectory, i):
+        return UNRECORDED
+    alike = clipped_alike(records)
+    if alike is not None:
+        return alike
+    known = _by_state(some, i - 1 if forward else i, trajectory, recorded)
+    if known is not None:
+        return known
+    if forward:
+        return ANOTHER_RUN if record.step == records[0].step else WRITTEN
+    factor = record.norm / (step.clip.norm * step.clip.factor)
+    norms = [other.norm for other in some]
+    if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= max(norms)):
+        return scaled_by(factor, record.norm, record.clip)
+    return EDITED
+
+
+def clipped_alike(records: Sequence[Record]) -> Cause | None:
+    """Gradients of many steps that arrived with one and the same norm, the largest: somebody clipped them."""
+    norms, told = [record.norm for record in records], records[0].clip
+    same = [norm for norm in norms if abs(norm - max(norms)) <= SAME * max(norms)]
+    if len(same) <= max(len(norms) // 4, 1) or (told is not None and abs(max(norms) - told) <= SAME * told):
+        return None
+    return other_clip(told, max(norms), f"the gradients of {len(same)} steps arrived with one and the same norm")
+
+
+def _repeats(trajectory: Trajectory, i: int) -> bool:
+    """Does loss_fn give the same loss again?"""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    found = (loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss for _ in range(3))
+    return all(abs(float(value) - step.loss) <= 1e-6 * abs(step.loss) for value in found)
+
+
+def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:
+    """What the recorded state after the step at which the runs part has to say, where there is one."""
+    made = since + 1
+    captured = recorded(some[0].step + made)
+    if since < 0 or captured is None:
+        return None
+    live = Live(
+        captured.state,
+        trajectory.steps[since].hypers,  # each record has its own, and its own random state
+        trajectory.steps[made].random if made < len(trajectory) else trajectory.random_after,
+        captured.loss.constants,
+    )
+    found = compare(trajectory, live, made, since)
+    return None if found or found.quantity is None else Cause(found.quantity, found.cause, found.remedy)

@@ -1,0 +1,86 @@
+"""A recorded run that does not repeat itself says why, in the words that `path.matches` has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import aftershock as ak
+from aftershock.errors import ReplayMismatch
+
+from . import test_agreement as tricks
+from .test_agreement import Batch, Loop, Run, plain, running, squares
+
+STEPS = 12
+
+
+def mismatch(tmp_path: Path, loop: Loop, *, every: int = STEPS, clip: float | None = None, loss_fn=squares) -> str:  # type: ignore[no-untyped-def]
+    """Record a loop, explain its last step, and return what the replay says."""
+    run = running(plain)
+    batches = run.batches * 3
+    with ak.FlightRecorder(
+        run.model, run.optimizer, loss_fn, tmp_path, window=STEPS, every=every, triggers=(), clip=clip
+    ) as recorder:
+        for i, batch in enumerate(batches[:STEPS]):
+            random = torch.get_rng_state()
+            with torch.no_grad():
+                loss = loss_fn(run.model, batch)
+            torch.set_rng_state(random)
+            loop(run, i, batch)
+            recorder.step(batch, loss)
+    with pytest.raises(ReplayMismatch) as raised:
+        ak.explain(recorder, step=recorder.recent[-1].step)
+    return str(raised.value)
+
+
+def test_a_missing_clip(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, tricks.clipping)
+    assert "part at step 3, 0 step" in said
+    assert "a missing clip=0.05" in said
+
+
+def test_another_clip_than_told(tmp_path: Path) -> None:
+    assert "clip=0.1, where the loop clips at 0.05" in mismatch(tmp_path, tricks.clipping, clip=0.1)
+
+
+@pytest.mark.parametrize("every", [1, STEPS])
+def test_gradients_edited_in_place(tmp_path: Path, every: int) -> None:
+    said = mismatch(tmp_path, tricks.noise, every=every)
+    assert "gradient norm was" in said
+    assert "edits gradients in place" in said
+
+
+def test_one_parameters_gradient_is_named_where_a_state_is_near(tmp_path: Path) -> None:
+    said = mismatch(tmp_path, tricks.one_edited, every=1)
+    assert "part at step 4, 1 step" in said
+    assert "'2.weight' alone are edited in place (0.5 times" in said
+
+
+def test_a_divided_loss(tmp_path: Path) -> None:
+    assert "divides the loss by 4" in mismatch(tmp_path, tricks.divided)
+
+
+@pytest.mark.parametrize(("every", "words"), [(1, "a wrapper such as Lookahead"), (STEPS, "another optimizer wrapper")])
+def test_weights_that_a_wrapper_writes(tmp_path: Path, every: int, words: str) -> None:
+    said = mismatch(tmp_path, tricks.lookahead, every=every)
+    assert "part at step 6, 3 step(s)" in said
+    assert "its loss was" in said
+    assert words in said
+
+
+def test_an_unrecorded_generator(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0)
+
+    def noisy(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return squares(model, (batch[0] + 0.5 * float(drawn.normal()), batch[1]))
+
+    def loop(run: Run, i: int, batch: Batch) -> None:
+        run.optimizer.zero_grad()
+        noisy(run.model, batch).backward()
+        run.optimizer.step()
+
+    assert "an unrecorded generator" in mismatch(tmp_path, loop, loss_fn=noisy)
