@@ -6,6 +6,7 @@ The truth is the loop itself, built again from the same seed and run by plain to
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -142,20 +143,18 @@ def _moment(loop: Loop, loss: float, start: tuple[Any, ...]) -> Moment:
 
 
 def _read(loop: Loop, start: tuple[Any, ...]) -> float:
-    """The probe by hand, with the random state that the run had at capture; modes and buffers are put back."""
+    """The probe by hand, on a copy, with the random state that the run had at capture."""
     if loop.probe is None:
         return 0.0
+    for module in loop.model.modules():  # weight_norm leaves a tensor with a graph, which cannot be copied
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                setattr(module, name, value.detach())
     now = _random_state()
-    modes = {module: module.training for module in loop.model.modules()}
-    buffers = {name: b.clone() for name, b in loop.model.named_buffers()}
     _install(start)
-    value = float(loop.probe(loop.model))
+    found = float(loop.probe(copy.deepcopy(loop.model)))
     _install(now)
-    for module, mode in modes.items():
-        module.training = mode
-    for name, b in loop.model.named_buffers():
-        b.copy_(buffers[name])
-    return value
+    return found
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -205,14 +204,13 @@ def judge(build: Callable[[], Loop], *, rounding: float = 0.0) -> Verdict:
     except Exception as error:
         return Verdict(CRASHED, f"{type(error).__name__}: {error}")
     moved = not _same_random(before, _random_state())
-    seen = train(live, batches)
-    truth = train(begin(build)[0], batches)
+    seen, truth = train(live, batches), train(*begin(build)[:2])
     if moved or _first_difference(seen, truth):
         where = "its random state moved" if moved else _first_difference(seen, truth)
         return Verdict(DISTURBED, str(where))
     try:
         parted = _path_difference(path, truth, rounding)
-        parted = parted or _response_difference(path, build, batches, other, truth, rounding)
+        parted = parted or _response_difference(path, build, other, truth, rounding)
     except ak.AftershockError as error:
         return Verdict(REFUSED, f"only after follow: {type(error).__name__}: {error}")
     except Exception as error:
@@ -285,11 +283,11 @@ def _path_difference(path: ak.Path, truth: list[Moment], rounding: float) -> str
 
 
 def _response_difference(
-    path: ak.Path, build: Callable[[], Loop], batches: list[Any], other: Any, truth: list[Moment], rounding: float
+    path: ak.Path, build: Callable[[], Loop], other: Any, truth: list[Moment], rounding: float
 ) -> str:
     """Exact responses against a second plain run, and of changes of nothing."""
-    loop = begin(build)[0]
-    second = train(loop, [*batches[:AT], other, *batches[AT + 1 :]])
+    loop, batches, loud = begin(build)
+    second = train(loop, [*batches[:AT], loud, *batches[AT + 1 :]])
     probes: list[tuple[Any, str]] = [(ak.own_loss, "loss")] if loop.probe is None else [(loop.probe, "probe")]
     for probe, read in [*probes, (ak.own_loss, "loss")]:  # the second asking finds what the first has left behind
         found = path.replace([other], at=AT).response(probe, answers=("exact",)).exact.values.reshape(-1).tolist()
@@ -299,7 +297,7 @@ def _response_difference(
         allowed = 4 * rounding * max(abs(getattr(x, read)) for x in (*second, *truth))
         if any(abs(a - b) > allowed for a, b in zip(found, wanted)):
             return f"the exact response of the {read} is {found} instead of {wanted}"
-    nothing = [path.replace([batches[AT]], at=AT)]
+    nothing = [path.replace([path.steps[AT].batch], at=AT)]
     rates = {float(hyper.lr) for hyper in path.steps[AT].hypers}
     nothing += [path.set(AT, lr=rates.pop())] if len(rates) == 1 else []
     for change in nothing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,166 +9,125 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 
 import aftershock as ak
 
-from . import loop_parts as parts
-from .loop_parts import adamw, loop, mlp, tokens, with_scheduler
+from . import loop_losses as losses
+from . import loop_models as models
+from . import loop_optimizers as optimizers
+from . import loop_tricks as tricks
+from .loop_losses import classes, tokens
+from .loop_models import dropout, mlp, norm, normed
+from .loop_optimizers import HyperSchedule, adamw
+from .loop_tricks import following, hook, loop
 from .loops import EQUAL, NOTICED, REFUSED, Loop, judge
 
 
 @dataclass(frozen=True)
 class Case:
+    """A loop and what may come of it."""
+
     name: str
     build: Callable[[], Loop]
     allowed: tuple[str, ...]
     culprit: str = ""  # a refusal must name it
     rounding: float = 0.0
-    broken: str = ""  # why it fails today
 
 
-def equal(name: str, build: Callable[[], Loop], rounding: float = 0.0, broken: str = "") -> Case:
-    return Case(name, build, (EQUAL,), "", rounding, broken)
+def equal(name: str, build: Callable[[], Loop], *, rounding: float = 0.0) -> Case:
+    return Case(name, build, (EQUAL,), "", rounding)
 
 
-def refused(name: str, build: Callable[[], Loop], culprit: str, broken: str = "") -> Case:
-    return Case(name, build, (REFUSED,), culprit, 0.0, broken)
+def refused(name: str, build: Callable[[], Loop], culprit: str) -> Case:
+    return Case(name, build, (REFUSED,), culprit)
 
 
-def unseen(name: str, build: Callable[[], Loop], broken: str = "") -> Case:
-    """The loop does what nothing of the model and optimizer shows: only `path.matches` can notice."""
-    return Case(name, build, (NOTICED,), "", 0.0, broken)
+def known(name: str, build: Callable[[], Loop], culprit: str) -> Case:
+    """The model and optimizer show it: followed or refused by name."""
+    return Case(name, build, (EQUAL, REFUSED), culprit)
 
 
-def honest(name: str, build: Callable[[], Loop], culprit: str, broken: str = "") -> Case:
-    """Followed, refused by name or noticed: anything but a silent number."""
-    return Case(name, build, (EQUAL, REFUSED, NOTICED), culprit, 0.0, broken)
+def unseen(name: str, build: Callable[[], Loop], culprit: str = "") -> Case:
+    """The loop does what only `path.matches` can see, or what is refused by name before."""
+    return Case(name, build, (REFUSED, NOTICED), culprit)
 
 
-# --- models
-
-
-def norm(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: mlp(extra=lambda: nn.BatchNorm1d(5, **options))
-
-
-def evaluating(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: model().eval()
-
-
-def normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = mlp()
-        model[0] = wrap(model[0])
-        return model
-
-    return build
-
-
-def frozen() -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model
-
-
-def channels_last() -> nn.Module:
-    return parts.cnn().to(memory_format=torch.channels_last)
+def harmless(name: str, build: Callable[[], Loop], culprit: str) -> Case:
+    """Might be followed, may be refused or noticed: anything but a silent number."""
+    return Case(name, build, (EQUAL, REFUSED, NOTICED), culprit)
 
 
 def typed(dtype: torch.dtype) -> Callable[[], Loop]:
-    return loop(lambda: mlp().to(dtype), adamw(eps=1e-4), draw=parts.classes(dtype=dtype))
+    return loop(lambda: mlp().to(dtype), adamw(eps=1e-4), draw=classes(dtype=dtype))
 
 
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    return transformers.GPT2LMHeadModel(config)
+def language(model: Callable[[], nn.Module], **rest: Any) -> Callable[[], Loop]:
+    return loop(model, loss_fn=losses.next_token, draw=tokens, **rest)
 
 
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
+def everything(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 MODELS = [
     equal("mlp", loop()),
     equal("before the first step", loop(warm=0)),
-    equal("cnn", loop(parts.cnn, draw=parts.classes(2, 4, 4))),
-    equal("channels_last", loop(channels_last, draw=parts.classes(2, 4, 4))),
+    equal("cnn", loop(models.cnn, draw=classes(2, 4, 4))),
+    equal("channels_last", loop(models.channels_last, draw=classes(2, 4, 4))),
     equal("batch norm", loop(norm())),
     equal("batch norm, cumulative average", loop(norm(momentum=None))),
     equal("batch norm without statistics", loop(norm(track_running_stats=False))),
-    equal("batch norm in eval mode", loop(evaluating(norm()))),
-    equal("one norm in eval mode", loop(parts.half_frozen_norm)),
+    equal("batch norm in eval mode", loop(models.evaluating(norm()))),
+    equal("one norm in eval mode", loop(models.half_frozen_norm)),
     equal("group norm", loop(lambda: mlp(extra=lambda: nn.GroupNorm(1, 5)))),
-    equal("dropout", loop(lambda: mlp(extra=lambda: nn.Dropout(0.3)))),
-    equal("transformer", loop(parts.Transformer, loss_fn=parts.next_token, draw=tokens)),
-    equal(
-        "transformer, tied, dropout, checkpointed",
-        loop(lambda: parts.Transformer(dropout=0.2, tied=True, checkpointed=True), loss_fn=parts.next_token, draw=tokens),
-    ),
-    equal("lstm", loop(lambda: parts.Recurrent(nn.LSTM), loss_fn=parts.next_token, draw=tokens)),
-    equal("gru", loop(lambda: parts.Recurrent(nn.GRU), loss_fn=parts.next_token, draw=tokens)),
-    equal("gpt-2 with dropout", loop(gpt2, loss_fn=parts.next_token, draw=tokens)),
-    equal("llama", loop(llama, loss_fn=parts.next_token, draw=tokens)),
-    equal("frozen part", loop(frozen)),
-    equal("frozen part in the optimizer", loop(frozen, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))),
+    equal("dropout", loop(dropout)),
+    equal("transformer", language(models.Transformer)),
+    equal("transformer in eval mode", language(models.evaluating(models.Transformer))),
+    equal("transformer, tied, checkpointed", language(lambda: models.Transformer(0.2, tied=True, checkpointed=True))),
+    equal("lstm", language(lambda: models.Recurrent(nn.LSTM))),
+    equal("gru", language(lambda: models.Recurrent(nn.GRU))),
+    equal("gpt-2 with dropout", language(models.gpt2)),
+    equal("llama", language(models.llama)),
+    equal("frozen part", loop(models.frozen)),
+    equal("frozen part in the optimizer", loop(models.frozen, everything)),
     equal("weight_norm as a hook", loop(normed(nn.utils.weight_norm))),
     equal("weight_norm as a parametrization", loop(normed(parametrizations.weight_norm))),
     equal("spectral_norm as a hook", loop(normed(nn.utils.spectral_norm))),
     equal("spectral_norm as a parametrization", loop(normed(parametrizations.spectral_norm))),
     equal("orthogonal parametrization", loop(normed(parametrizations.orthogonal))),
-    equal("top-k experts", loop(parts.Experts)),
-    equal("vector quantization", loop(parts.Quantized, loss_fn=parts.quantized)),
-    equal("an unused head", loop(parts.OneHead)),
-    equal("heads chosen by the batch", loop(parts.Heads)),
+    equal("top-k experts", loop(models.Experts)),
+    equal("vector quantization", loop(models.Quantized, loss_fn=losses.quantized)),
+    equal("an unused head", loop(models.OneHead)),
+    equal("heads chosen by the batch", loop(models.Heads)),
     equal("bfloat16", typed(torch.bfloat16)),
     equal("float16 without a scaler", typed(torch.float16)),
     equal("float64", typed(torch.float64)),
-    equal("mixed dtypes", loop(parts.MixedTypes)),
-    equal("complex inside", loop(parts.Spectral)),
+    equal("mixed dtypes", loop(models.MixedTypes)),
+    equal("complex inside", loop(models.Spectral)),
     equal("torch.compile wrapper", loop(lambda: torch.compile(mlp(), backend="eager"))),  # type: ignore[arg-type]
     equal("DataParallel wrapper", loop(lambda: nn.DataParallel(mlp()))),
-    honest("embedding with max_norm", loop(parts.BoundedTokens, loss_fn=parts.next_token, draw=tokens), "max_norm"),
-    honest("a counter in the model", loop(parts.Counting), "calls"),
-    honest("the model's own generator", loop(parts.OwnGenerator), "generator|random"),
-    honest("weight average in the loss", loop(parts.Averaging, loss_fn=parts.distilled, after=lambda l: averaged(l)), ""),
-    refused(
-        "sparse embedding",
-        loop(lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9)), parts.adamw(),
-             parts.next_token, tokens, warm=0),
-        "sparse",
-    ),
+    equal("buffers of every kind", loop(models.ManyBuffers)),
+    equal("parameters of odd shapes", loop(models.OddParameters)),
+    equal("parameters in one vector", loop(models.OneVector)),
+    known("a buffer assigned anew", loop(models.AssignedBuffer), "mean"),
+    known("parameters on one memory", language(models.OneMemory), "head.weight|embed.weight"),
+    known("a buffer on a parameter's memory", loop(models.BufferOnParameter), "scale"),
+    known("a lambda over the model", loop(models.Lambda), "rescale|scale"),
+    known("embedding with max_norm", language(models.BoundedTokens), "max_norm"),
+    known("a counter in the model", loop(models.Counting), "calls"),
+    known("a hidden state carried on", loop(models.Carrying), "hidden"),
+    known("a tensor assigned, no buffer", loop(lambda: models.AssignedBuffer(registered=False)), "mean"),
+    known("a tensor written into, no buffer", loop(models.WrittenTensor), "mean"),
+    known("the model's own generator", loop(models.OwnGenerator), "generator|random"),
+    unseen("weight average in the loss", loop(models.Averaging, loss_fn=losses.distilled, after=tricks.averaged)),
+    harmless("weight average beside the loss", loop(models.Averaging, after=tricks.averaged), "teacher"),
+    refused("sparse embedding", language(models.sparse, warm=0), "sparse"),
     refused("parameters of no group", loop(optimizer=lambda m: torch.optim.AdamW(m[0].parameters())), "3.weight"),
-    refused("nothing to train", loop(lambda: mlp().requires_grad_(False), lambda m: torch.optim.AdamW(m.parameters()), warm=0), "gradient"),
+    refused("nothing to train", loop(lambda: mlp().requires_grad_(False), everything, warm=0), "gradient"),
 ]  # fmt: skip
-
-
-# --- optimizers
-
-
-def averaged(made: Loop) -> None:
-    with torch.no_grad():
-        for slow, p in zip(made.model.teacher.parameters(), made.model.student.parameters()):  # type: ignore
-            slow.lerp_(p, 0.1)
-
-
-def lbfgs(made: Loop, batch: Any) -> torch.Tensor:
-    def closure() -> torch.Tensor:
-        made.optimizer.zero_grad()
-        loss = made.loss_fn(made.model, batch)
-        loss.backward()
-        return loss
-
-    return made.optimizer.step(closure).detach()
-
 
 OPTIMIZERS = [
     equal("Adam, coupled decay", loop(optimizer=adamw(torch.optim.Adam))),
@@ -180,358 +138,188 @@ OPTIMIZERS = [
     equal("one tensor at a time", loop(optimizer=adamw(foreach=False))),
     equal("tensor lr", loop(optimizer=adamw(lr=torch.tensor(1e-2)))),
     equal("tensor lr, fused", loop(optimizer=adamw(lr=torch.tensor(1e-2), fused=True))),
-    equal("groups of different everything", loop(optimizer=parts.grouped)),
-    equal("a subclass that adds nothing", loop(optimizer=adamw(parts.Renamed))),
+    equal("groups of different everything", loop(optimizer=optimizers.grouped)),
+    equal("a subclass that adds nothing", loop(optimizer=adamw(optimizers.Renamed))),
+    equal("restored from a checkpoint", loop(optimizer=optimizers.restored)),
+    known("step hook that looks on", loop(optimizer=optimizers.observed), "hook"),
     refused("amsgrad", loop(optimizer=adamw(amsgrad=True)), "amsgrad"),
-    refused("a subclass that does more", loop(optimizer=adamw(parts.Shrinking)), "Shrinking"),
-    refused("the same in disguise", loop(optimizer=adamw(parts.Disguised)), "Disguised|step"),
-    refused("step patched on the instance", loop(optimizer=parts.patched), "step"),
-    refused("step pre-hook", loop(optimizer=parts.hooked("pre")), "hook"),
-    refused("step post-hook", loop(optimizer=parts.hooked("post")), "hook"),
-    refused("Lookahead", loop(optimizer=lambda m: parts.Lookahead(adamw()(m))), "Lookahead"),
+    refused("a subclass that does more", loop(optimizer=adamw(optimizers.Shrinking)), "Shrinking"),
+    refused("the same in disguise", loop(optimizer=adamw(optimizers.Disguised)), "Disguised|step"),
+    refused("step patched on the instance", loop(optimizer=optimizers.patched), "step"),
+    known("step pre-hook", loop(optimizer=optimizers.hooked("pre")), "hook"),
+    known("step post-hook", loop(optimizer=optimizers.hooked("post")), "hook"),
+    refused("Lookahead", loop(optimizer=lambda m: optimizers.Lookahead(adamw()(m))), "Lookahead"),
     refused("SGD", loop(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)), "SGD"),
-    refused("L-BFGS", loop(optimizer=lambda m: torch.optim.LBFGS(m.parameters()), update=lbfgs), "LBFGS"),
+    refused("L-BFGS", loop(optimizer=lambda m: torch.optim.LBFGS(m.parameters()), update=optimizers.lbfgs), "LBFGS"),
+    refused("an optimizer of two models", loop(optimizer=optimizers.with_another), "2, 2"),
 ]
 
-
-# --- schedules
-
-
-def decaying(optimizer: Any) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step))
-
-
-def one_cycle(optimizer: Any) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20, cycle_momentum=True)
-
-
-class HyperSchedule(lr_scheduler.LRScheduler):
-    """Moves another hyperparameter than the learning rate."""
-
-    def __init__(self, optimizer: Any, name: str) -> None:
-        self.name = name
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
-        for group in self.optimizer.param_groups:
-            if self.name == "betas":
-                group["betas"] = (0.9 - 0.05 * (self.last_epoch % 5), 0.999 - 0.01 * (self.last_epoch % 7))
-            else:
-                group[self.name] = {"weight_decay": 0.1, "eps": 1e-3}[self.name] * (1 + self.last_epoch)
-
-
-def following(make: Callable[[Any], Any], told: bool = True) -> Callable[[], Loop]:
-    rest = {"told": parts.told_scheduler} if told else {}
-    return loop(prepare=with_scheduler(make), after=parts.scheduled, **rest)
-
-
-def by_hand(name: str) -> Callable[[], Loop]:
-    """The user's loop moves a hyperparameter itself."""
-
-    def after(made: Loop) -> None:
-        for group in made.optimizer.param_groups:
-            group[name] = (0.9 - 0.1 * made.taken, 0.999) if name == "betas" else group[name] * 1.5
-
-    return loop(after=after)
-
-
-def on_a_plateau(made: Loop) -> None:
-    made.box.scheduler.step(1.0)
-
-
 SCHEDULES = [
-    equal("LambdaLR", following(decaying)),
-    equal("one cycle, momentum too", following(one_cycle)),
+    equal("LambdaLR", following(optimizers.decaying)),
+    equal("one cycle, momentum too", following(optimizers.one_cycle)),
     equal("cosine", following(lambda o: lr_scheduler.CosineAnnealingLR(o, 6))),
-    equal("warmup then decay", following(
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.8)], [5]
-        )
-    )),
+    equal("warmup then decay", following(optimizers.warmup_then_decay)),
     equal("scheduled weight decay", following(lambda o: HyperSchedule(o, "weight_decay"))),
     equal("scheduled betas", following(lambda o: HyperSchedule(o, "betas"))),
     equal("scheduled eps", following(lambda o: HyperSchedule(o, "eps"))),
-    honest("a scheduler that is not told", following(decaying, told=False), "schedul"),
-    refused(
-        "ReduceLROnPlateau",
-        loop(prepare=with_scheduler(lr_scheduler.ReduceLROnPlateau), after=on_a_plateau, told=parts.told_scheduler),
-        "ReduceLROnPlateau",
-    ),
-    equal("rates as a list", loop(
-        after=lambda l: l.optimizer.param_groups[0].update(lr=1e-2 / (l.taken + 2)),
-        told=lambda l: {"lr": [1e-2 / (t + 1) for t in range(l.taken, l.taken + 5)]},
-    )),
-    unseen("lr moved by the loop", by_hand("lr")),
-    unseen("weight decay moved by the loop", by_hand("weight_decay")),
-    unseen("betas moved by the loop", by_hand("betas")),
-    unseen("eps moved by the loop", loop(after=by_hand("eps")().after, optimizer=adamw(eps=1e-3))),
+    unseen("a scheduler that is not told", following(optimizers.decaying, told=False), "schedul"),
+    equal("rates as a list", tricks.listed_rates),
+    refused("ReduceLROnPlateau", following(lr_scheduler.ReduceLROnPlateau, advance=tricks.on_a_plateau), "Plateau"),
+    unseen("lr moved by the loop", tricks.by_hand("lr")),
+    unseen("weight decay moved by the loop", tricks.by_hand("weight_decay")),
+    unseen("betas moved by the loop", tricks.by_hand("betas")),
+    unseen("eps moved by the loop", tricks.by_hand("eps", eps=1e-3)),
 ]  # fmt: skip
-
-
-# --- what loops do
-
-
-def sharpness_aware(made: Loop, batch: Any) -> torch.Tensor:
-    """SAM: the gradient at a point uphill."""
-    params = list(made.model.parameters())
-    first = torch.autograd.grad(made.loss_fn(made.model, batch), params)
-    with torch.no_grad():
-        for p, slope in zip(params, first):
-            p.add_(0.05 * slope)
-    made.optimizer.zero_grad()
-    loss = made.loss_fn(made.model, batch)
-    loss.backward()
-    with torch.no_grad():
-        for p, slope in zip(params, first):
-            p.sub_(0.05 * slope)
-    made.optimizer.step()
-    return loss.detach()
-
-
-def over_the_live_model(made: Loop) -> None:
-    made.loss_fn = lambda model, batch: (
-        parts.cross_entropy(model, batch) + 0.1 * sum(p.square().sum() for p in made.model.parameters())
-    )
-
-
-def over_the_live_model_alone(made: Loop) -> None:
-    made.loss_fn = lambda model, batch: parts.cross_entropy(made.model, batch)
-
-
-def target_network(made: Loop) -> None:
-    made.box.target = copy.deepcopy(made.model).requires_grad_(False)
-    made.loss_fn = lambda model, batch: (
-        parts.cross_entropy(model, batch) + (model(batch[0]) - made.box.target(batch[0])).square().mean()
-    )
-
-
-def move_target(made: Loop) -> None:
-    with torch.no_grad():
-        for slow, p in zip(made.box.target.parameters(), made.model.parameters()):
-            slow.lerp_(p, 0.5)
-
-
-def unfreeze_later(made: Loop) -> None:
-    made.model[0].requires_grad_(made.taken >= 4)  # type: ignore[index]
-
-
-def freeze_later(made: Loop) -> None:
-    made.model[0].requires_grad_(made.taken < 4)  # type: ignore[index]
-
-
-def grow(made: Loop) -> None:
-    if made.taken == 4:
-        made.model.append(nn.Linear(parts.CLASSES, parts.CLASSES))  # type: ignore[operator]
-        made.optimizer.add_param_group({"params": list(made.model[-1].parameters())})  # type: ignore[index]
-
-
-def scaled_sum(made: Loop) -> None:
-    """Micro-batches' gradients are summed, and the sum divided."""
-    for p in made.model.parameters():
-        p.grad.div_(3)  # type: ignore[union-attr]
-
-
-def summed(made: Loop, batch: Any) -> torch.Tensor:
-    made.optimizer.zero_grad()
-    losses = [made.loss_fn(made.model, part) for part in batch.batches]
-    for loss in losses:
-        loss.backward()
-    scaled_sum(made)
-    made.optimizer.step()
-    return sum(loss.detach() for loss in losses) / 3  # type: ignore[return-value]
-
-
-def clipped_in_groups_order(made: Loop) -> None:
-    nn.utils.clip_grad_norm_([p for g in made.optimizer.param_groups for p in g["params"]], 0.5)
-
-
-def hook(register: str, change: Callable[..., Any]) -> Callable[[Loop], None]:
-    def prepare(made: Loop) -> None:
-        getattr(made.model[0], register)(change)  # type: ignore[index]
-
-    return prepare
-
-
-def parameter_hook(made: Loop) -> None:
-    made.model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))  # type: ignore[index]
-
-
-def ignored(*_: Any) -> None:
-    return None
-
-
-class Seen:
-    """A probe or loss that leaves its traces in the model it is given."""
-
-
-def eval_probe(model: nn.Module) -> torch.Tensor:
-    """As users write it: eval mode, and not back."""
-    model.eval()
-    torch.manual_seed(3)
-    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    return F.cross_entropy(model(x), y)
-
-
-def accuracy(model: nn.Module) -> torch.Tensor:
-    """No derivative."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(40, 4, generator=generator), torch.randint(0, 3, (40,), generator=generator)
-    return (model(x).argmax(-1) == y).float().mean()
-
-
-def penalty_probe(model: nn.Module) -> torch.Tensor:
-    """A probe that differentiates: gradients must be enabled."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-    return parts.penalized(model, (x, y))
-
-
-def dictionaries() -> dict[str, torch.Tensor]:
-    return dict(zip(("x", "y"), parts.classes()()))
-
-
-def encodings() -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.BatchEncoding(dictionaries())
-
-
-def by_key(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def nan_batch(made: Loop) -> None:
-    drawn = [0]
-
-    def draw() -> Any:
-        drawn[0] += 1
-        x, y = parts.classes()()
-        return (x * float("nan") if drawn[0] == 6 else x), y
-
-    made.draw = draw
-
-
-def gradual(made: Loop) -> None:
-    made.draw = parts.sizes(6, 6, 2)
-
-
-def generator_in_the_loop(made: Loop) -> None:
-    generator = torch.Generator().manual_seed(7)
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return parts.cross_entropy(model, (x + 0.1 * torch.randn(x.shape, generator=generator), y))
-
-    made.loss_fn = loss_fn
-
-
-def remembering(made: Loop) -> None:
-    """A loss that keeps a running number outside the model: its scale, as some adversarial losses do."""
-    made.box.scale = 1.0
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        loss = parts.cross_entropy(model, batch)
-        made.box.scale = 0.9 * made.box.scale + 0.1 * float(loss)
-        return loss / made.box.scale
-
-    made.loss_fn = loss_fn
-
-
-def dropout() -> nn.Module:
-    return mlp(extra=lambda: nn.Dropout(0.3))
-
 
 LOOPS = [
     equal("zero_grad to zeros", loop(set_to_none=False)),
-    honest("zero_grad to zeros, heads chosen by the batch", loop(parts.Heads, set_to_none=False), "grad"),
-    equal("clipping, told", loop(edit=parts.clipped, told=parts.told_clip)),
-    unseen("clipping, not told", loop(edit=parts.clipped)),
-    unseen("clipping by value", loop(edit=parts.clipped_by_value)),
-    # the norm of the same gradients summed in another order: a rounding of float32, 6e-8, a step
-    equal("clipping in the groups' order", loop(optimizer=parts.grouped, edit=clipped_in_groups_order, told=parts.told_clip), 1e-5),
+    harmless("zero_grad to zeros, heads chosen by the batch", loop(models.Heads, set_to_none=False), "grad"),
+    equal("clipping, told", loop(edit=tricks.clipped, told=tricks.told_clip)),
+    unseen("clipping, not told", loop(edit=tricks.clipped)),
+    unseen("clipping by value", loop(edit=tricks.clipped_by_value)),
+    unseen("clipping of one part", loop(edit=tricks.clipped_in_part)),
+    unseen("clipping by the largest entry", loop(edit=tricks.clipped_by_largest)),
+    # the norm of the same gradients summed in another order: a rounding of float32 (6e-8) a step, through √v̂
+    equal(
+        "clipping in the groups' order",
+        loop(optimizer=optimizers.grouped, edit=tricks.clipped_in_groups_order, told=tricks.told_clip),
+        rounding=1e-5,
+    ),
     equal("accumulation", loop(accumulate=3)),
-    equal("accumulation with dropout and clipping", loop(dropout, accumulate=2, edit=parts.clipped, told=parts.told_clip)),
-    # (a + b + c) / 3 against a/3 + b/3 + c/3: a rounding of float32 a step, which √v̂ near 0 makes larger
-    equal("accumulation, divided at the end", loop(accumulate=3, update=summed), 1e-4),
-    unseen("gradients edited in place", loop(edit=parts.edited)),
-    unseen("gradient noise", loop(edit=parts.gradient_noise)),
-    unseen("SAM", loop(update=sharpness_aware)),
-    equal("autocast around everything", loop(around=parts.bfloat16, capture_within=parts.bfloat16)),
-    equal("autocast inside loss_fn", loop(loss_fn=parts.autocast_inside)),
-    unseen("autocast, but not at capture", loop(around=parts.bfloat16)),
-    equal("noise from torch in loss_fn", loop(loss_fn=parts.noisy)),
-    honest("mixup by numpy", loop(loss_fn=parts.numpy_mixup), "numpy|random"),
-    honest("mixup by random", loop(loss_fn=parts.random_mixup), "random"),
-    honest("mixup by random, now and then", loop(loss_fn=parts.rare_mixup), "random"),
-    honest("loss_fn's own generator", loop(prepare=generator_in_the_loop), "generator|random|again"),
-    honest("loss_fn with a memory", loop(prepare=remembering), "again|state|loss_fn"),
-    honest("loss_fn also closes over the live model", loop(prepare=over_the_live_model), "model"),
-    refused("loss_fn closes over the live model alone", loop(prepare=over_the_live_model_alone), "model it was given|model it is given"),
-    honest("target network in loss_fn", loop(prepare=target_network, after=move_target), "target|loss_fn"),
-    unseen("unfrozen later", loop(frozen, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), after=unfreeze_later)),
-    unseen("frozen later", loop(after=freeze_later)),
-    unseen("parameters added", loop(after=grow)),
-    unseen("weights changed between steps", loop(after=lambda l: [p.data.mul_(0.99) for p in l.model.parameters()])),
-    unseen("moments reset by the loop", loop(after=lambda l: l.optimizer.state.clear() if l.taken == 4 else None)),
-    unseen("steps skipped by the loop", loop(update=lambda l, b: parts_skip(l, b))),
-    equal("gradient penalty", loop(loss_fn=parts.penalized)),
-    equal("label smoothing", loop(loss_fn=parts.smoothed)),
-    equal("control flow by the data", loop(loss_fn=parts.branching)),
-    refused("loss_fn returns a tuple", loop(loss_fn=lambda m, b: (parts.cross_entropy(m, b), 1), warm=0), "tuple"),
-    refused("loss_fn returns a float", loop(loss_fn=lambda m, b: float(parts.cross_entropy(m, b)), warm=0), "float"),
-    refused("a batch of NaN", loop(prepare=nan_batch), "step 2"),
-    equal("a smaller last batch", loop(prepare=gradual)),
-    equal("dictionaries as batches", loop(draw=dictionaries, loss_fn=by_key)),
-    equal("BatchEncodings as batches", loop(draw=encodings, loss_fn=by_key)),
-    equal("dataclasses as batches", loop(
-        draw=lambda: parts.Labelled(*parts.classes()()), loss_fn=lambda m, b: F.cross_entropy(m(b.x), b.y)
-    )),
+    equal("accumulation and clipping", loop(dropout, accumulate=2, edit=tricks.clipped, told=tricks.told_clip)),
+    # (a + b + c) / 3 against a/3 + b/3 + c/3: a rounding of float32 a step, which coordinates with small v̂ enlarge
+    equal("accumulation, divided at the end", loop(accumulate=3, update=tricks.summed), rounding=1e-4),
+    equal("loss scaled by a power of two", loop(update=tricks.scaled_loss)),
+    unseen("gradients edited in place", loop(edit=tricks.edited)),
+    unseen("gradient noise", loop(edit=tricks.gradient_noise)),
+    unseen("SAM", loop(update=tricks.sharpness_aware)),
+    equal("autocast around everything", loop(around=tricks.bfloat16, capture_within=tricks.bfloat16)),
+    equal("autocast inside loss_fn", loop(loss_fn=losses.autocast_inside)),
+    unseen("autocast, but not at capture", loop(around=tricks.bfloat16)),
+    unseen("captured after validation", loop(dropout, update=tricks.training_mode, after=tricks.after_validation)),
+    unseen("a loader that draws from torch", loop(dropout, after=tricks.loader_draws)),
+    equal("noise from torch in loss_fn", loop(loss_fn=losses.noisy)),
+    known("mixup by numpy", loop(loss_fn=losses.numpy_mixup), "numpy|random"),
+    known("mixup by random", loop(loss_fn=losses.random_mixup), "random"),
+    known("mixup by random, now and then", loop(loss_fn=losses.rare_mixup), "random"),
+    known("loss_fn's own generator", loop(prepare=tricks.generator_in_the_loop), "generator|random|again"),
+    known("loss_fn with a memory", loop(prepare=tricks.remembering), "again|state|loss_fn"),
+    known("loss_fn that writes to its batch", loop(loss_fn=losses.writing), "batch"),
+    unseen("loss_fn also closes over the live model", loop(prepare=tricks.over_the_live_model), "model"),
+    refused("loss_fn uses the live model alone", loop(prepare=tricks.over_the_live_model_alone), "model it (was|is)"),
+    unseen("target network in loss_fn", loop(prepare=tricks.target_network, after=tricks.move_target), "loss_fn"),
+    unseen("unfrozen later", loop(models.frozen, everything, after=tricks.unfreeze_later)),
+    unseen("frozen later", loop(after=tricks.freeze_later)),
+    unseen("parameters added", loop(after=tricks.grow)),
+    unseen("weights changed between steps", loop(after=tricks.shrink)),
+    unseen("moments reset by the loop", loop(after=tricks.forget)),
+    unseen("steps skipped by the loop", loop(update=tricks.skipping)),
+    equal("loss_fn calls submodules only", loop(loss_fn=losses.submodules_only)),
+    equal("pseudo labels in eval mode", loop(dropout, loss_fn=losses.pseudo_labels)),
+    equal("gradient penalty", loop(loss_fn=losses.penalized)),
+    equal("label smoothing", loop(loss_fn=losses.smoothed)),
+    equal("control flow by the data", loop(loss_fn=losses.branching)),
+    refused("loss_fn returns a tuple", loop(loss_fn=lambda m, b: (losses.cross_entropy(m, b), 1), warm=0), "tuple"),
+    refused("loss_fn returns a float", loop(loss_fn=lambda m, b: float(losses.cross_entropy(m, b)), warm=0), "float"),
+    refused("a batch of NaN", loop(prepare=tricks.nan_batch), "step 2"),
+    equal("a smaller last batch", loop(prepare=tricks.uneven)),
+    equal("dictionaries as batches", loop(draw=losses.dictionaries, loss_fn=losses.by_key)),
+    equal("BatchEncodings as batches", loop(draw=losses.encodings, loss_fn=losses.by_key)),
+    equal("dataclasses as batches", loop(draw=losses.labelled, loss_fn=losses.by_field)),
 ]  # fmt: skip
 
 HOOKS = [
-    honest("forward hook that changes the output", loop(prepare=hook("register_forward_hook", lambda m, a, out: out * 2)), "hook"),
-    honest("forward pre-hook that changes the input", loop(prepare=hook("register_forward_pre_hook", lambda m, a: (a[0] * 2,))), "hook"),
-    honest("backward hook that changes the gradient", loop(
-        lambda: nn.Sequential(nn.Identity(), mlp())[1], prepare=lambda l: l.model[3].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
-    ), "hook"),
-    equal("forward hook that looks on", loop(prepare=hook("register_forward_hook", ignored))),
-    refused("gradient hook on a parameter", loop(prepare=parameter_hook), "0.weight"),
+    known("forward hook that doubles", loop(prepare=hook(0, "forward_hook", tricks.doubled_output)), "hook"),
+    known("forward pre-hook that doubles", loop(prepare=hook(0, "forward_pre_hook", tricks.doubled)), "hook"),
+    known("backward hook that doubles", loop(prepare=hook(3, "full_backward_hook", tricks.doubled)), "hook"),
+    known("backward pre-hook that doubles", loop(prepare=hook(3, "full_backward_pre_hook", tricks.doubled)), "hook"),
+    equal("forward hook that looks on", loop(prepare=hook(0, "forward_hook", tricks.ignored))),
+    refused("gradient hook on a parameter", loop(prepare=tricks.parameter_hook), "0.weight"),
 ]  # fmt: skip
 
 PROBES = [
-    equal("probe that calls eval()", loop(dropout, probe=eval_probe)),
-    equal("probe that calls eval(), batch norm", loop(norm(), probe=eval_probe)),
-    equal("accuracy as a probe", loop(probe=accuracy)),
-    equal("gradient penalty as a probe", loop(probe=penalty_probe)),
-    equal("accuracy under weight_norm", loop(normed(nn.utils.weight_norm), probe=accuracy)),
+    equal("probe that calls eval()", loop(dropout, probe=losses.eval_probe)),
+    equal("probe that calls eval(), batch norm", loop(norm(), probe=losses.eval_probe)),
+    equal("probe that freezes the model", loop(probe=losses.freezing_probe)),
+    equal("probe that sets an attribute", loop(models.Tempered, probe=losses.tempering_probe)),
+    equal("probe that changes the weights", loop(probe=losses.writing_probe)),
+    equal("accuracy as a probe", loop(probe=losses.accuracy)),
+    equal("accuracy under weight_norm", loop(normed(nn.utils.weight_norm), probe=losses.accuracy)),
+    equal("gradient penalty as a probe", loop(probe=losses.penalty_probe)),
 ]
 
 TABLE = [*MODELS, *OPTIMIZERS, *SCHEDULES, *LOOPS, *HOOKS, *PROBES]
 
 
-def parts_skip(made: Loop, batch: Any) -> torch.Tensor:
-    """A loop that leaves out the step where the loss is high."""
-    made.optimizer.zero_grad()
-    loss = made.loss_fn(made.model, batch)
-    loss.backward()
-    if loss.item() < 1.1:
-        made.optimizer.step()
-    return loss.detach()
+# why a case fails today: a fix takes its line away
+BROKEN = {
+    "probes run without gradients": [
+        "transformer in eval mode",
+        "gru",
+        "gradient penalty",
+        "gradient penalty as a probe",
+    ],
+    "tensors that share memory are copied apart": [
+        "parameters on one memory",
+        "a buffer on a parameter's memory",
+    ],
+    "a function among the attributes still uses the live model": [
+        "a lambda over the model",
+    ],
+    "rows that a look-up rescales in place are lost": [
+        "embedding with max_norm",
+    ],
+    "what a call leaves in the model outside its buffers stays for the next one": [
+        "a counter in the model",
+        "a hidden state carried on",
+        "a tensor assigned, no buffer",
+        "a tensor written into, no buffer",
+        "probe that calls eval()",
+        "probe that calls eval(), batch norm",
+        "probe that sets an attribute",
+    ],
+    "randomness outside torch's global generator is neither kept nor refused": [
+        "the model's own generator",
+        "mixup by numpy",
+        "mixup by random",
+        "mixup by random, now and then",
+        "loss_fn's own generator",
+    ],
+    "the optimizer is taken for a plain AdamW": [
+        "the same in disguise",
+        "step patched on the instance",
+        "step pre-hook",
+        "step post-hook",
+        "Lookahead",
+    ],
+    "a scheduler's weight decay and eps are not read": [
+        "scheduled weight decay",
+        "scheduled eps",
+    ],
+    "the user's own objects move on while the path is followed": [
+        "loss_fn with a memory",
+    ],
+    "what user code writes into a batch or a parameter stays there": [
+        "loss_fn that writes to its batch",
+        "probe that changes the weights",
+    ],
+    "the model's hooks are left behind without a word": [
+        "forward hook that doubles",
+        "forward pre-hook that doubles",
+        "backward hook that doubles",
+        "backward pre-hook that doubles",
+    ],
+}
 
 
 def parameter(case: Case) -> Any:
-    marks = []
-    if case.broken:
-        marks.append(pytest.mark.xfail(strict=True, reason=case.broken))
-    elif NOTICED in case.allowed and not hasattr(ak.Path, "matches"):
+    marks = [pytest.mark.xfail(strict=True, reason=why) for why, names in BROKEN.items() if case.name in names]
+    if NOTICED in case.allowed and not hasattr(ak.Path, "matches"):
         marks.append(pytest.mark.xfail(strict=False, reason="Path.matches does not exist yet"))
     return pytest.param(case, id=case.name, marks=marks)
 
 
-@pytest.mark.parametrize("case", map(parameter, TABLE))
+@pytest.mark.parametrize("case", [parameter(case) for case in TABLE])
 def test_the_table(case: Case) -> None:
     verdict = judge(case.build, rounding=case.rounding)
     assert verdict.outcome in case.allowed, f"{verdict.outcome}: {verdict.detail}"
@@ -542,3 +330,4 @@ def test_the_table(case: Case) -> None:
 def test_the_table_is_a_table() -> None:
     names = [case.name for case in TABLE]
     assert len(set(names)) == len(names) >= 60
+    assert {name for broken in BROKEN.values() for name in broken} <= set(names)
