@@ -54,12 +54,13 @@ def clipped_by_value(loop: Loop) -> None:
 
 
 def edited(loop: Loop) -> None:
-    next(loop.core.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
+    next(p.grad for p in loop.model.parameters() if p.grad is not None).mul_(0.5)
 
 
 def gradient_noise(loop: Loop) -> None:
     for p in loop.model.parameters():
-        p.grad.add_(0.01 * torch.randn_like(p))  # type: ignore[union-attr]
+        if p.grad is not None:
+            p.grad.add_(0.01 * torch.randn_like(p))
 
 
 def scheduled(loop: Loop) -> None:

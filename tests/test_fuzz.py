@@ -1,0 +1,54 @@
+"""Two hundred loops drawn at random: no silent mismatch, and most of them equal to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import pytest
+from benchmarks.fuzz import SEQUENCES, TRAPS, Judged, draw, run
+
+from .loops import EQUAL
+
+DRAWS = 200
+
+# parts that are answered wrongly today; a fix takes its line away
+BROKEN = {"scheduled weight_decay", "scheduled eps"}
+BROKEN_TRAPS = set(TRAPS) - {"amsgrad", "subclass step"}
+BROKEN_MODELS = set(SEQUENCES)  # the last horizon is read without gradients, by other kernels
+
+
+def is_known(found: Judged) -> bool:
+    return bool(BROKEN & set(found.draw.parts) or found.draw.trap in BROKEN_TRAPS or found.draw.model in BROKEN_MODELS)
+
+
+@pytest.fixture(scope="module")
+def judged() -> list[Judged]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(run(range(DRAWS)))
+
+
+def test_no_silent_mismatch(judged: list[Judged]) -> None:
+    failed = [f"{found.draw}: {found.verdict}" for found in judged if found.failed and not is_known(found)]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.xfail(strict=True, reason="the parts listed above are still answered wrongly")
+def test_no_part_is_still_answered_wrongly(judged: list[Judged]) -> None:
+    failed = [f"{found.draw}: {found.verdict}" for found in judged if found.failed]
+    assert not failed, "\n".join(failed)
+
+
+def test_the_fuzzer_is_not_vacuous(judged: list[Judged]) -> None:
+    """Most draws have no trap, most of those that can be are equal, and every trap is drawn."""
+    plain = [found for found in judged if not found.draw.trap]
+    assert len(plain) > DRAWS / 2
+    fair = [found for found in plain if not is_known(found)]
+    assert sum(found.verdict.outcome == EQUAL for found in fair) > DRAWS / 4
+    assert set(Counter(found.draw.trap for found in judged)) == {"", *TRAPS}
+
+
+def test_a_draw_is_its_seed() -> None:
+    assert draw(7) == draw(7)
+    assert len({str(draw(seed)) for seed in range(50)}) == 50
