@@ -54,7 +54,8 @@ TRAPS = (
     "untold clipping", "clipping by value", "gradient noise", "edited gradients", "weights shrunk", "moments reset",
     "untold schedule", "weight decay by hand", "lr by hand", "autocast outside capture", "forward hook",
     "backward hook", "step pre-hook", "step post-hook", "disguised step", "subclass step", "Lookahead", "amsgrad",
-    "random in loss_fn", "numpy in loss_fn", "loader draws", "validation before capture", "zeros for unused heads",
+    "random in loss_fn", "numpy in loss_fn", "loader draws", "validation before capture",
+    "zeros for unused heads", "looking hook",
 )  # fmt: skip
 
 
@@ -98,7 +99,6 @@ class Draw:
     autocast: str
     loss: str
     wrapped: bool
-    watched: bool
     warm: int
     trap: str
     parts: list[str] = field(default_factory=list)
@@ -128,7 +128,6 @@ def draw(seed: int) -> Draw:
         autocast=rng.choice(["", "", "", "inside", "around"]),
         loss=rng.choice(["", "", "noisy", "smoothed", "branching"]),
         wrapped=chance() < 0.15,
-        watched=chance() < 0.15,
         warm=rng.choice([0, 1, 3]),
         trap=trap,
     )
@@ -192,7 +191,7 @@ def _words(made: Draw) -> list[str]:
         *(["clipped"] if made.clip else []), *([f"{made.accumulate} micro-batches"] if made.accumulate > 1 else []),
         *([] if made.set_to_none else ["zero_grad to zeros"]),
         *([f"autocast {made.autocast}"] if made.autocast else []), *([made.loss] if made.loss else []),
-        *(["DataParallel"] if made.wrapped else []), *(["watched by a hook"] if made.watched else []),
+        *(["DataParallel"] if made.wrapped else []),
         f"{made.warm} warm steps", *([f"TRAP {made.trap}"] if made.trap else []),
     ]  # fmt: skip
 
@@ -220,8 +219,6 @@ def build(made: Draw) -> Loop:
     if made.moved:
         loop.box.scheduler = Schedule(loop.optimizer, made.moved)
     _set(loop, made)
-    if made.watched:
-        next(model.children()).register_forward_hook(tricks.ignored)
     return loop
 
 
@@ -310,6 +307,8 @@ def _set(loop: Loop, made: Draw) -> None:
     loop.told = lambda x: {**({"clip": CLIP} if clip else {}), **({"lr": x.box.scheduler} if told_schedule else {})}
     if made.trap == "validation before capture":
         loop.update = tricks.training_mode
+    if made.trap == "looking hook":
+        next(loop.core.children()).register_forward_hook(tricks.ignored)
     if made.trap in ("forward hook", "backward hook"):
         kind = {"forward hook": "forward_pre_hook", "backward hook": "full_backward_hook"}[made.trap]
         getattr(loop.core[3], f"register_{kind}")(tricks.doubled)  # type: ignore[index]

@@ -41,6 +41,7 @@ class Loop:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # forward pass
     capture_within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     update: Callable[[Loop, Any], Tensor] | None = None  # another loop than the plain one
+    capturing: dict[str, Any] = field(default_factory=dict)  # options of capture
     told: Callable[[Loop], dict[str, Any]] = lambda loop: {}  # options of follow
     probe: Callable[[nn.Module], Any] | None = None
     set_to_none: bool = True
@@ -197,14 +198,16 @@ def judge(build: Callable[[], Loop], *, rounding: float = 0.0) -> Verdict:
     before = _random_state()
     try:
         with live.capture_within():
-            point = ak.capture(live.model, live.optimizer, live.loss_fn)
+            point = ak.capture(live.model, live.optimizer, live.loss_fn, **live.capturing)
         path = point.follow(batches, **live.told(live))
     except ak.AftershockError as error:
         return Verdict(REFUSED, f"{type(error).__name__}: {error}")
     except Exception as error:
         return Verdict(CRASHED, f"{type(error).__name__}: {error}")
     moved = not _same_random(before, _random_state())
-    seen, truth = train(live, batches), train(*begin(build)[:2])
+    seen = train(live, batches)
+    matched, said = _matches(path, live)
+    truth = train(*begin(build)[:2])
     if moved or _first_difference(seen, truth):
         where = "its random state moved" if moved else _first_difference(seen, truth)
         return Verdict(DISTURBED, str(where))
@@ -219,12 +222,20 @@ def judge(build: Callable[[], Loop], *, rounding: float = 0.0) -> Verdict:
     parted = parted or (
         "" if point.follow(batches, **again.told(again)).losses == path.losses else "following twice differs"
     )
-    matches = getattr(path, "matches", None)
-    matched = matches(live.model, live.optimizer) if matches else None
     if not parted:
-        alarm = matched is not None and not matched and not rounding
-        return Verdict(SILENT, f"false alarm: {matched}") if alarm else Verdict(EQUAL)
-    return Verdict(SILENT, parted) if matched is None or matched else Verdict(NOTICED, f"{parted}; {matched}")
+        return Verdict(SILENT, f"false alarm: {said}") if matched is False and not rounding else Verdict(EQUAL)
+    return Verdict(NOTICED, f"{parted}; {said}") if matched is False else Verdict(SILENT, parted)
+
+
+def _matches(path: ak.Path, live: Loop) -> tuple[bool | None, str]:
+    """What `path.matches` says of the live run right after its steps; None where it does not exist yet."""
+    if not hasattr(path, "matches"):
+        return None, ""
+    try:
+        found = path.matches(live.model, live.optimizer)
+    except ak.AftershockError as error:  # it cannot compare, and says why
+        return False, f"{type(error).__name__}: {error}"
+    return bool(found), str(found)
 
 
 def _same_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

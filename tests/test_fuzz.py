@@ -14,7 +14,7 @@ DRAWS = 200
 
 # parts that are answered wrongly today; a fix takes its line away
 BROKEN = {"scheduled weight_decay", "scheduled eps"}
-BROKEN_TRAPS = set(TRAPS) - {"amsgrad", "subclass step"}
+BROKEN_TRAPS = set(TRAPS) - {"amsgrad", "subclass step", "looking hook"}
 BROKEN_MODELS = set(SEQUENCES)  # the last horizon is read without gradients, by other kernels
 
 
