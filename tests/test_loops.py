@@ -210,7 +210,7 @@ LOOPS = [
     known("loss_fn with a memory", loop(prepare=tricks.remembering), "again|state|loss_fn"),
     known("loss_fn that writes to its batch", loop(loss_fn=losses.writing), "batch"),
     unseen("loss_fn also closes over the live model", loop(prepare=tricks.over_the_live_model), "model"),
-    refused("loss_fn uses the live model alone", loop(prepare=tricks.over_the_live_model_alone), "model it (was|is)"),
+    refused("loss_fn uses the live model alone", loop(prepare=tricks.over_the_live_model_alone), "live model|model it (was|is)"),
     unseen("target network in loss_fn", loop(prepare=tricks.target_network, after=tricks.move_target), "loss_fn"),
     unseen("unfrozen later", loop(models.frozen, everything, after=tricks.unfreeze_later)),
     unseen("frozen later", loop(after=tricks.freeze_later)),
