@@ -40,7 +40,6 @@ VECTORS: dict[str, Build] = {
     "norm in eval mode": models.half_frozen_norm,
     "group norm": lambda: models.mlp(extra=lambda: nn.GroupNorm(1, 5)),
     "layer norm": lambda: models.mlp(extra=lambda: nn.LayerNorm(5)),
-    "heads by batch": models.Heads,
     "unused head": models.OneHead,
     "experts": models.Experts,
     "spectral norm": models.normed(nn.utils.parametrizations.spectral_norm),
@@ -50,12 +49,13 @@ SEQUENCES: dict[str, Build] = {
     "checkpointed transformer": lambda: models.Transformer(checkpointed=True),
     "lstm": lambda: models.Recurrent(nn.LSTM),
 }
+HEADS = "heads by batch"  # a batch does not use them all, which a loop's zero_grad takes one way or the other
 TRAPS = (
     "untold clipping", "clipping by value", "gradient noise", "edited gradients", "weights shrunk", "moments reset",
     "untold schedule", "weight decay by hand", "lr by hand", "autocast outside capture", "forward hook",
     "backward hook", "step pre-hook", "step post-hook", "disguised step", "subclass step", "Lookahead", "amsgrad",
     "random in loss_fn", "numpy in loss_fn", "loader draws", "validation before capture",
-    "zeros for unused heads", "looking hook",
+    "zeros for unused heads", "nothing for unused heads", "looking hook",
 )  # fmt: skip
 
 
@@ -152,11 +152,9 @@ def _hypers(rng: random.Random) -> dict[str, Any]:
 
 def _reconcile(made: Draw) -> None:
     """Parts that cannot stand together in plain torch, or a trap that would not be one."""
-    if made.trap == "zeros for unused heads":
-        made.model = "heads by batch"
-    if made.model == "heads by batch":
-        made.set_to_none = made.trap != "zeros for unused heads"
-    if made.model in ("heads by batch", "unused head"):
+    if made.trap in ("zeros for unused heads", "nothing for unused heads"):
+        made.model, made.set_to_none = HEADS, made.trap.startswith("nothing")
+    if made.model in (HEADS, "unused head"):
         made.frozen = 0  # a batch might use frozen parameters only
     if made.model in SEQUENCES:
         made.loss = ""
@@ -201,7 +199,7 @@ def _words(made: Draw) -> list[str]:
 
 def build(made: Draw) -> Loop:
     sequence = made.model in SEQUENCES
-    model = (SEQUENCES if sequence else VECTORS)[made.model]().to(made.dtype)
+    model = {**SEQUENCES, **VECTORS, HEADS: models.Heads}[made.model]().to(made.dtype)
     _freeze(model, made)
     around = tricks.bfloat16 if made.autocast == "around" or made.trap == "autocast outside capture" else None
     within = tricks.bfloat16 if made.autocast == "around" else None
