@@ -228,6 +228,18 @@ def nan_batch(made: Loop) -> None:
     made.draw = draw
 
 
+def both_heads(made: Loop) -> None:
+    """Micro-batches of every step use both heads; the batch in the place of one uses the second alone."""
+    drawn, pairs = [0], made.warm + STEPS
+
+    def draw() -> Any:
+        drawn[0] += 1
+        x, y = classes()()
+        return (x.abs() if drawn[0] % 2 or drawn[0] > 2 * pairs else -x.abs()), y
+
+    made.draw = draw
+
+
 def uneven(made: Loop) -> None:
     made.draw = sizes(6, 6, 2)
 
