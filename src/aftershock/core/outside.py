@@ -1,0 +1,126 @@
+"""What loss_fn uses beside the model it is given: never the live model, and nothing that training moves.
+
+The private copy follows the path; whatever else a loss reaches stays as it is. A frozen teacher is such a constant. The
+live model, a moving average of it or a target network is not, and would give wrong numbers without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ..errors import InvalidLoss
+from .reach import Found, reached
+
+LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
+CONSTANT = "name it in capture(…, constant=[…]) where the loop leaves it as it is"
+
+
+class Mark(NamedTuple):
+    """How a tensor looked at capture: `.data` can be written to without a new version."""
+
+    words: str
+    tensor: Tensor
+    pointer: int
+    version: int
+    head: Tensor
+
+    @classmethod
+    def of(cls, words: str, tensor: Tensor) -> Mark:
+        version = 0 if tensor.is_inference() else tensor._version
+        return cls(words, tensor, tensor.data_ptr(), version, _head(tensor))
+
+    @property
+    def moved(self) -> bool:
+        now = Mark.of(self.words, self.tensor)
+        return (now.pointer, now.version) != (self.pointer, self.version) or not torch.equal(now.head, self.head)
+
+
+class Outside:
+    """The constants of a loss: refused where they are not, and watched from then on."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], model: nn.Module, constant: Sequence[nn.Module]) -> None:
+        spoken_for = {id(part) for module in constant for part in module.modules()}
+        live = {pointer for tensor in _tensors(model) if (pointer := _pointer(tensor))}
+        self._marks: list[Mark] = []
+        for found in (found for function in functions for found in reached(function)):
+            _refuse_live(found, live)
+            _refuse_moving(found, model, id(found.value) in spoken_for)
+            self._marks += [Mark.of(found.words, tensor) for tensor in _tensors(found.value) if not tensor.is_meta]
+
+    def refuse_moved(self) -> None:
+        """Refuse to go on with a constant that has changed since capture."""
+        moved = next((mark for mark in self._marks if mark.moved), None)
+        if moved is not None:
+            raise InvalidLoss(
+                f"loss_fn uses `{moved.words}`, which has changed since capture: it is not the model's, so no step of "
+                "the path moves it. Make it part of the model, or capture again and leave it as it is"
+            )
+
+
+def _refuse_live(found: Found, live: set[int]) -> None:
+    if any(_pointer(tensor) in live for tensor in _tensors(found.value)):
+        what = "the live model" if isinstance(found.value, nn.Module) else "a tensor of the live model"
+        raise InvalidLoss(
+            f"loss_fn uses {what} through `{found.words}`, whose weights do not move with the path; "
+            "use the model that loss_fn is given"
+        )
+
+
+def _refuse_moving(found: Found, model: nn.Module, spoken_for: bool) -> None:
+    words, value = found
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise InvalidLoss(
+                f"loss_fn uses the tensor `{words}`, which needs a gradient and is not the model's. Make it a parameter "
+                "of the model if it is trained, or detach() it"
+            )
+        return
+    normalizing = [part for part in value.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    if any(part.training and part.track_running_stats for part in normalizing):
+        raise InvalidLoss(
+            f"loss_fn uses the module `{words}`, whose batch normalization is in training mode: every pass moves its "
+            "running statistics. Call its eval(), or make it part of the model"
+        )
+    reason = None if spoken_for else _why_it_may_move(value, model)
+    if reason is not None:
+        raise InvalidLoss(
+            f"loss_fn uses the module `{words}` beside the model it is given, and {reason}: no step of the path moves "
+            f"it. Make it part of the model, or {CONSTANT}"
+        )
+
+
+def _why_it_may_move(module: nn.Module, model: nn.Module) -> str | None:
+    if any(isinstance(part, AveragedModel) for part in module.modules()):
+        return "it is a moving average"
+    if any(p.requires_grad for p in module.parameters()):
+        return "its parameters need gradients, as if it were trained"
+    shapes = [p.shape for p in module.parameters()]
+    if shapes and shapes == [p.shape for p in model.parameters()]:
+        return "it has the model's own shapes, as a moving average or a target network has"
+    return None
+
+
+def _tensors(value: nn.Module | Tensor) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        yield from value.parameters()
+        yield from value.buffers()
+
+
+def _pointer(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 where it has none."""
+    strided = tensor.layout == torch.strided and not nn.parameter.is_lazy(tensor) and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if strided else 0
+
+
+def _head(tensor: Tensor) -> Tensor:
+    """The first numbers as bytes, so that NaN equals itself."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return torch.empty(0)
+    return tensor.detach().flatten()[:LOOKED_AT].clone().view(torch.uint8)
