@@ -114,7 +114,7 @@ CALLS = {
     "too few rates": (
         lambda c: c.point().follow(c.batches(3), lr=[0.1]),
         InvalidInput,
-        "1 learning rates for 3",
+        "1 values of lr for 3",
     ),
     "negative rate": (lambda c: c.point().follow(c.batches(1), lr=-1.0), InvalidInput, "zero or positive"),
     "rates per group": (lambda c: c.point().follow(c.batches(1), lr=[[1, 2]]), InvalidInput, "has 1 groups"),

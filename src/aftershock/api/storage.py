@@ -75,7 +75,7 @@ def load_captured(
         held=frozenset(said["held"]),
         hooks=said["hooks"],
         gradient_hook=gradient_hook(model, said["hooks"]),
-        outside=Outside([loss_fn, *private.functions], model, constant),
+        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
     )
     names = tuple(header["names"])
     expected = set(names) | {key.removeprefix("constant/") for key in tensors if key.startswith("constant/")}

@@ -71,7 +71,7 @@ def read(
         computed_in=computed_in(grads) if autocast is None else None,
         hooks=hooks,
         gradient_hook=gradient_hook(model, hooks),
-        outside=Outside([loss_fn, *private.functions], model, constant),
+        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
     )
     around = _autocast(autocast, layout.device)
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)

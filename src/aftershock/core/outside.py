@@ -43,14 +43,23 @@ class Mark(NamedTuple):
 class Outside:
     """The constants of a loss: refused where they are not, and watched from then on."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], model: nn.Module, constant: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        model: nn.Module,
+        private: nn.Module,
+        constant: Sequence[nn.Module],
+    ) -> None:
         spoken_for = {id(part) for module in constant for part in module.modules()}
+        own = {id(part) for part in private.modules()}
         live = {pointer for tensor in _tensors(model) if (pointer := _pointer(tensor))}
         self._marks: list[Mark] = []
         for found in (found for function in functions for found in reached(function)):
+            if id(found.value) in own:
+                continue
             _refuse_live(found, live)
             _refuse_moving(found, model, id(found.value) in spoken_for)
-            self._marks += [Mark.of(found.words, tensor) for tensor in _tensors(found.value) if not tensor.is_meta]
+            self._marks += [Mark.of(found.words, tensor) for tensor in _tensors(found.value) if _pointer(tensor)]
 
     def refuse_moved(self) -> None:
         """Refuse to go on with a constant that has changed since capture."""

@@ -59,7 +59,7 @@ class _Walk:
             for item in (*function.args, *function.keywords.values()):
                 self.whole(item, f"an argument of {words}", depth + 1)
         elif isinstance(function, types.MethodType):
-            self.code(function.__func__, function.__self__, words, depth)
+            self.method(function.__self__, function.__func__, words, depth)
         elif isinstance(function, types.FunctionType):
             self.code(function, NOTHING, words, depth)
         elif not isinstance(function, PLAIN):
@@ -91,7 +91,7 @@ class _Walk:
         for attribute in use.attributes:
             if isinstance(value, types.ModuleType):
                 value = vars(value).get(attribute)
-            elif isinstance(value, Tensor | dict | list | tuple | PLAIN):
+            elif isinstance(value, (Tensor, dict, list, tuple, *PLAIN)):
                 break
             else:
                 inner = _attribute(value, attribute)
