@@ -148,12 +148,12 @@ def test_a_hook_or_forward_that_holds_the_live_model_is_refused() -> None:
     case = trained(mlp(4, 5, 3))
     model = case.model
     handle = model[0].register_forward_hook(lambda m, _, out: out + model[0].bias)
-    with pytest.raises(InvalidLoss, match="live model through `model.?"):
+    with pytest.raises(InvalidLoss, match="live model through `model`"):
         case.point(hooks="run")
     handle.remove()
     whole = model.forward
     model.forward = lambda x: whole(x) * 2
-    with pytest.raises(InvalidLoss, match="live model through `whole|live model through `self"):
+    with pytest.raises(InvalidLoss, match="live model through `whole`"):
         case.point()
 
 
@@ -403,6 +403,28 @@ def test_a_constant_that_moves_after_all_is_refused(how: str) -> None:
         path.skip(0).response(batches[0])
 
 
+class Momentum(nn.Module):
+    """A momentum encoder, moved in the forward pass: MoCo's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 3)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters()):
+                key.data.mul_(0.9).add_(query.data, alpha=0.1)
+        return self.query(x) * self.key(x)
+
+
+def test_a_frozen_parameter_that_a_pass_moves_is_refused() -> None:
+    torch.manual_seed(0)
+    case = trained(Momentum())
+    with pytest.raises(UnsupportedModel, match=r"writes to its frozen parameter 'key\.weight'"):
+        case.point().follow(case.batches(2))
+
+
 # --- schedules of every hyperparameter
 
 
@@ -447,7 +469,7 @@ def test_a_scheduler_is_followed_in_all_it_moves(kind: str) -> None:
 
     train(case.batches(2))
     batches = case.batches(STEPS)
-    with pytest.raises(InvalidInput, match="a scheduler is attached.*lr=scheduler"):
+    with pytest.raises(InvalidInput, match=r"a scheduler is attached.*lr=scheduler"):
         case.point().follow(batches)
     path = case.point().follow(batches, clip=case.clip, lr=scheduler)
     constant = case.point().follow(batches, clip=case.clip, lr="constant")
@@ -661,8 +683,9 @@ def test_what_is_said_reaches_the_recorder_and_its_replay(tmp_path: Any) -> None
     torch.manual_seed(0)
     case = trained(mlp(4, 5, 3))
     case.model[0].register_forward_hook(halve_output)
-    with pytest.raises(UnsupportedModel, match="halve_output"), ak.FlightRecorder(
-        case.model, case.optimizer, cross_entropy, tmp_path / "none"
+    with (
+        pytest.raises(UnsupportedModel, match="halve_output"),
+        ak.FlightRecorder(case.model, case.optimizer, cross_entropy, tmp_path / "none"),
     ):
         pass
     said = {"hooks": "run", "window": 8, "triggers": ()}

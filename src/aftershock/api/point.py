@@ -22,6 +22,7 @@ from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.loss import LossFunction
 from ..core.memory import budget
+from ..core.outside import marked, refuse_written
 from ..core.planning import plan_states
 from ..core.randomness import RandomState
 from ..core.trajectory import Keep, Trajectory
@@ -115,7 +116,9 @@ class TrainingPoint:
         state = self.captured.state
         loop.refuse_other_precision(self.loss, state, steps[0])
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
+        frozen = marked(self.loss.constants)
         trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
+        refuse_written(frozen)
         loop.refuse_unused(trajectory.steps, self.loss.layout.names)
         return Path(self, trajectory, memory)
 
@@ -215,9 +218,7 @@ def capture(
     if unused not in (None, "skip", "zero"):
         raise InvalidInput(f'unused is "skip" or "zero"; got {unused!r}')
     return TrainingPoint(
-        reading.read(
-            model, optimizer, loss_fn, hooks=hooks, autocast=autocast, unused=unused, constant=constant
-        )
+        reading.read(model, optimizer, loss_fn, hooks=hooks, autocast=autocast, unused=unused, constant=constant)
     )
 
 

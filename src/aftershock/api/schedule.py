@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..core.adamw import Hyper
@@ -33,7 +34,7 @@ def schedule(
     betas: Betas = None,
     eps: Number = None,
 ) -> list[tuple[Hyper, ...]]:
-    """Every group's hyperparameters at each of the next `steps` steps. What is given by itself goes over a scheduler."""
+    """Every group's hyperparameters at each of the next `steps` steps. What is given by itself beats a scheduler."""
     schedulers = _schedulers(lr)
     if schedulers:
         out = _from_schedulers(hypers, schedulers, steps)
@@ -77,7 +78,7 @@ def _with(name: str, hyper: Hyper, value: Any, step: int) -> Hyper:
     number = float(value)
     if not number >= 0:
         raise InvalidInput(f"{WORDS.get(name, name)} of step {step} is {number}; it must be zero or positive")
-    return hyper.with_lr(number) if name == "lr" else replace(hyper, **{name: number})
+    return hyper.with_lr(number) if name == "lr" else replace(hyper, **{name: number})  # type: ignore[arg-type]
 
 
 def _is_one(name: str, value: Any) -> bool:
@@ -122,11 +123,9 @@ def _unwrapped(scheduler: Any) -> Any:
     """The scheduler inside accelerate's, which steps it once per update where one process trains."""
     if type(scheduler).__module__.partition(".")[0] != "accelerate":
         return scheduler
-    from accelerate.state import AcceleratorState
-
-    if AcceleratorState().num_processes > 1 and not scheduler.split_batches:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidInput(
-            f"accelerate steps this scheduler {AcceleratorState().num_processes} times per update; pass its learning "
+            "accelerate steps this scheduler several times per update where several processes train; pass its learning "
             "rates as a list"
         )
     return scheduler.scheduler

@@ -69,14 +69,6 @@ def load_captured(
     said = header["loop"]
     model = unwrapped(model)
     private = PrivateCopy(model, said["hooks"])
-    loop = LiveLoop(
-        scheduled=said["scheduled"],
-        unused=said["unused"],
-        held=frozenset(said["held"]),
-        hooks=said["hooks"],
-        gradient_hook=gradient_hook(model, said["hooks"]),
-        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
-    )
     names = tuple(header["names"])
     expected = set(names) | {key.removeprefix("constant/") for key in tensors if key.startswith("constant/")}
     if expected != set(private.original):
@@ -112,6 +104,14 @@ def load_captured(
         module.training = header["training"].get(name, module.training)
     enabled, dtype = header["autocast"]
     constants = {name: part[f"constant/{name}"] for name in private.original if name not in set(names)}
+    loop = LiveLoop(
+        scheduled=said["scheduled"],
+        unused=said["unused"],
+        held=frozenset(said["held"]),
+        hooks=said["hooks"],
+        gradient_hook=gradient_hook(model, said["hooks"]),
+        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
+    )
     around = Autocast(enabled, getattr(torch, dtype))
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
     random = RandomState(tensors["random/cpu"], tensors.get("random/cuda"))

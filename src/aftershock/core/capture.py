@@ -34,7 +34,7 @@ class Captured:
     state: JointState
     hypers: tuple[Hyper, ...]
     random: RandomState
-    loop: LiveLoop = LiveLoop()
+    loop: LiveLoop
 
 
 def read(
@@ -67,7 +67,9 @@ def read(
     loop = LiveLoop(
         scheduled=is_scheduled(optimizer.param_groups),
         unused=unused_gradients(grads, state.counts) if unused is None else unused,
-        held=frozenset(i for i, p in enumerate(originals) if p.grad is not None or (unused == "zero" and state.counts[i])),
+        held=frozenset(
+            i for i, p in enumerate(originals) if p.grad is not None or (unused == "zero" and state.counts[i])
+        ),
         computed_in=computed_in(grads) if autocast is None else None,
         hooks=hooks,
         gradient_hook=gradient_hook(model, hooks),

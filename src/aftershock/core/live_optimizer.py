@@ -22,7 +22,7 @@ def unwrapped_optimizer(optimizer: Any, hooks: Hooks | None = None) -> torch.opt
         if not within(type(optimizer).__module__, WRAPPERS):
             raise UnsupportedOptimizer(
                 f"the optimizer is a {type(optimizer).__name__} around a {type(optimizer.optimizer).__name__}; what it "
-                "does beside calling it is not modelled. Train without the wrapper: the inner optimizer alone is another run"
+                "does beside calling it is not modelled. Train without it: the inner optimizer alone is another run"
             )
         optimizer = optimizer.optimizer
     _refuse_other_steps(optimizer)

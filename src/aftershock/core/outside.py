@@ -6,14 +6,14 @@ live model, a moving average of it or a target network is not, and would give wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..errors import InvalidLoss
+from ..errors import InvalidLoss, UnsupportedModel
 from .reach import Found, reached
 
 LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
@@ -71,6 +71,21 @@ class Outside:
             )
 
 
+def marked(tensors: Mapping[str, Tensor]) -> list[Mark]:
+    """How tensors look now, by name."""
+    return [Mark.of(name, tensor) for name, tensor in tensors.items() if _pointer(tensor)]
+
+
+def refuse_written(frozen: Sequence[Mark]) -> None:
+    """Refuse a model whose own passes have written to its frozen parameters."""
+    written = next((mark for mark in frozen if mark.moved), None)
+    if written is not None:
+        raise UnsupportedModel(
+            f"a pass of the model writes to its frozen parameter {written.words!r}, as momentum encoders do; that is "
+            "state which no step of the path carries. Register it as a buffer: buffers are carried"
+        )
+
+
 def _refuse_live(found: Found, live: set[int]) -> None:
     if any(_pointer(tensor) in live for tensor in _tensors(found.value)):
         what = "the live model" if isinstance(found.value, nn.Module) else "a tensor of the live model"
@@ -85,8 +100,8 @@ def _refuse_moving(found: Found, model: nn.Module, spoken_for: bool) -> None:
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise InvalidLoss(
-                f"loss_fn uses the tensor `{words}`, which needs a gradient and is not the model's. Make it a parameter "
-                "of the model if it is trained, or detach() it"
+                f"loss_fn uses the tensor `{words}`, which needs a gradient and is not the model's. Make it a "
+                "parameter of the model if it is trained, or detach() it"
             )
         return
     normalizing = [part for part in value.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]

@@ -178,7 +178,7 @@ def _loads(code: types.CodeType, first: str | None) -> Iterator[Use]:
     for i, instruction in enumerate(instructions):
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         kind = instruction.opname
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") or "DEREF" in kind and kind.startswith("LOAD"):
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") or ("DEREF" in kind and kind.startswith("LOAD")):
             yield Use(names[0], tuple(_chain(instructions, i + 1)), "DEREF" not in kind)
         elif kind.startswith("LOAD_FAST") and first in names:
             yield Use(str(first), tuple(_chain(instructions, i + 1)) if names[-1] == first else (), False)

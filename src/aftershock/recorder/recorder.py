@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api.point import TrainingPoint
+from ..api.schedule import LearningRate
 from ..core import capture as reading
 from ..core.adamw import Hyper
 from ..core.batches import Batch
@@ -266,13 +267,18 @@ class FlightRecorder:
         """Keep the window that ends with the next recorded step."""
         self._asked = reason
 
-    def forecast(self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0) -> Forecast:
-        """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`."""
+    def forecast(
+        self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0, lr: LearningRate = "constant"
+    ) -> Forecast:
+        """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`.
+
+        lr: as in `follow`, for `horizon` steps; default: the present learning rates.
+        """
         point = TrainingPoint(self._capture())
         if self._forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(self._forward.autocast, self._forward.autocast_dtype)
         past = [record.batch(self.source) for record in self.recent]
-        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed)
+        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
 
     # --- hooks
 
@@ -314,8 +320,9 @@ class FlightRecorder:
             self._writer.put(lambda: self.flights.append(self._ring.freeze(record.step, "; ".join(reasons))))
 
     def _capture(self) -> reading.Captured:
-        said = {"hooks": self.hooks, "unused": self.unused, "constant": self.constant}
-        return reading.read(self.model, self.optimizer, self.loss_fn, **said)
+        return reading.read(
+            self.model, self.optimizer, self.loss_fn, hooks=self.hooks, unused=self.unused, constant=self.constant
+        )
 
     def _save(self, captured: reading.Captured) -> None:
         self._saving = ref(captured)
