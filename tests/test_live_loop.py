@@ -331,6 +331,16 @@ def test_a_loss_that_holds_the_live_model_is_refused_by_name(kind: str) -> None:
         ak.capture(NET, optimizer, make_loss(NET))
 
 
+def test_a_probe_that_holds_the_live_model_is_refused_by_name() -> None:
+    case = make("tanh_mlp")
+    model, start = case.model, case.model[0].weight.detach().clone()
+    change = case.path(2).skip(0)
+    with pytest.raises(InvalidLoss, match="the probe uses the live model through `model`"):
+        change.response(lambda m: model[0].weight.sum())
+    moved = change.response(lambda m: (m[0].weight - start).square().sum(), answers=("exact",))
+    assert moved.exact.values.any()
+
+
 def test_a_trainer_that_merely_owns_the_model_is_followed() -> None:
     torch.manual_seed(0)
     model = mlp(4, 5, 3)

@@ -64,8 +64,8 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def is_torchs_own(hook: Any) -> bool:
-    """One by which torch itself computes weights: weight_norm, spectral_norm, pruning."""
-    return within(origin(hook), ("torch.nn.utils",))
+    """One by which torch itself computes weights: weight_norm, spectral_norm, pruning and kinds of it."""
+    return any(within(kind.__module__, ("torch.nn.utils",)) for kind in type(hook).__mro__)
 
 
 def is_users(hook: Any) -> bool:

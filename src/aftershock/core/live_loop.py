@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class LiveLoop:
     def refuse_moved(self) -> None:
         if self.outside is not None:
             self.outside.refuse_moved()
+
+    def refuse_live(self, function: Callable[..., Any] | None) -> None:
+        """Refuse a probe that reads the live model."""
+        if self.outside is not None and function is not None:
+            self.outside.refuse_live("the probe", function)
 
     def refuse_distorted(self) -> None:
         """Predictions take the gradient for the loss's derivative."""

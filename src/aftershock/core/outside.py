@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +53,25 @@ class Outside:
     ) -> None:
         spoken_for = {id(part) for module in constant for part in module.modules()}
         own = {id(part) for part in private.modules()}
-        live = {pointer for tensor in _tensors(model) if (pointer := _pointer(tensor))}
+        self._live = [ref(tensor) for tensor in _tensors(model)]
         self._marks: list[Mark] = []
+        live = self._live_pointers()
         for found in (found for function in functions for found in reached(function)):
             if id(found.value) in own:
                 continue
-            _refuse_live(found, live)
+            _refuse_live("loss_fn", found, live)
             _refuse_moving(found, model, id(found.value) in spoken_for)
             self._marks += [Mark.of(found.words, tensor) for tensor in _tensors(found.value) if _pointer(tensor)]
+
+    def refuse_live(self, user: str, function: Callable[..., Any]) -> None:
+        """Refuse another function that uses the live model in the place of the one it is given."""
+        found, live = reached(function), self._live_pointers()
+        for each in found:
+            _refuse_live(user, each, live)
+
+    def _live_pointers(self) -> set[int]:
+        alive = (tensor for reference in self._live if (tensor := reference()) is not None)
+        return {pointer for tensor in alive if (pointer := _pointer(tensor))}
 
     def refuse_moved(self) -> None:
         """Refuse to go on with a constant that has changed since capture."""
@@ -86,12 +98,12 @@ def refuse_written(frozen: Sequence[Mark]) -> None:
         )
 
 
-def _refuse_live(found: Found, live: set[int]) -> None:
+def _refuse_live(user: str, found: Found, live: set[int]) -> None:
     if any(_pointer(tensor) in live for tensor in _tensors(found.value)):
         what = "the live model" if isinstance(found.value, nn.Module) else "a tensor of the live model"
         raise InvalidLoss(
-            f"loss_fn uses {what} through `{found.words}`, whose weights do not move with the path; "
-            "use the model that loss_fn is given"
+            f"{user} uses {what} through `{found.words}`, whose weights do not move with the path; "
+            f"use the model that {user} is given (and a clone() of what stays as it is)"
         )
 
 
