@@ -312,6 +312,7 @@ def _in_a_view(model: nn.Module) -> Any:
 LIVE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "closure": (lambda model: lambda m, b: cross_entropy(model, b), "live model through `model`"),
     "part": (lambda model: lambda m, b: cross_entropy(m, b) + model[0].bias.sum(), "through `model`"),
+    "nested": (lambda model: lambda m, b: (lambda x: model(x))(b[0]).sum(), "live model through `model`"),
     "global": (lambda model: uses_global, "live model through `NET`"),
     "default": (lambda model: lambda m, b, net=model: cross_entropy(net, b), "live model through `net`"),
     "partial": (lambda model: functools.partial(lambda net, m, b: cross_entropy(net, b), model), "an argument of"),

@@ -142,9 +142,11 @@ class PrivateCopy:
         """Give the copy its hooks; a method of a part of the model becomes the copy's."""
         copied: list[Callable[..., Any]] = []
         for module, kind in itertools.product(model.modules(), KINDS):
-            own = kept(getattr(module, kind), word)
-            memo[id(getattr(module, kind))].update({key: copy.deepcopy(hook, memo) for key, hook in own.items()})
-            copied += memo[id(getattr(module, kind))].values()
+            hooks = getattr(module, kind)
+            if hooks:
+                own = {key: copy.deepcopy(hook, memo) for key, hook in kept(hooks, word).items()}
+                memo[id(hooks)].update(own)
+                copied += own.values()
         return copied
 
 

@@ -17,7 +17,7 @@ from .outside import Outside
 from .state import JointState
 
 Unused = Literal["skip", "zero"]
-BITS = {torch.bfloat16: 8, torch.float16: 11}  # of a significand, the leading one included
+TAILS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}  # bits of a float32 that a number of this dtype leaves zero
 ENOUGH = 16  # numbers that are not zero: fewer may be short by chance
 LOOKED_AT = 8  # weights: embeddings and norms are not computed in autocast's dtype
 
@@ -130,12 +130,7 @@ def low_precision(grad: Tensor | None) -> torch.dtype | None:
     """The dtype below a float32 gradient in which it was computed: its numbers are short."""
     if grad is None or grad.dtype != torch.float32 or grad.layout != torch.strided:
         return None
-    values = grad.detach().flatten()[:1024]
-    significand, _ = torch.frexp(values[values != 0])
-    if significand.numel() < ENOUGH:
+    bits = grad.detach().flatten()[:1024].view(torch.int32)
+    if bool((bits & TAILS[torch.float16]).any()) or int(bits.count_nonzero()) < ENOUGH:
         return None
-    for dtype, bits in BITS.items():
-        scaled = significand * 2.0**bits
-        if bool((scaled == scaled.round()).all()):
-            return dtype
-    return None
+    return torch.float16 if bool((bits & TAILS[torch.bfloat16]).any()) else torch.bfloat16

@@ -51,12 +51,14 @@ class Outside:
         private: nn.Module,
         constant: Sequence[nn.Module],
     ) -> None:
-        spoken_for = {id(part) for module in constant for part in module.modules()}
-        own = {id(part) for part in private.modules()}
-        self._live = [ref(tensor) for tensor in _tensors(model)]
+        self._model = ref(model)
         self._marks: list[Mark] = []
-        live = self._live_pointers()
-        for found in (found for function in functions for found in reached(function)):
+        reachable = [found for function in functions for found in reached(function)]
+        if not reachable:
+            return
+        live, own = _pointers(model), {id(part) for part in private.modules()}
+        spoken_for = {id(part) for module in constant for part in module.modules()}
+        for found in reachable:
             if id(found.value) in own:
                 continue
             _refuse_live("loss_fn", found, live)
@@ -65,13 +67,11 @@ class Outside:
 
     def refuse_live(self, user: str, function: Callable[..., Any]) -> None:
         """Refuse another function that uses the live model in the place of the one it is given."""
-        found, live = reached(function), self._live_pointers()
-        for each in found:
-            _refuse_live(user, each, live)
-
-    def _live_pointers(self) -> set[int]:
-        alive = (tensor for reference in self._live if (tensor := reference()) is not None)
-        return {pointer for tensor in alive if (pointer := _pointer(tensor))}
+        model = self._model()
+        if model is not None:
+            live = _pointers(model)
+            for found in reached(function):
+                _refuse_live(user, found, live)
 
     def refuse_moved(self) -> None:
         """Refuse to go on with a constant that has changed since capture."""
@@ -147,6 +147,10 @@ def _tensors(value: nn.Module | Tensor) -> Iterator[Tensor]:
     else:
         yield from value.parameters()
         yield from value.buffers()
+
+
+def _pointers(model: nn.Module) -> set[int]:
+    return {pointer for tensor in _tensors(model) if (pointer := _pointer(tensor))}
 
 
 def _pointer(tensor: Tensor) -> int:
