@@ -23,7 +23,7 @@ from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
 from ..results.files import read_tensors, write_tensors
 
-FORMAT = "aftershock-point-1"
+FORMAT = "aftershock-point-2"
 
 
 def save_point(captured: Captured, path: Path) -> str:
