@@ -56,8 +56,8 @@ class Case:
     def batches(self, count: int) -> list[Any]:
         return [self.batch() for _ in range(count)]
 
-    def point(self) -> ak.TrainingPoint:
-        return ak.capture(self.model, self.optimizer, self.loss_fn)
+    def point(self, **options: Any) -> ak.TrainingPoint:
+        return ak.capture(self.model, self.optimizer, self.loss_fn, **options)
 
     def path(self, steps: int = 4, **options: Any) -> ak.Path:
         return self.point().follow(self.batches(steps), clip=self.clip, **options)

@@ -114,7 +114,7 @@ CALLS = {
     "too few rates": (
         lambda c: c.point().follow(c.batches(3), lr=[0.1]),
         InvalidInput,
-        "1 learning rates for 3",
+        "1 values of lr for 3",
     ),
     "negative rate": (lambda c: c.point().follow(c.batches(1), lr=-1.0), InvalidInput, "zero or positive"),
     "rates per group": (lambda c: c.point().follow(c.batches(1), lr=[[1, 2]]), InvalidInput, "has 1 groups"),
@@ -188,7 +188,9 @@ def test_bad_losses(case: Case, name: str) -> None:
 def test_a_loss_that_uses_another_model(case: Case) -> None:
     """A closure over the live model would silently ignore the captured parameters."""
     live = case.model
-    point = ak.capture(case.model, case.optimizer, lambda m, b: F.cross_entropy(live(b[0]), b[1]))
+    with pytest.raises(InvalidLoss, match="uses the live model through `live`"):
+        ak.capture(case.model, case.optimizer, lambda m, b: F.cross_entropy(live(b[0]), b[1]))
+    point = ak.capture(case.model, case.optimizer, lambda m, b: torch.ones((), requires_grad=True) * 2)
     with pytest.raises(InvalidLoss, match="does not depend on any parameter of the model it was given"):
         point.follow(case.batches(1))
 

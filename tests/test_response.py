@@ -313,7 +313,7 @@ def test_hooks_of_the_user_stay_silent() -> None:
     case = make("tanh_mlp")
     seen: list[nn.Module] = []
     case.model[0].register_forward_hook(lambda module, *_: seen.append(module))
-    case.path(3).skip(0).response(case.batch())
+    case.point(hooks="ignore").follow(case.batches(3)).skip(0).response(case.batch())
     assert seen == []
 
 

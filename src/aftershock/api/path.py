@@ -110,7 +110,9 @@ class Path:
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`."""
-        return Watch.of(self.trajectory, self.index(at), probe, horizon)
+        watch = Watch.of(self.trajectory, self.index(at), probe, horizon)
+        self.point.captured.loop.refuse_live(watch.probe.function)
+        return watch
 
     def require_linear(self, watch: Watch) -> None:
         """Prove that Hessian products are right, and refuse predictions where buffers are state outside (θ, m, v)."""

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
 from ..core.guards import Check, check
+from ..core.hooks import Hooks
+from ..core.live_loop import Unused
 from ..core.loss import LossFunction
 from ..core.memory import budget
+from ..core.outside import marked, refuse_written
 from ..core.planning import plan_states
 from ..core.randomness import RandomState
 from ..core.structure import map_leaves
 from ..core.trajectory import Keep, Trajectory
 from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
-from .schedule import LearningRate, schedule
+from .schedule import Betas, LearningRate, Number, schedule
 
 if TYPE_CHECKING:
     from .path import Path
@@ -71,6 +74,9 @@ class TrainingPoint:
         batches: Iterable[Batch],
         *,
         lr: LearningRate = None,
+        weight_decay: Number = None,
+        betas: Betas = None,
+        eps: Number = None,
         clip: float | None = None,
         random: Sequence[RandomState] | None = None,
         keep: Keep | None = None,
@@ -78,9 +84,11 @@ class TrainingPoint:
     ) -> Path:
         """Train on through `batches`, exactly as torch would: one gradient per batch.
 
-        lr: the learning rate per step; None for the optimizer's own, a number, a list with one entry per
-            step, a function of the step's index, or a `torch` scheduler (copied, never advanced). An entry
-            may be one number or one per parameter group.
+        lr: the learning rate per step: a number, a list with one entry per step, a function of the step's index,
+            or the `torch` scheduler that the loop steps after every update, or a list of them (copied, never
+            advanced; whatever they move is followed). An entry may be one number or one per parameter group.
+            "constant" is the optimizer's own, as is None where no scheduler is attached to it.
+        weight_decay, betas, eps: the same, where the loop moves them by itself.
         clip: `max_norm` of `torch.nn.utils.clip_grad_norm_` over all parameters.
         random: the random state before each step, where it was recorded; else it runs on from capture.
         keep: "states", "checkpoints" (√H of them, the rest recomputed) or "graphs"; default: what fits.
@@ -94,7 +102,10 @@ class TrainingPoint:
         if random is not None and len(random) != len(taken):
             raise InvalidInput(f"{len(random)} random states for {len(taken)} batches")
         max_norm = _max_norm(clip)
-        hypers = schedule(self.captured.hypers, lr, len(taken))
+        loop = self.captured.loop
+        loop.refuse_unscheduled(lr)
+        loop.refuse_moved()
+        hypers = schedule(self.captured.hypers, len(taken), lr, weight_decay=weight_decay, betas=betas, eps=eps)
         start = random[0] if random else self.captured.random
         steps = [
             Step(i, batch, random[i] if random else start, hypers[i], max_norm, own_random=random is not None)
@@ -103,8 +114,12 @@ class TrainingPoint:
         if keep not in (None, "states", "checkpoints", "graphs"):
             raise InvalidInput(f'keep is "states", "checkpoints" or "graphs"; got {keep!r}')
         state = self.captured.state
+        loop.refuse_other_precision(self.loss, state, steps[0])
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
+        frozen = marked(self.loss.constants)
         trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
+        refuse_written(frozen)
+        loop.refuse_unused(trajectory.steps, self.loss.layout.names)
         return Path(self, trajectory, memory)
 
     def check(self, batch: Batch) -> Check:
@@ -113,6 +128,8 @@ class TrainingPoint:
         It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients. The
         batch that was checked last is not checked again: many paths may start from one point with it.
         """
+        self.captured.loop.refuse_moved()
+        self.captured.loop.refuse_distorted()
         if not (self._checked and self._checked[0][0] is batch):
             self._checked[:] = [(batch, self._check_lifted(batch))]
         return self._checked[0][1]
@@ -160,6 +177,7 @@ class TrainingPoint:
             {name: place(p) for name, p in self.loss.constants.items()},
             self.loss.autocast,
             lambda batch: map_leaves(place, self.loss.place(batch)),
+            zeroed=self.loss.zeroed,
         )
         hypers = captured.hypers
         if device.type != layout.device.type:  # other kernels: torch's defaults there
@@ -178,14 +196,30 @@ def capture(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
+    *,
+    hooks: Hooks | None = None,
+    autocast: torch.dtype | Literal[False] | None = None,
+    unused: Unused | None = None,
+    constant: Sequence[nn.Module] = (),
 ) -> TrainingPoint:
     """Copy a live model and optimizer into a `TrainingPoint`. Neither is touched.
 
     `loss_fn(model, batch)` returns one number, computed with the model it is given.
+
+    hooks: what your hooks do: "run" where they are part of the computation, "ignore" where they only look.
+    autocast: the dtype of the autocast that training runs in, or False; default: the one that is in force now.
+    unused: what the loop does with a parameter that a step does not use: "skip" after `zero_grad()`, "zero" after
+        `zero_grad(set_to_none=False)`; default: as the live gradients show.
+    constant: modules that loss_fn uses beside the model and that the loop leaves as they are (a frozen teacher needs no
+        word unless it has the model's own shapes).
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    return TrainingPoint(reading.read(model, optimizer, loss_fn))
+    if unused not in (None, "skip", "zero"):
+        raise InvalidInput(f'unused is "skip" or "zero"; got {unused!r}')
+    return TrainingPoint(
+        reading.read(model, optimizer, loss_fn, hooks=hooks, autocast=autocast, unused=unused, constant=constant)
+    )
 
 
 def from_checkpoint(
@@ -194,21 +228,31 @@ def from_checkpoint(
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     model_state: Mapping[str, Tensor],
     optimizer_state: Mapping[str, Any],
+    **options: Any,
 ) -> TrainingPoint:
     """A point from a checkpoint's two `state_dict()`s.
 
     `model` and `optimizer`, built as the training script builds them, say what the numbers belong to; they
-    stay as they are.
+    stay as they are. `options` are those of `capture`.
     """
-    captured = reading.read(model, optimizer, loss_fn)
+    captured = capture(model, optimizer, loss_fn, **options).captured
     return TrainingPoint(overwrite(captured, model, optimizer, model_state, optimizer_state))
 
 
-def load_point(path: str | FilePath, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> TrainingPoint:
-    """A point saved by `TrainingPoint.save`, with the code of `model`; its weights are not used."""
+def load_point(
+    path: str | FilePath,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    *,
+    constant: Sequence[nn.Module] = (),
+) -> TrainingPoint:
+    """A point saved by `TrainingPoint.save`, with the code of `model`; its weights are not used.
+
+    What was said at capture of hooks, autocast and unused parameters is in the file; `constant` is as there.
+    """
     from .storage import load_captured
 
-    return TrainingPoint(load_captured(FilePath(path), model, loss_fn))
+    return TrainingPoint(load_captured(FilePath(path), model, loss_fn, constant=constant))
 
 
 def _max_norm(clip: object) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from ..core.adamw import Hyper
 from ..core.batches import Batch
 from ..core.capture import Captured, PrivateCopy, dense_stride, unwrapped
+from ..core.hooks import gradient_hook
 from ..core.layout import Layout
+from ..core.live_loop import LiveLoop
 from ..core.loss import Autocast, LossFunction
+from ..core.outside import Outside
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
 from ..results.files import read_tensors, write_tensors
 
-FORMAT = "aftershock-point-1"
+FORMAT = "aftershock-point-2"
 
 
 def save_point(captured: Captured, path: Path) -> str:
@@ -44,14 +47,28 @@ def save_point(captured: Captured, path: Path) -> str:
         "hypers": [hyper_to_json(h) for h in captured.hypers],
         "autocast": [loss.autocast.enabled, str(loss.autocast.dtype).removeprefix("torch.")],
         "training": {name: module.training for name, module in loss.model.named_modules()},
+        "loop": {
+            "scheduled": captured.loop.scheduled,
+            "unused": captured.loop.unused,
+            "held": sorted(captured.loop.held),
+            "hooks": captured.loop.hooks,
+        },
     }
     return write_tensors(path, tensors, header)
 
 
-def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
+def load_captured(
+    path: Path,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    *,
+    constant: Sequence[nn.Module] = (),
+) -> Captured:
     """The point in `path` with the code of `model`."""
     tensors, header = read_tensors(path, "saved point", FORMAT)
-    private = PrivateCopy(unwrapped(model))
+    said = header["loop"]
+    model = unwrapped(model)
+    private = PrivateCopy(model, said["hooks"])
     names = tuple(header["names"])
     expected = set(names) | {key.removeprefix("constant/") for key in tensors if key.startswith("constant/")}
     if expected != set(private.original):
@@ -87,9 +104,18 @@ def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Ba
         module.training = header["training"].get(name, module.training)
     enabled, dtype = header["autocast"]
     constants = {name: part[f"constant/{name}"] for name in private.original if name not in set(names)}
-    loss = LossFunction(private.model, loss_fn, layout, constants, Autocast(enabled, getattr(torch, dtype)))
+    loop = LiveLoop(
+        scheduled=said["scheduled"],
+        unused=said["unused"],
+        held=frozenset(said["held"]),
+        hooks=said["hooks"],
+        gradient_hook=gradient_hook(model, said["hooks"]),
+        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
+    )
+    around = Autocast(enabled, getattr(torch, dtype))
+    loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
     random = RandomState(tensors["random/cpu"], tensors.get("random/cuda"))
-    return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random)
+    return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random, loop)
 
 
 def hyper_to_json(hyper: Hyper) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
 from .adamw import Hyper
 from .batches import Batch
+from .hooks import KINDS, Hooks, gradient_hook, kept, refuse_unspoken
 from .layout import Layout
+from .live_loop import LiveLoop, Unused, computed_in, unused_gradients
+from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
 from .loss import Autocast, LossFunction
+from .outside import Outside
 from .randomness import RandomState
 from .state import JointState
 
@@ -30,15 +34,24 @@ class Captured:
     state: JointState
     hypers: tuple[Hyper, ...]
     random: RandomState
+    loop: LiveLoop
 
 
-def read(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
+def read(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    *,
+    hooks: Hooks | None = None,
+    autocast: torch.dtype | Literal[False] | None = None,
+    unused: Unused | None = None,
+    constant: Sequence[nn.Module] = (),
+) -> Captured:
     """Copy a live model and optimizer. Neither is touched."""
-    optimizer = unwrapped_optimizer(optimizer)
-    private = PrivateCopy(unwrapped(model))
+    model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer, hooks)
+    private = PrivateCopy(model, hooks)
     members = _optimized_parameters(private, optimizer)
     layout = _layout(private, members)
-    device = layout.device
     originals = [private.original[name] for name in layout.names]
     moments = [optimizer.state.get(p, {}) for p in originals]
     state = JointState(
@@ -50,9 +63,31 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[
     )
     trained = set(layout.names)
     constants = {n: p.detach().clone() for n, p in private.original.items() if n not in trained}
-    loss = LossFunction(private.model, loss_fn, layout, constants, Autocast.now(device))
+    grads = [p.grad for p in originals]
+    loop = LiveLoop(
+        scheduled=is_scheduled(optimizer.param_groups),
+        unused=unused_gradients(grads, state.counts) if unused is None else unused,
+        held=frozenset(
+            i for i, p in enumerate(originals) if p.grad is not None or (unused == "zero" and state.counts[i])
+        ),
+        computed_in=computed_in(grads) if autocast is None else None,
+        hooks=hooks,
+        gradient_hook=gradient_hook(model, hooks),
+        outside=Outside([loss_fn, *private.functions], model, private.model, constant),
+    )
+    around = _autocast(autocast, layout.device)
+    loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
     hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
-    return Captured(loss, state, hypers, RandomState.now(device))
+    return Captured(loss, state, hypers, RandomState.now(layout.device), loop)
+
+
+def _autocast(given: torch.dtype | Literal[False] | None, device: torch.device) -> Autocast:
+    now = Autocast.now(device)
+    if given is None:
+        return now
+    if given is not False and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise InvalidInput(f"autocast is a dtype such as torch.bfloat16, or False; got {given!r}")
+    return Autocast(False, now.dtype) if given is False else Autocast(True, given)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -70,21 +105,21 @@ class PrivateCopy:
     """The model's code and configuration with empty tensors in the place of its data.
 
     Data comes in through `functional_call`; a tensor that this forgets fails loudly, since it is on the
-    meta device. The user's hooks stay behind, except those by which torch itself computes weights
-    (weight_norm, spectral_norm, pruning).
+    meta device. Hooks stay behind, except those by which torch itself computes weights (weight_norm,
+    spectral_norm, pruning) and, with hooks="run", the user's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, hooks: Hooks | None = None) -> None:
         _refuse_unsupported_modules(model)
+        refuse_unspoken(model, hooks)
         memo: dict[int, Any] = {}
         for p in model.parameters():
             memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty_like(b, device="meta")
         for module in model.modules():
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                hooks = getattr(module, name)
-                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_torchs_own(hook))
+            for kind in KINDS:
+                memo[id(getattr(module, kind))] = OrderedDict()
             for value in vars(module).values():
                 if isinstance(value, Tensor) and not value.is_leaf:  # deepcopy refuses these
                     memo[id(value)] = value.detach().clone()
@@ -92,6 +127,7 @@ class PrivateCopy:
         blank_buffers = {id(memo[id(b)]): b for b in model.buffers()}
         try:
             self.model = copy.deepcopy(model, memo)
+            self.functions = self._copy_hooks(model, hooks, memo) + _own_functions(self.model)
         except Exception as error:
             raise UnsupportedModel(
                 f"the model cannot be copied: {type(error).__name__}: {error}. Remove what cannot be deep-copied "
@@ -101,6 +137,24 @@ class PrivateCopy:
         self.original = {name: blank[id(p)] for name, p in self.model.named_parameters()}
         self.buffers = {name: blank_buffers[id(b)] for name, b in self.model.named_buffers()}
 
+    @staticmethod
+    def _copy_hooks(model: nn.Module, word: Hooks | None, memo: dict[int, Any]) -> list[Callable[..., Any]]:
+        """Give the copy its hooks; a method of a part of the model becomes the copy's."""
+        copied: list[Callable[..., Any]] = []
+        for module, kind in itertools.product(model.modules(), KINDS):
+            hooks = getattr(module, kind)
+            if hooks:
+                own = {key: copy.deepcopy(hook, memo) for key, hook in kept(hooks, word).items()}
+                memo[id(hooks)].update(own)
+                copied += own.values()
+        return copied
+
+
+def _own_functions(model: nn.Module) -> list[Callable[..., Any]]:
+    """Functions put onto a module in the place of its methods, which may hold on to the live model."""
+    kinds = types.FunctionType | types.MethodType
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kinds)]
+
 
 def _strip_compilation(model: nn.Module) -> None:
     for module in model.modules():
@@ -108,10 +162,6 @@ def _strip_compilation(model: nn.Module) -> None:
         for name, child in module.named_children():
             if hasattr(child, "_orig_mod"):
                 setattr(module, name, child._orig_mod)
-
-
-def _is_torchs_own(hook: object) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils")
 
 
 def _refuse_unsupported_modules(model: nn.Module) -> None:
@@ -133,20 +183,6 @@ def _refuse_unsupported_modules(model: nn.Module) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedModel(f"module {name!r} has sparse gradients; set sparse=False")
-
-
-def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate and Lightning wrap it
-    ours = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
-    if not isinstance(optimizer, torch.optim.Optimizer) or inspect.unwrap(type(optimizer).step) not in ours:
-        raise UnsupportedOptimizer(
-            f"the optimizer is {type(optimizer).__name__}; aftershock models torch.optim.AdamW and torch.optim.Adam"
-        )
-    for i, group in enumerate(optimizer.param_groups):
-        if group.get("amsgrad"):
-            raise UnsupportedOptimizer(f"group {i} has amsgrad=True; aftershock models amsgrad=False")
-    return optimizer
 
 
 def _optimized_parameters(private: PrivateCopy, optimizer: torch.optim.Optimizer) -> list[tuple[str, int]]:
@@ -215,20 +251,3 @@ def dense_stride(p: Tensor) -> tuple[int, ...]:
     """The parameter's own stride where it fills its memory (channels_last does), else a plain one."""
     dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
     return tuple(dense.stride())
-
-
-def read_hyper(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Hyper:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    lr = group["lr"]
-    return Hyper(
-        lr=lr.detach().clone() if isinstance(lr, Tensor) else float(lr),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
-        maximize=bool(group.get("maximize", False)),
-        foreach=False if group.get("differentiable") else group.get("foreach"),
-        fused=group.get("fused"),
-        capturable=bool(group.get("capturable", False)),
-    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidFile, UnsupportedOptimizer
-from .capture import Captured, PrivateCopy, read_hyper, unwrapped, unwrapped_optimizer
+from .capture import Captured, unwrapped
+from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
 from .loss import LossFunction
 from .state import JointState
 
@@ -23,7 +24,7 @@ def overwrite(
     optimizer_state: Mapping[str, Any],
 ) -> Captured:
     """The captured point with its numbers taken from a checkpoint. Model and optimizer stay as they are."""
-    optimizer, loss, layout = unwrapped_optimizer(optimizer), captured.loss, captured.loss.layout
+    optimizer, loss, layout = unwrapped_optimizer(optimizer, captured.loop.hooks), captured.loss, captured.loss.layout
     weights = _Weights.of(unwrapped(model), model_state, layout.device)
     groups = _groups(optimizer, optimizer_state)
     moments = _moments(unwrapped(model), optimizer, groups, optimizer_state)
@@ -38,9 +39,12 @@ def overwrite(
         buffers={n: weights.read(n, b.shape) if n in weights.tensors else b for n, b in buffers.items()},
     )
     constants = {name: weights.read(name, p.shape) for name, p in loss.constants.items()}
-    fresh = LossFunction(loss.model, loss.loss_fn, layout, constants, loss.autocast)
+    loop = replace(captured.loop, scheduled=is_scheduled(groups))
+    if loop.unused == "zero":
+        loop = replace(loop, held=frozenset(i for i, count in enumerate(state.counts) if count))
+    fresh = LossFunction(loss.model, loss.loss_fn, layout, constants, loss.autocast, zeroed=loop.zeroed)
     hypers = tuple(read_hyper({**own, **saved}, optimizer) for saved, own in zip(groups, optimizer.param_groups))
-    return replace(captured, loss=fresh, state=state, hypers=hypers)
+    return replace(captured, loss=fresh, state=state, hypers=hypers, loop=loop)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def _moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """The saved optimizer state of each parameter by name: both sides list parameters in the same order."""
-    names = {id(p): name for name, p in PrivateCopy(model).original.items()}
+    names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
     return {
         names[id(p)]: state["state"].get(key, {})
         for saved, own in zip(groups, optimizer.param_groups)

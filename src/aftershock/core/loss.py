@@ -98,6 +98,8 @@ class LossFunction:
         constants: Mapping[str, Tensor],
         autocast: Autocast,
         place: Callable[[Batch], Batch] = lambda batch: batch,
+        *,
+        zeroed: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -105,6 +107,7 @@ class LossFunction:
         self.constants = constants
         self.autocast = autocast
         self.place = place
+        self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
@@ -322,7 +325,12 @@ class LossFunction:
         for name, grad in zip(self.layout.names, grads):
             if grad is not None and grad.layout != torch.strided:
                 raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
-        return grads
+        if not self.zeroed:
+            return grads
+        return tuple(
+            torch.zeros_like(leaf) if grad is None and i in self.zeroed else grad
+            for i, (grad, leaf) in enumerate(zip(grads, leaves))
+        )
 
     def finite_norm(self, loss: Tensor, grads: Sequence[Tensor | None], where: str) -> Tensor:
         """The gradient's norm, once it and the loss are seen to be finite: the one wait for a GPU."""

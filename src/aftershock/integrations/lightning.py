@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
+from ..core.hooks import Hooks
 from ..errors import InvalidInput, UnsupportedClipping
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Trigger
@@ -48,9 +49,10 @@ class FlightCallback(lightning.Callback):
         window: int = 64,
         every: int | None = None,
         triggers: Sequence[Trigger] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.directory = directory
-        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers}
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, "hooks": hooks}
         self.recorder: FlightRecorder | RankRecorder | None = None
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None

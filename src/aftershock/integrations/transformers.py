@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..core.batches import Batch
+from ..core.hooks import Hooks
 from ..errors import InvalidInput
 from ..recorder.recorder import FlightRecorder, Observer, guarded
 from ..recorder.triggers import Trigger
@@ -46,9 +47,10 @@ class FlightCallback(TrainerCallback):
         window: int = 64,
         every: int | None = None,
         triggers: Sequence[Trigger] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.directory = directory
-        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers}
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, "hooks": hooks}
         self.recorder: FlightRecorder | None = None
         self._inputs: Batch = None
         self._losses: list[Tensor] = []

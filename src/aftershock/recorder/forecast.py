@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..api.point import TrainingPoint
+from ..api.schedule import LearningRate
 
 REFERENCES = 4  # batches whose mean is the ordinary step
 WATCHED = 8  # batches whose mean loss is watched
@@ -58,6 +59,7 @@ def forecast(
     futures: int,
     clip: float | None,
     seed: int,
+    lr: LearningRate,
 ) -> Forecast:
     """The exact response of past batches' mean loss to `batch` in the place of an ordinary step.
 
@@ -72,7 +74,7 @@ def forecast(
     watched = mean_batch([past[i] for i in spread])
     drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
     try:
-        found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip)
+        found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip, lr=lr)
     except NotFinite:
         return Forecast(None, math.inf, 1)
     response = found["response"].isel({"answer": 0, "change": 0}, drop=True)

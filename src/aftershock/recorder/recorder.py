@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..api.point import TrainingPoint
+from ..api.schedule import LearningRate
 from ..core import capture as reading
 from ..core.adamw import Hyper
 from ..core.batches import Batch
 from ..core.clipping import TORCH_EPSILON, global_norm
+from ..core.hooks import Hooks
+from ..core.live_loop import Unused
+from ..core.live_optimizer import read_hyper, unwrapped_optimizer
 from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
@@ -105,6 +109,7 @@ class FlightRecorder:
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, and NaN.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
+    hooks, unused, constant: as in `capture`.
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
 
     Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every
@@ -123,12 +128,16 @@ class FlightRecorder:
         triggers: Sequence[Trigger] | None = None,
         clip: float | None = None,
         dataset: Any = None,
+        hooks: Hooks | None = None,
+        unused: Unused | None = None,
+        constant: Sequence[nn.Module] = (),
     ) -> None:
         every = window if every is None else every
         if window < 2 or every < 1:
             raise InvalidInput(f"window is at least 2 steps and every at least 1; got {window} and {every}")
         self.model, self.loss_fn, self.clip = model, loss_fn, clip
-        self.optimizer = reading.unwrapped_optimizer(optimizer)
+        self.hooks, self.unused, self.constant = hooks, unused, constant
+        self.optimizer = unwrapped_optimizer(optimizer, hooks)
         self.directory, self.window, self.every = Path(directory).resolve(), window, every
         self.triggers = default_triggers() if triggers is None else tuple(triggers)
         self.recording = False
@@ -270,13 +279,18 @@ class FlightRecorder:
         """Keep the window that ends with the next recorded step."""
         self._asked = reason
 
-    def forecast(self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0) -> Forecast:
-        """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`."""
+    def forecast(
+        self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0, lr: LearningRate = "constant"
+    ) -> Forecast:
+        """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`.
+
+        lr: as in `follow`, for `horizon` steps; default: the present learning rates.
+        """
         point = TrainingPoint(self._capture())
         if self._forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(self._forward.autocast, self._forward.autocast_dtype)
         past = [record.batch(self.source) for record in self.recent]
-        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed)
+        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
 
     # --- hooks
 
@@ -300,7 +314,7 @@ class FlightRecorder:
         if count == before:
             return  # a fused optimizer under GradScaler runs its hooks on skipped steps too
         norm = None if self._told else global_norm(grads, range(len(grads)))
-        hypers = tuple(reading.read_hyper(group, optimizer) for group in optimizer.param_groups)
+        hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
         self._update = _Update(norm, hypers)
 
     # --- inside
@@ -322,7 +336,9 @@ class FlightRecorder:
             self._writer.put(lambda: self.flights.append(self._ring.freeze(record.step, "; ".join(reasons))))
 
     def _capture(self) -> reading.Captured:
-        return reading.read(self.model, self.optimizer, self.loss_fn)
+        return reading.read(
+            self.model, self.optimizer, self.loss_fn, hooks=self.hooks, unused=self.unused, constant=self.constant
+        )
 
     def _save(self, captured: reading.Captured) -> None:
         self._saving = ref(captured)
