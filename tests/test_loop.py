@@ -61,7 +61,7 @@ def test_a_loop_that_closes_over_its_model_and_tells_clip_and_schedule() -> None
     assert torch.equal(random, torch.get_rng_state())
     found = prove_loop(given(clip=0.05))
     assert found.level == "refused"
-    assert "lr of group 0" in found.text
+    assert "lr=scheduler" in found.text
     assert "clip=0.05" in prove_loop(given(scheduler=scheduler)).text
 
 

@@ -13,9 +13,10 @@ from ..errors import InvalidInput, UnsupportedOptimizer
 from . import gradient_causes as gradient
 from . import state_causes as state
 from .adamw import Hyper
-from .capture import read_hyper, unwrapped
+from .capture import unwrapped
 from .evidence import Cause, Evidence, Quantity
 from .layout import Layout
+from .live_optimizer import read_hyper
 from .randomness import RandomState
 from .state import JointState
 from .trajectory import Trajectory
