@@ -177,7 +177,7 @@ def test_save_and_load(tmp_path) -> None:  # type: ignore[no-untyped-def]
         assert torch.equal(a.trajectory.state(3).v, b.trajectory.state(3).v)
     assert not list((tmp_path / "deep").glob(".*"))
     with safe_open(tmp_path / "deep" / "tied.point", framework="pt") as file:
-        assert json.loads(file.metadata()["aftershock"])["format"] == "aftershock-point-1"
+        assert json.loads(file.metadata()["aftershock"])["format"] == "aftershock-point-2"
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -20,7 +20,7 @@ from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
 from ..results.files import read_tensors, write_tensors
 
-FORMAT = "aftershock-point-1"
+FORMAT = "aftershock-point-2"
 
 
 def save_point(captured: Captured, path: Path) -> str:
@@ -32,9 +32,7 @@ def save_point(captured: Captured, path: Path) -> str:
             tensors[f"{channel}/{name}"] = view.to(dtype)
     tensors |= {f"buffer/{name}": b for name, b in state.buffers.items()}
     tensors |= {f"constant/{name}": p for name, p in loss.constants.items()}
-    tensors["random/cpu"] = captured.random.cpu
-    if captured.random.cuda is not None:
-        tensors["random/cuda"] = captured.random.cuda
+    tensors |= {f"random/{name}": value for name, value in captured.random.tensors().items()}
     header = {
         "format": FORMAT,
         "names": layout.names,
@@ -88,7 +86,7 @@ def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Ba
     enabled, dtype = header["autocast"]
     constants = {name: part[f"constant/{name}"] for name in private.original if name not in set(names)}
     loss = LossFunction(private.model, loss_fn, layout, constants, Autocast(enabled, getattr(torch, dtype)))
-    random = RandomState(tensors["random/cpu"], tensors.get("random/cuda"))
+    random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
     return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random)
 
 

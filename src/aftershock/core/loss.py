@@ -31,7 +31,7 @@ from ..errors import (
 from .batches import Batch, example_count, micro_batches
 from .clipping import global_norm
 from .layout import Layout
-from .randomness import RandomState, restored_random
+from .randomness import RandomState, drawing_from
 from .rows import Sharing
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
@@ -144,7 +144,7 @@ class LossFunction:
 
         def program(model: nn.Module) -> Tensor:
             with torch.no_grad():
-                return torch.stack([share(self.raw(model, b, where)) for b, share in micro_batches(batch)]).sum()
+                return torch.stack([share(self.raw(model, b, where)) for b, share in micro_batches(batch, self.layout.device)]).sum()
 
         loss, after, random = self.call(self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating)
         if not torch.isfinite(loss):
@@ -167,7 +167,7 @@ class LossFunction:
         def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
             total: Tensor | None = None
             grads: list[Tensor | None] = [None] * len(leaves)
-            for b, share in micro_batches(batch):
+            for b, share in micro_batches(batch, self.layout.device):
                 loss = share(self.raw(model, b, where))
                 found = map(accumulated, self.grad(loss, leaves, where), leaves)
                 for i, grad in enumerate(found):
@@ -259,15 +259,11 @@ class LossFunction:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if evaluating:
                 stack.enter_context(_eval_mode(self.model))
-            stack.enter_context(restored_random(device))
-            random.install(device)
+            drawing = stack.enter_context(drawing_from(random, device))
             result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
-            after = RandomState.now(device)
-        # most models draw nothing: a thousand steps then share one random state
-        after = random if after.same(random) else after
         left = {n: tensors[f"model.{n}"] for n in buffers}
         self.moving |= {name for name, b in left.items() if b._version}
-        return result, {name: b.detach() for name, b in left.items()}, after
+        return result, {name: b.detach() for name, b in left.items()}, drawing.after
 
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
