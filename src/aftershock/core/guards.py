@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..errors import Nondeterministic, NotFinite, WrongHessian
 from .batches import Batch
-from .dynamics import same_bits
 from .graphs import GradientGraph
 from .loss import LossFunction
 from .randomness import RandomState
+from .reductions import same_bits
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64

@@ -29,7 +29,9 @@ from ..errors import (
     UnsupportedModel,
 )
 from .batches import Batch, example_count, micro_batches
+from .carried import Found, refuse_carried
 from .clipping import global_norm
+from .keeper import Keeper, Left
 from .layout import Layout
 from .randomness import RandomState, drawing_from
 from .rows import Sharing
@@ -109,6 +111,7 @@ class LossFunction:
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
         self.wrapper = Wrapper(model)
+        self.keeper = Keeper(model, loss_fn)
         self._functions: dict[Callable[[nn.Module], Tensor], LossFunction] = {}
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
@@ -177,8 +180,18 @@ class LossFunction:
             assert total is not None
             return total, grads
 
-        (loss, grads), after, random = self.call(leaves, buffers, random, program, evaluating=evaluating)
-        return Gradient(loss, after, random, grads, self.finite_norm(loss, grads, where))
+        left: list[Left] = []
+        (loss, grads), after, drawn = self.call(leaves, buffers, random, program, evaluating=evaluating, left=left)
+
+        def again(begin: Callable[[], None]) -> tuple[Found, list[Left]]:
+            then: list[Left] = []
+            found = self.call(leaves, buffers, random, program, evaluating=evaluating, left=then, begin=begin)[0]
+            return found, then
+
+        if fresh := self.keeper.not_judged(left):
+            refuse_carried(fresh, (loss, grads), again)
+            self.keeper.settle(fresh)
+        return Gradient(loss, after, drawn, grads, self.finite_norm(loss, grads, where))
 
     def example_derivatives(
         self,
@@ -243,12 +256,19 @@ class LossFunction:
         *,
         derivative: bool = False,
         evaluating: bool = False,
+        begin: Callable[[], None] | None = None,
+        left: list[Left] | None = None,
     ) -> tuple[Any, dict[str, Tensor], RandomState]:
-        """Run a program with everything in place; returns its result, the buffers and the random state."""
+        """Run a program with everything in place; returns its result, the buffers and the random state.
+
+        What user code changes otherwise ends with the call; `left` is filled with it, `begin` runs first.
+        """
         device = self.layout.device
         tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
         tensors |= {f"model.{n}": p for n, p in self.constants.items()}
         tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
+        held = [p for p in (*parameters, *self.constants.values()) if not p.is_inference()]
+        versions = [p._version for p in held]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -260,10 +280,19 @@ class LossFunction:
             if evaluating:
                 stack.enter_context(_eval_mode(self.model))
             drawing = stack.enter_context(drawing_from(random, device))
+            stack.enter_context(self.keeper.untouched([] if left is None else left))
+            if begin is not None:
+                begin()
             result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
-        left = {n: tensors[f"model.{n}"] for n in buffers}
-        self.moving |= {name for name, b in left.items() if b._version}
-        return result, {name: b.detach() for name, b in left.items()}, drawing.after
+        kept = {n: tensors[f"model.{n}"] for n in buffers}
+        self.moving |= {name for name, b in kept.items() if b._version}
+        if versions != [p._version for p in held]:
+            raise UnsupportedModel(
+                "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights "
+                "clamped in forward), which is no part of AdamW's step; this training point is spoilt: change the "
+                "parameters after optimizer.step() or not at all, and capture again"
+            )
+        return result, {name: b.detach() for name, b in kept.items()}, drawing.after
 
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
