@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import AftershockError, HiddenState, Nondeterministic
 from .keeper import Left
 from .reductions import same_bits
+from .things import GENERATORS
 
 DISTANCES = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)  # steps ahead at which a counter is tried
 ABOVE_NOISE = 10  # times the difference of a gradient that does not repeat itself
@@ -41,10 +42,15 @@ def _matters(left: Sequence[Left], times: int, plain: Found, again: Again) -> bo
         found, then = again(begin)
     except AftershockError:
         return True
-    moved = {id(each.thing) for each in then}
-    if any(each.draws and id(each.thing) in moved for each in left):
-        return True  # a generator that loss_fn seeds itself ends where it ended before
-    return _differs(plain, found, again)
+    return any(_drawn_on(each, then) for each in left) or _differs(plain, found, again)
+
+
+def _drawn_on(each: Left, then: Sequence[Left]) -> bool:
+    """A generator ends elsewhere when it begins elsewhere, unless it is seeded in the call."""
+    if not isinstance(each.thing, GENERATORS):
+        return False
+    ends = [other.after for other in then if other.thing is each.thing]
+    return not ends or not each.thing.alike(each.after, ends[0])
 
 
 def _differs(plain: Found, found: Found, again: Again) -> bool:
@@ -62,8 +68,8 @@ def _distance(a: Found, b: Found) -> float:
 
 
 def _error(guilty: Sequence[Left]) -> AftershockError:
-    names = ", ".join(repr(name) for each in guilty for name in each.names[:3])
-    if any(each.draws for each in guilty):
+    names = ", ".join(f"`{name}`" for each in guilty for name in each.names[:3])
+    if any(isinstance(each.thing, GENERATORS) for each in guilty):
         return Nondeterministic(
             f"the model or loss_fn draws from a random generator of its own ({names}), whose state a training point "
             "does not hold; draw from the global generators (torch, numpy.random, random), or in the data"

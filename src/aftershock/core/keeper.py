@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModel
 from .reach import Reach
-from .things import GENERATORS, Attributes, Globals, PlainTensor, Thing
+from .things import Attributes, Globals, PlainTensor, Thing
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Left:
     @property
     def key(self) -> tuple[str, ...]:
         return (type(self.thing).__name__, self.thing.label, *self.names)
-
-    @property
-    def draws(self) -> bool:
-        return isinstance(self.thing, GENERATORS)
 
     @property
     def counts(self) -> bool:
@@ -96,7 +92,7 @@ class Keeper:
         for each in left:
             if isinstance(each.thing, PlainTensor) and not each.thing.small:
                 raise UnsupportedModel(
-                    f"{each.names[0]!r} is a large tensor that the model or loss_fn writes to and that is neither a "
+                    f"`{each.names[0]}` is a large tensor that the model or loss_fn writes to and that is neither a "
                     "parameter nor a buffer, so that it cannot be followed; register it with register_buffer"
                 )
 

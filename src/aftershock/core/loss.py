@@ -37,6 +37,11 @@ from .randomness import RandomState, drawing_from
 from .rows import Sharing
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+WRITTEN = (
+    "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights clamped "
+    "in forward), which is no part of AdamW's step. This training point is spoilt: take the writing out of what "
+    "loss_fn calls, and capture again"
+)
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
 
 
@@ -107,6 +112,8 @@ class LossFunction:
         self.autocast = autocast
         self.place = place
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
+        self.noise: float | None = None  # relative difference of a gradient that was run twice
+        self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
@@ -147,7 +154,9 @@ class LossFunction:
 
         def program(model: nn.Module) -> Tensor:
             with torch.no_grad():
-                return torch.stack([share(self.raw(model, b, where)) for b, share in micro_batches(batch, self.layout.device)]).sum()
+                return torch.stack(
+                    [share(self.raw(model, b, where)) for b, share in micro_batches(batch, self.layout.device)]
+                ).sum()
 
         loss, after, random = self.call(self.layout.typed_views(theta), buffers, random, program, evaluating=evaluating)
         if not torch.isfinite(loss):
@@ -287,11 +296,7 @@ class LossFunction:
         kept = {n: tensors[f"model.{n}"] for n in buffers}
         self.moving |= {name for name, b in kept.items() if b._version}
         if versions != [p._version for p in held]:
-            raise UnsupportedModel(
-                "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights "
-                "clamped in forward), which is no part of AdamW's step; this training point is spoilt: change the "
-                "parameters after optimizer.step() or not at all, and capture again"
-            )
+            raise UnsupportedModel(WRITTEN)
         return result, {name: b.detach() for name, b in kept.items()}, drawing.after
 
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:

@@ -107,9 +107,9 @@ class Reach:
         self._seen[id(module)] = module
         self.things.append(Attributes(name, vars(module), attributes=True))
         for key, value in list(vars(module).items()):
-            if key in REGISTRIES or isinstance(value, OrderedDict) and "hooks" in key:
+            if key in REGISTRIES or (isinstance(value, OrderedDict) and "hooks" in key):
                 self._registry(value, name, key)
-            else:
+            elif key != "_non_persistent_buffers_set":
                 self._enter(value, f"{name}.{key}" if name else key, 0, ours)
         if not ours:
             for key, buffer in module.named_buffers(recurse=False):

@@ -193,8 +193,10 @@ class Generator(Thing):
         return self.held.get_state() if isinstance(self.held, torch.Generator) else self.held.getstate()
 
     def same(self, seen: Any) -> bool:
-        now = self.read()
-        return torch.equal(now, seen) if isinstance(now, Tensor) else now == seen
+        return self.alike(self.read(), seen)
+
+    def alike(self, one: Any, other: Any) -> bool:
+        return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
     def write(self, seen: Any) -> None:
         if isinstance(self.held, torch.Generator):
@@ -214,7 +216,10 @@ class NumpyGenerator(Thing):
         return self.held.bit_generator.state
 
     def same(self, seen: Any) -> bool:
-        return _flat(self.read()) == _flat(seen)
+        return self.alike(self.read(), seen)
+
+    def alike(self, one: Any, other: Any) -> bool:
+        return _flat(one) == _flat(other)
 
     def write(self, seen: Any) -> None:
         if isinstance(self.held, np.random.RandomState):
