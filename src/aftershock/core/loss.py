@@ -276,7 +276,9 @@ class LossFunction:
         tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
         tensors |= {f"model.{n}": p for n, p in self.constants.items()}
         tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
-        held = [p for p in (*parameters, *self.constants.values()) if not p.is_inference()]
+        # views of one vector share its count of writes
+        counted = parameters[:1] if self.layout.uniform else parameters
+        held = [p for p in (*counted, *self.constants.values()) if not p.is_inference()]
         versions = [p._version for p in held]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
