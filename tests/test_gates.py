@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import aftershock as ak
-from aftershock.core.dynamics import same_bits
 from aftershock.core.gates import Pattern, recording, replaying
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.kinks import PIECEWISE, WINDOWS
+from aftershock.core.reductions import same_bits
 from aftershock.errors import UnfrozenGate
 from aftershock.theory.switching import switch_fraction
 

@@ -204,7 +204,7 @@ class Layer(nn.Module):
     def __init__(self, act: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b, self.act = nn.Linear(4, 5), nn.Linear(5, 3), act
-        self.generator, self.calls = torch.Generator().manual_seed(0), 0
+        self.last = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.act(self, self.a(x)))
@@ -215,17 +215,8 @@ def branching(layer: nn.Module, h: Tensor) -> Tensor:
 
 
 def reading(layer: nn.Module, h: Tensor) -> Tensor:
-    layer.calls = h.mean().item()
+    layer.last = h.mean().item()
     return torch.tanh(h)
-
-
-def noisy(layer: nn.Module, h: Tensor) -> Tensor:
-    return torch.tanh(h) * (1 + 1e-6 * torch.rand(h.shape[-1], generator=layer.generator, dtype=h.dtype))
-
-
-def counting(layer: nn.Module, h: Tensor) -> Tensor:
-    layer.calls += 1
-    return torch.tanh(h) * (1 + 1e-6 * (layer.calls % 7))
 
 
 class Coupled(torch.autograd.Function):
@@ -253,10 +244,6 @@ def coupled(layer: nn.Module, h: Tensor) -> Tensor:
     return Coupled.apply(h)
 
 
-def plain(layer: nn.Module, h: Tensor) -> Tensor:
-    return torch.tanh(h)
-
-
 def layered(act: Callable[[nn.Module, Tensor], Tensor]) -> tuple[ak.Path, list, object]:
     torch.manual_seed(0)
     model = Layer(act).double()
@@ -266,28 +253,22 @@ def layered(act: Callable[[nn.Module, Tensor], Tensor]) -> tuple[ak.Path, list, 
     return case.point().follow(batches[3:8]), batches[8:11], batches[11]
 
 
-@pytest.mark.parametrize("act", [branching, reading, noisy, counting, coupled])
+@pytest.mark.parametrize("act", [branching, reading, coupled])
 @pytest.mark.parametrize("probe", ["batch", "own"])
 def test_models_that_rows_cannot_share_run_alone(act: Callable[..., Tensor], probe: str) -> None:
-    hidden = act in (noisy, counting)  # their numbers move by 1e-6 from call to call
     found, values, predicted = [], [], []
     for together in (False, True):
         path, pool, batch = layered(act)
         watched = batch if probe == "batch" else ak.own_loss
         with_rows(path, together)
         found.append(path.replace(pool).response(watched, answers=("exact",)).exact.values)
-        if not hidden:
-            values.append(path.replace(pool).response(watched, answers=("semilinear",)).semilinear.values)
-            predicted.append(path.rank(pool, watched, verify=1).data["response"].values)
+        values.append(path.replace(pool).response(watched, answers=("semilinear",)).semilinear.values)
+        predicted.append(path.rank(pool, watched, verify=1).data["response"].values)
     sharing = path.point.loss.sharing
     assert sharing._agreed["gradient"] is False
     assert sharing._agreed.get("value", False) is False
-    if hidden:
-        path, pool, batch = layered(plain)
-        found[0] = path.replace(pool).response(batch if probe == "batch" else own_loss, answers=("exact",)).exact.values
     assert np.abs(found[0]).max() > 1e-3
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-9, atol=1e-4 * np.abs(found[0]).max() if hidden else 1e-14)
-    for a, b in (values, predicted) if not hidden else ():
+    for a, b in (found, values, predicted):
         np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-14)
 
 

@@ -58,7 +58,7 @@ class ExamplesCouple(AftershockError):
 
 
 class HiddenState(AftershockError):
-    """The loss depends on buffers that training moves: state outside (θ, m, v)."""
+    """The loss depends on state outside (θ, m, v): buffers that training moves, or what Python code remembers."""
 
 
 class InvalidFile(AftershockError):

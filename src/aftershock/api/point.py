@@ -16,7 +16,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
-from ..core.guards import Check, check
+from ..core.guards import Check, check, repeated
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.loss import LossFunction
@@ -26,7 +26,15 @@ from ..core.planning import plan_states
 from ..core.randomness import RandomState
 from ..core.structure import map_leaves
 from ..core.trajectory import Keep, Trajectory
-from ..errors import InvalidInput, InvalidLoss, UnsupportedClipping, UnsupportedModel
+from ..errors import (
+    HiddenState,
+    InvalidInput,
+    InvalidLoss,
+    Nondeterministic,
+    UnsupportedClipping,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .schedule import Betas, LearningRate, Number, schedule
 
 if TYPE_CHECKING:
@@ -115,6 +123,8 @@ class TrainingPoint:
             raise InvalidInput(f'keep is "states", "checkpoints" or "graphs"; got {keep!r}')
         state = self.captured.state
         loop.refuse_other_precision(self.loss, state, steps[0])
+        if self.loss.noise is None:  # exact answers stand on it as well
+            self.loss.noise = repeated(self.loss, state, taken[0], start, steps[0].where)[1]
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
         frozen = marked(self.loss.constants)
         trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
@@ -126,12 +136,19 @@ class TrainingPoint:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
         It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients. The
-        batch that was checked last is not checked again: many paths may start from one point with it.
+        batch that was checked last is not checked again: many paths may start from one point with it. A model that
+        has failed once has failed: it is not tried again on another batch.
         """
         self.captured.loop.refuse_moved()
         self.captured.loop.refuse_distorted()
+        if self.loss.refused is not None:
+            raise self.loss.refused
         if not (self._checked and self._checked[0][0] is batch):
-            self._checked[:] = [(batch, self._check_lifted(batch))]
+            try:
+                self._checked[:] = [(batch, self._check_lifted(batch))]
+            except (Nondeterministic, WrongHessian, HiddenState) as error:
+                self.loss.refused = error
+                raise
         return self._checked[0][1]
 
     def _check_lifted(self, batch: Batch) -> Check:

@@ -35,9 +35,7 @@ def save_point(captured: Captured, path: Path) -> str:
             tensors[f"{channel}/{name}"] = view.to(dtype)
     tensors |= {f"buffer/{name}": b for name, b in state.buffers.items()}
     tensors |= {f"constant/{name}": p for name, p in loss.constants.items()}
-    tensors["random/cpu"] = captured.random.cpu
-    if captured.random.cuda is not None:
-        tensors["random/cuda"] = captured.random.cuda
+    tensors |= {f"random/{name}": value for name, value in captured.random.tensors().items()}
     header = {
         "format": FORMAT,
         "names": layout.names,
@@ -114,7 +112,7 @@ def load_captured(
     )
     around = Autocast(enabled, getattr(torch, dtype))
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
-    random = RandomState(tensors["random/cpu"], tensors.get("random/cuda"))
+    random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
     return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random, loop)
 
 

@@ -32,11 +32,11 @@ class Accumulated:
         divisor = len(self.batches) if self.divisor is None else self.divisor
         return (1 / divisor,) * len(self.batches) if self.weights is None else self.weights
 
-    def micro(self) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
-        """Each micro-batch with the map from its loss to its share of the whole."""
+    def micro(self, device: torch.device) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+        """Each micro-batch with the map from its loss to its share of the whole; `device` is the model's."""
         for i, batch in enumerate(self.batches):
             if self.random is not None:  # a loader that draws numbers moved it between the micro-batches
-                self.random[i].install(torch.device("cpu" if self.random[i].cuda is None else "cuda"))
+                self.random[i].install(device)
             if self.weights is None:
                 # a division, as training loops write it: multiplying by 1/n gives other bits
                 yield batch, lambda loss: loss / (len(self.batches) if self.divisor is None else self.divisor)
@@ -61,9 +61,9 @@ def accumulate(
     return Accumulated(taken, None if weights is None else tuple(float(w) for w in weights))
 
 
-def micro_batches(batch: Batch) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
+def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:
     if isinstance(batch, Accumulated):
-        return batch.micro()
+        return batch.micro(device)
     return iter([(batch, lambda loss: loss)])
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from .clipping import Clip, clip_, global_norm, scale_
 from .graphs import GradientGraph
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
+from .reductions import same_bits
 from .state import JointState
 
 NOT_TAKEN = Clip(math.nan, 1.0)
@@ -143,7 +143,3 @@ class Dynamics:
     ) -> LinearStep:
         """The closed-form part alone, where the raw gradient is already known."""
         return LinearStep.at(self.layout, state, raw, present, step.clip, step.hypers)
-
-
-def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
-    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b))

@@ -67,7 +67,7 @@ class GradientGraph:
             if self._graph is not None:
                 self._write_products(self._graph, vectors, out)
                 return
-            for batch, share in micro_batches(self._batch):
+            for batch, share in micro_batches(self._batch, self._function.layout.device):
                 _, grads = self._build(model, batch, share)
                 part = torch.zeros_like(vectors)
                 self._write_products(_edges(grads), vectors, part)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import Nondeterministic, NotFinite, WrongHessian
+from ..errors import Nondeterministic, NotFinite, UnsupportedModel, WrongHessian
 from .batches import Batch
-from .dynamics import same_bits
 from .graphs import GradientGraph
-from .loss import LossFunction
+from .loss import WRITTEN, Gradient, LossFunction
 from .randomness import RandomState
+from .reductions import same_bits
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
@@ -76,14 +76,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     """
     where = "the check"
     graph = GradientGraph(loss, state.theta, state.buffers, batch, random, where)
-    once, twice = (loss.gradient(state.theta, state.buffers, batch, random, where) for _ in range(2))
-    noise = 0.0 if same_bits(once.grads, twice.grads) else _relative(loss, once.grads, twice.grads)
-    if noise > NOISE_LIMIT:
-        raise Nondeterministic(
-            f"the same gradient, run twice from the same random state, differs by {noise:.1%}. The model or "
-            "loss_fn draws random numbers that torch.manual_seed does not control (its own Generator, NumPy, "
-            "Python's random); draw them from torch's global generator, or in the data"
-        )
+    once, noise = repeated(loss, state, batch, random, where)
     generator = torch.Generator(loss.layout.device).manual_seed(0)  # a CPU would draw 1.4 B numbers for half a minute
     u, w = (_direction(loss, state, generator) for _ in range(2))
     hu, hw = graph.products(torch.stack([u, w]))
@@ -106,6 +99,30 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
         )
     moved = moved_buffers(state.buffers, once.buffers)
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)
+
+
+def repeated(
+    loss: LossFunction, state: JointState, batch: Batch, random: RandomState, where: str
+) -> tuple[Gradient, float]:
+    """A gradient, and the relative difference of the same one run again: 2 g. Raises where it is another one."""
+    before = _fingerprint(loss, state)
+    once, twice = (loss.gradient(state.theta, state.buffers, batch, random, where) for _ in range(2))
+    if _fingerprint(loss, state) != before:
+        raise UnsupportedModel(WRITTEN)
+    noise = 0.0 if same_bits(once.grads, twice.grads) else _relative(loss, once.grads, twice.grads)
+    if noise > NOISE_LIMIT:
+        raise Nondeterministic(
+            f"the same gradient at {where}, run twice from the same random state, differs by {noise:.1%}. The model or "
+            "loss_fn uses something that changes by itself: the time, os.urandom, an iterator, a random generator that "
+            "is none of torch's, NumPy's and Python's global ones; or it changes the batch in place"
+        )
+    return once, noise
+
+
+def _fingerprint(loss: LossFunction, state: JointState) -> list[float]:
+    """Changes where the parameters do, also where torch does not count it (p.data.clamp_())."""
+    tensors = [state.theta, *(p for p in loss.constants.values() if p.is_floating_point())]
+    return torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64).cpu() for p in tensors]).tolist()
 
 
 def hidden_buffers(

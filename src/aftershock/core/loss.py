@@ -29,13 +29,20 @@ from ..errors import (
     UnsupportedModel,
 )
 from .batches import Batch, example_count, micro_batches
+from .carried import Found, refuse_carried
 from .clipping import global_norm
+from .keeper import Keeper, Left
 from .layout import Layout
-from .randomness import RandomState, restored_random
+from .randomness import RandomState, drawing_from
 from .rows import Sharing
 from .structure import flatten
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+WRITTEN = (
+    "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights clamped "
+    "in forward), which is no part of AdamW's step. This training point is spoilt: take the writing out of what "
+    "loss_fn calls, and capture again"
+)
 REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
 
 
@@ -109,10 +116,13 @@ class LossFunction:
         self.place = place
         self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
+        self.noise: float | None = None  # relative difference of a gradient that was run twice
+        self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
         self.wrapper = Wrapper(model)
+        self.keeper = Keeper(model, loss_fn)
         self._functions: dict[Callable[[nn.Module], Tensor], LossFunction] = {}
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
@@ -148,8 +158,8 @@ class LossFunction:
 
         def program(model: nn.Module) -> Tensor:
             # parameters and gradients as in training: a penalty differentiates inside, a decay sums what is trainable
-            parts = [share(self.raw(model, b, where)).detach() for b, share in micro_batches(batch)]
-            return torch.stack(parts).sum()
+            micro = micro_batches(batch, self.layout.device)
+            return torch.stack([share(self.raw(model, b, where)).detach() for b, share in micro]).sum()
 
         loss, after, random = self.call(self.leaves(theta), buffers, random, program, evaluating=evaluating)
         if not torch.isfinite(loss):
@@ -176,7 +186,7 @@ class LossFunction:
         def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
             total: Tensor | None = None
             grads: list[Tensor | None] = [None] * len(leaves)
-            for b, share in micro_batches(batch):
+            for b, share in micro_batches(batch, self.layout.device):
                 loss = share(self.raw(model, b, where))
                 found = map(accumulated, self.grad(loss, leaves, where), leaves)
                 for i, grad in enumerate(found):
@@ -186,9 +196,19 @@ class LossFunction:
             assert total is not None
             return total, grads
 
-        (loss, grads), after, random = self.call(leaves, buffers, random, program, evaluating=evaluating)
+        left: list[Left] = []
+        (loss, grads), after, drawn = self.call(leaves, buffers, random, program, evaluating=evaluating, left=left)
+
+        def again(begin: Callable[[], None]) -> tuple[Found, list[Left]]:
+            then: list[Left] = []
+            found = self.call(leaves, buffers, random, program, evaluating=evaluating, left=then, begin=begin)[0]
+            return found, then
+
+        if fresh := self.keeper.not_judged(left):
+            refuse_carried(fresh, (loss, grads), again)
+            self.keeper.settle(fresh)
         norm = self.finite_norm(loss, grads, where) if wait else global_norm(grads, self.layout.model_order)
-        return Gradient(loss, after, random, grads, norm)
+        return Gradient(loss, after, drawn, grads, norm)
 
     def example_derivatives(
         self,
@@ -253,12 +273,21 @@ class LossFunction:
         *,
         derivative: bool = False,
         evaluating: bool = False,
+        begin: Callable[[], None] | None = None,
+        left: list[Left] | None = None,
     ) -> tuple[Any, dict[str, Tensor], RandomState]:
-        """Run a program with everything in place; returns its result, the buffers and the random state."""
+        """Run a program with everything in place; returns its result, the buffers and the random state.
+
+        What user code changes otherwise ends with the call; `left` is filled with it, `begin` runs first.
+        """
         device = self.layout.device
         tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
         tensors |= {f"model.{n}": p for n, p in self.constants.items()}
         tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
+        # views of one vector share its count of writes
+        counted = parameters[:1] if self.layout.uniform else parameters
+        held = [p for p in (*counted, *self.constants.values()) if not p.is_inference()]
+        versions = [p._version for p in held]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -269,21 +298,16 @@ class LossFunction:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if evaluating:
                 stack.enter_context(_eval_mode(self.model))
-            stack.enter_context(restored_random(device))
-            random.install(device)
-            written = [p._version for p in parameters]
+            drawing = stack.enter_context(drawing_from(random, device))
+            stack.enter_context(self.keeper.untouched([] if left is None else left))
+            if begin is not None:
+                begin()
             result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
-            after = RandomState.now(device)
-        if written != [p._version for p in parameters]:
-            raise UnsupportedModel(
-                "loss_fn or the model's forward() writes to parameters in place (F.embedding with max_norm, weights "
-                "clamped before use), which is no step of the optimizer; compute with a changed copy instead"
-            )
-        # most models draw nothing: a thousand steps then share one random state
-        after = random if after.same(random) else after
-        left = {n: tensors[f"model.{n}"] for n in buffers}
-        self.moving |= {name for name, b in left.items() if b._version}
-        return result, {name: b.detach() for name, b in left.items()}, after
+        kept = {n: tensors[f"model.{n}"] for n in buffers}
+        self.moving |= {name for name, b in kept.items() if b._version}
+        if versions != [p._version for p in held]:
+            raise UnsupportedModel(WRITTEN)
+        return result, {name: b.detach() for name, b in kept.items()}, drawing.after
 
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:

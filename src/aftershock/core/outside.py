@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import InvalidLoss, UnsupportedModel
-from .reach import Found, reached
+from .uses import Found, reached
 
 LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
 CONSTANT = "name it in capture(…, constant=[…]) where the loop leaves it as it is"

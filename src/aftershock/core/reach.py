@@ -1,194 +1,151 @@
-"""What a function holds on to beside its arguments: modules and tensors, each with the words that lead to it.
+"""What user code reaches from the model and from loss_fn, and could leave changed: found once per loss.
 
-It reads bytecode for the names that the function uses (`net`, `self.teacher.body`), and follows them through closures,
-globals, defaults, `functools.partial`, methods and the user's own functions that it calls.
+From the model: the attributes of every module, and what is inside them. From a function: the variables that it closes
+over, the global variables that it names, its defaults and attributes, and what is inside those. Objects of libraries
+(loggers, progress bars, data loaders) that are the user's own are not entered: half of their state put back would
+break them.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import inspect
-import types
-from collections.abc import Iterator, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
-from .hooks import name_of, origin
+from .things import PLAIN, Attributes, Globals, Thing, Variable, thing_of
 
-DEPTH = 8  # calls and containers in each other
-ITEMS = 256  # of a container
-LIBRARIES = {"torch", "numpy", "aftershock", "transformers", "lightning", "accelerate", "torchvision", "jaxtyping"}
-PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-NOTHING = object()
-
-
-class Found(NamedTuple):
-    """A module or tensor that a function uses, and how it gets there."""
-
-    words: str
-    value: nn.Module | Tensor
+DEEPEST = 6  # containers inside containers
+MOST = 20_000  # things
+LONGEST = 10_000  # entries of a container; a longer one is data
+NEVER_ENTERED = (*PLAIN, type, ModuleType, CodeType)
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class Use(NamedTuple):
-    """A name in a function's code with the attributes taken from it: `self.teacher.body`."""
+@dataclass
+class Reach:
+    """Everything found; beside it the registries of modules, and those of their hooks, that had no entry."""
 
-    name: str
-    attributes: tuple[str, ...]
-    is_global: bool
+    things: list[Thing] = field(default_factory=list)
+    empty: list[Attributes] = field(default_factory=list)
+    hooks: list[Attributes] = field(default_factory=list)
+    _seen: dict[int, Any] = field(default_factory=dict)  # by id, and kept alive so that an id stays one object's
 
+    @classmethod
+    def of(cls, model: nn.Module, function: Callable[..., Any]) -> Reach:
+        self = cls()
+        for name, module in model.named_modules():
+            self._module(module, name, ours=True)
+        self._enter(function, "loss_fn", 0, ours=False)
+        return self
 
-def reached(function: Any) -> list[Found]:
-    """Every module and tensor that a call of `function` may use without being given it."""
-    walk = _Walk()
-    walk.callable(function, name_of(function), 0)
-    return walk.found
-
-
-class _Walk:
-    def __init__(self) -> None:
-        self.found: list[Found] = []
-        self._seen: dict[tuple[int, int], Any] = {}  # held, so that no id is used twice
-
-    def callable(self, function: Any, words: str, depth: int) -> None:
-        """A call of something: what its code uses."""
-        if isinstance(function, functools.partial):
-            self.callable(function.func, words, depth)
-            for item in (*function.args, *function.keywords.values()):
-                self.whole(item, f"an argument of {words}", depth + 1)
-        elif isinstance(function, types.MethodType):
-            self.method(function.__self__, function.__func__, words, depth)
-        elif isinstance(function, types.FunctionType):
-            self.code(function, NOTHING, words, depth)
-        elif not isinstance(function, PLAIN):
-            name = "forward" if isinstance(function, nn.Module) else "__call__"
-            called = inspect.getattr_static(type(function), name, None)
-            if isinstance(called, types.FunctionType):
-                self.code(called, function, words, depth)
-
-    def code(self, function: Any, bound: object, words: str, depth: int) -> None:
-        key = (id(function), id(bound))
-        if depth > DEPTH or key in self._seen or not isinstance(function, types.FunctionType):
+    def _enter(self, value: Any, label: str, depth: int, ours: bool) -> None:
+        """`ours`: in the private copy of the model, where any object may be entered."""
+        if isinstance(value, NEVER_ENTERED) or id(value) in self._seen or len(self.things) > MOST:
             return
-        self._seen[key] = (function, bound)
-        if origin(function).partition(".")[0] in LIBRARIES:
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._module(module, f"{label}.{name}" if name else label, ours)
             return
-        for name, default in _defaults(function):
-            self.whole(default, name, depth + 1)
-        names = _closure(function)
-        if bound is not NOTHING and function.__code__.co_argcount:
-            names[function.__code__.co_varnames[0]] = bound
-        for use in _uses(function.__code__):
-            source: Mapping[str, Any] = function.__globals__ if use.is_global else names
-            if use.name in source:
-                self.attributes(source[use.name], use, depth)
+        self._seen[id(value)] = value
+        thing = thing_of(label, value)
+        if thing is not None:
+            if hasattr(value, "__len__") and not isinstance(value, Tensor) and len(value) > LONGEST:
+                return
+            self.things.append(thing)
+        if depth >= DEEPEST:
+            return
+        for name, inner in self._inside(value, label, ours):
+            self._enter(inner, name, depth + 1, ours and not isinstance(value, FunctionType))
 
-    def attributes(self, value: Any, use: Use, depth: int) -> None:
-        """`name.a.b`: looked up without running anything of the user's."""
-        words = use.name
-        for attribute in use.attributes:
-            if isinstance(value, types.ModuleType):
-                value = vars(value).get(attribute)
-            elif isinstance(value, (Tensor, dict, list, tuple, *PLAIN)):
-                break
-            else:
-                inner = _attribute(value, attribute)
-                if isinstance(inner, types.FunctionType | property):
-                    self.method(value, inner, words, depth)
-                    return
-                if inner is NOTHING:
-                    break
-                value = inner
-            words += f".{attribute}"
-        self.whole(value, words, depth + 1)
+    def _inside(self, value: Any, label: str, ours: bool) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            yield from ((f"{label}[{key!r}]", inner) for key, inner in list(value.items()))
+        elif isinstance(value, list | tuple | deque):
+            yield from ((f"{label}[{i}]", inner) for i, inner in enumerate(list(value)))
+        elif isinstance(value, MethodType):
+            yield from (("the object of loss_fn", value.__self__), (label, value.__func__))
+        elif isinstance(value, functools.partial):
+            yield from ((f"{label}.func", value.func), (f"{label}.args", value.args), (label, value.keywords))
+        elif isinstance(value, FunctionType):
+            yield from self._function(value, label)
+        elif (ours or not _is_library(type(value).__module__)) and hasattr(value, "__dict__"):
+            yield from self._object(value, label)
 
-    def method(self, value: Any, inner: Any, words: str, depth: int) -> None:
-        inner = inner.fget if isinstance(inner, property) else inner
-        if isinstance(value, nn.Module) and origin(inner).partition(".")[0] in LIBRARIES:
-            self.whole(value, words, depth + 1)  # model.parameters(), model.state_dict()
+    def _object(self, value: Any, label: str) -> Iterator[tuple[str, Any]]:
+        if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+            return
+        self.things.append(Attributes(label, vars(value), attributes=True))
+        yield from ((f"{label}.{name}", inner) for name, inner in list(vars(value).items()))
+        if not _is_library(type(value).__module__):
+            yield from self._methods(type(value))
+
+    def _function(self, function: FunctionType, label: str) -> Iterator[tuple[str, Any]]:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            self.things.append(Variable(name, cell))
+            yield name, self.things[-1].read()
+        yield f"the defaults of {label}", function.__defaults__
+        yield f"the defaults of {label}", function.__kwdefaults__
+        self.things.append(Attributes(label, vars(function), attributes=True))
+        yield from ((f"{label}.{name}", inner) for name, inner in list(vars(function).items()))
+        if _is_library(function.__module__):
+            return
+        names = tuple(sorted(name for name in _globals_of(function.__code__) if name in function.__globals__))
+        if names:
+            self.things.append(Globals(function.__globals__, names))
+        yield from ((name, function.__globals__[name]) for name in names)
+
+    def _module(self, module: nn.Module, name: str, ours: bool) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        self.things.append(Attributes(name, vars(module), attributes=True))
+        for key, value in list(vars(module).items()):
+            if key in REGISTRIES or (isinstance(value, OrderedDict) and "hooks" in key):
+                self._registry(value, name, key)
+            elif key != "_non_persistent_buffers_set":
+                self._enter(value, f"{name}.{key}" if name else key, 0, ours)
+        if not ours:
+            for key, buffer in module.named_buffers(recurse=False):
+                self._enter(buffer, f"{name}.{key}", 0, ours)
+        if not _is_library(type(module).__module__):
+            for label, method in self._methods(type(module)):
+                self._enter(method, label, 0, ours=False)
+
+    def _registry(self, value: Any, name: str, key: str) -> None:
+        self._seen[id(value)] = value
+        if value:
+            self.things.append(Attributes(name, value, attributes=key in REGISTRIES))
         else:
-            self.code(inner, value, words, depth + 1)
+            registry = Attributes(name if key in REGISTRIES else f"{name}.{key}", value, attributes=key in REGISTRIES)
+            (self.empty if key in REGISTRIES else self.hooks).append(registry)
 
-    def whole(self, value: Any, words: str, depth: int) -> None:
-        """Something that is used as a whole: passed on, called, or iterated over."""
-        if isinstance(value, Tensor | nn.Module):
-            self.found.append(Found(words, value))
-            return
-        key = (id(value), 0)
-        if depth > DEPTH or isinstance(value, PLAIN) or key in self._seen:
-            return
-        self._seen[key] = value
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            self.callable(value, words, depth + 1)
-            return
-        for name, item in _items(value):
-            self.whole(item, f"{words}{name}", depth + 1)
-        self.callable(value, words, depth + 1)
+    def _methods(self, kind: type) -> Iterator[tuple[str, Any]]:
+        for base in kind.__mro__:
+            if not _is_library(base.__module__):
+                for name, method in vars(base).items():
+                    if isinstance(method, FunctionType):
+                        yield f"{base.__name__}.{name}", method
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in islice(value.items(), ITEMS))
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{i}]", item) for i, item in enumerate(islice(value, ITEMS)))
-    elif type(value).__module__.partition(".")[0] not in LIBRARIES:
-        yield from ((f".{name}", item) for name, item in list(getattr(value, "__dict__", {}).items())[:ITEMS])
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: str) -> bool:
+    """Whether code comes with Python or from an installed package, rather than from the user."""
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "torch") and module != "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
-def _attribute(value: Any, name: str) -> Any:
-    """An attribute as `getattr` would find it, without running code; a property or function as itself."""
-    own = getattr(value, "__dict__", {})
-    if name in own:
-        return own[name]
-    for part in ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ():
-        if name in own.get(part, {}):
-            return own[part][name]
-    found = inspect.getattr_static(type(value), name, NOTHING)
-    return found.__func__ if isinstance(found, classmethod | staticmethod) else found
-
-
-def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    given = function.__defaults__ or ()
-    code = function.__code__
-    yield from zip(code.co_varnames[code.co_argcount - len(given) : code.co_argcount], given)
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-def _closure(function: types.FunctionType) -> dict[str, Any]:
-    names = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            names[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    return names
-
-
-@functools.lru_cache(maxsize=1024)
-def _uses(code: types.CodeType) -> tuple[Use, ...]:
-    """The names that a piece of code and those inside it load from outside, and its own first argument."""
-    first = code.co_varnames[0] if code.co_argcount else None
-    return tuple(dict.fromkeys(_loads(code, first)))
-
-
-def _loads(code: types.CodeType, first: str | None) -> Iterator[Use]:
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("PUSH_NULL", "NOP", "CACHE")]
-    for i, instruction in enumerate(instructions):
-        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-        kind = instruction.opname
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") or ("DEREF" in kind and kind.startswith("LOAD")):
-            yield Use(names[0], tuple(_chain(instructions, i + 1)), "DEREF" not in kind)
-        elif kind.startswith("LOAD_FAST") and first in names:
-            yield Use(str(first), tuple(_chain(instructions, i + 1)) if names[-1] == first else (), False)
+def _globals_of(code: CodeType) -> set[str]:
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _loads(constant, None)
-
-
-def _chain(instructions: list[dis.Instruction], start: int) -> Iterator[str]:
-    for instruction in islice(instructions, start, None):
-        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            return
-        yield instruction.argval
+        if isinstance(constant, CodeType):
+            found |= _globals_of(constant)
+    return found

@@ -51,3 +51,8 @@ def count(mask: Bool[Tensor, " param"]) -> int:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, coordinate by coordinate."""
     return a is b or torch.equal(a, b)
+
+
+def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    """The same for gradients given by parameter, `None` where there is none."""
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b))

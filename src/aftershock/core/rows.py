@@ -310,7 +310,7 @@ def _over_parameters(
 
     def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         state, totals, sums = moving, [], []  # type: ignore[var-annotated]
-        for micro, share in micro_batches(batch):
+        for micro, share in micro_batches(batch, loss.layout.device):
 
             def one(own: list[Tensor], held: dict[str, Tensor], micro: Batch = micro, share: Any = share) -> Any:
                 value, after = _loss_at(loss, own, held, micro, where)

@@ -167,11 +167,10 @@ def gather_bytes(message: bytes | None, device: torch.device) -> list[bytes] | N
 def _encoded(fed: Fed, loss: Tensor | float) -> bytes:
     from safetensors.torch import save
 
-    about = json.dumps({"structure": fed.structure, "index": fed.index, "cuda": fed.random.cuda is not None}).encode()
+    about = json.dumps({"structure": fed.structure, "index": fed.index}).encode()
     tensors = {f"batch/{i}": tensor.contiguous() for i, tensor in enumerate(fed.tensors)}
-    tensors |= {"about": torch.frombuffer(bytearray(about), dtype=torch.uint8), "random": fed.random.cpu}
-    if fed.random.cuda is not None:
-        tensors["cuda"] = fed.random.cuda
+    tensors |= {f"random/{name}": value for name, value in fed.random.tensors().items()}
+    tensors["about"] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
     tensors["loss"] = torch.as_tensor(loss).detach().reshape(1).cpu()
     return save(tensors)
 
@@ -181,6 +180,7 @@ def _decoded(message: bytes) -> tuple[Fed, Tensor]:
 
     tensors = load(message)
     about = json.loads(bytes(tensors.pop("about").numpy()))
-    loss, random = tensors.pop("loss").reshape(()), RandomState(tensors.pop("random"), tensors.pop("cuda", None))
-    batch = tuple(tensors[f"batch/{i}"] for i in range(len(tensors)))
+    loss = tensors.pop("loss").reshape(())
+    random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
+    batch = tuple(tensors[f"batch/{i}"] for i in range(sum(key.startswith("batch/") for key in tensors)))
     return Fed(about["structure"], batch, about["index"], random), loss

@@ -30,7 +30,7 @@ from ..errors import InvalidFile, InvalidInput
 from ..results.files import digest_of, read_tensors, write_tensors
 from .records import Fed, Forward, Record
 
-STEP_FORMAT = "aftershock-step-1"
+STEP_FORMAT = "aftershock-step-2"
 FLIGHT_FORMAT = "aftershock-flight-1"
 
 
@@ -219,7 +219,8 @@ def read_record(path: Path) -> Record:
     fed = []
     for i, entry in enumerate(header["fed"]):
         parts = tuple(tensors[f"batch/{i}/{k}"] for k in range(entry["tensors"]))
-        random = RandomState(tensors[f"random/{i}/cpu"], tensors.get(f"random/{i}/cuda"))
+        own = f"random/{i}/"
+        random = RandomState.of({key.removeprefix(own): t for key, t in tensors.items() if key.startswith(own)})
         fed.append(Fed(entry["structure"], parts, entry["index"], random))
     autocast, dtype, evaluating = header["forward"]
     return Record(
@@ -239,9 +240,7 @@ def _to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     for i, fed in enumerate(record.fed):
         tensors |= {f"batch/{i}/{k}": tensor for k, tensor in enumerate(fed.tensors)}
-        tensors[f"random/{i}/cpu"] = fed.random.cpu
-        if fed.random.cuda is not None:
-            tensors[f"random/{i}/cuda"] = fed.random.cuda
+        tensors |= {f"random/{i}/{name}": value for name, value in fed.random.tensors().items()}
     header = {
         "format": STEP_FORMAT,
         "step": record.step,
