@@ -112,6 +112,7 @@ class Path:
         """Where a probe is read after a change at step `at`."""
         watch = Watch.of(self.trajectory, self.index(at), probe, horizon)
         self.point.captured.loop.refuse_live(watch.probe.function)
+        self.point.captured.loop.refuse_moved(self.point.loss)
         return watch
 
     def require_linear(self, watch: Watch) -> None:

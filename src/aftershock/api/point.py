@@ -21,7 +21,6 @@ from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.loss import LossFunction
 from ..core.memory import budget
-from ..core.outside import marked, refuse_written
 from ..core.planning import plan_states
 from ..core.randomness import RandomState
 from ..core.structure import map_leaves
@@ -112,7 +111,7 @@ class TrainingPoint:
         max_norm = _max_norm(clip)
         loop = self.captured.loop
         loop.refuse_unscheduled(lr)
-        loop.refuse_moved()
+        loop.refuse_moved(self.loss)
         hypers = schedule(self.captured.hypers, len(taken), lr, weight_decay=weight_decay, betas=betas, eps=eps)
         start = random[0] if random else self.captured.random
         steps = [
@@ -126,10 +125,9 @@ class TrainingPoint:
         if self.loss.noise is None:  # exact answers stand on it as well
             self.loss.noise = repeated(self.loss, state, taken[0], start, steps[0].where)[1]
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
-        frozen = marked(self.loss.constants)
         trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
-        refuse_written(frozen)
         loop.refuse_unused(trajectory.steps, self.loss.layout.names)
+        trajectory.dynamics.heads = loop.heads(trajectory.steps)
         return Path(self, trajectory, memory)
 
     def check(self, batch: Batch) -> Check:
@@ -139,7 +137,7 @@ class TrainingPoint:
         batch that was checked last is not checked again: many paths may start from one point with it. A model that
         has failed once has failed: it is not tried again on another batch.
         """
-        self.captured.loop.refuse_moved()
+        self.captured.loop.refuse_moved(self.loss)
         self.captured.loop.refuse_distorted()
         if self.loss.refused is not None:
             raise self.loss.refused

@@ -190,15 +190,17 @@ def _most(layout: Layout, live: Tensor, path: Tensor) -> tuple[str, float]:
 
 
 def _frozen(e: Evidence, live: Live) -> Match | None:
-    constants = e.trajectory.dynamics.loss.constants
-    for name, told in constants.items():
-        if not torch.equal(live.frozen[name], told):
+    loss = e.trajectory.dynamics.loss
+    rewritten = {mark.words: mark.distance for mark in loss.frozen if mark.moved}  # on memory that both share
+    for name, told in loss.constants.items():
+        if name in rewritten or not torch.equal(live.frozen[name], told):
             cause = Cause(
                 "weights",
                 "the loop writes to a frozen parameter: a target network or a moving average inside the model",
                 "its updates are not modelled: capture the model without it, or hold it still along the path",
             )
-            return _parted(e, cause, name, float((live.frozen[name] - told).norm() / told.norm().clamp(min=1e-30)))
+            apart = float((live.frozen[name] - told).norm() / told.norm().clamp(min=1e-30))
+            return _parted(e, cause, name, rewritten.get(name, apart))
     return None
 
 

@@ -21,7 +21,7 @@ from .layout import Layout
 from .live_loop import LiveLoop, Unused, computed_in, unused_gradients
 from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
 from .loss import Autocast, LossFunction
-from .outside import Outside
+from .outside import Outside, marked
 from .randomness import RandomState
 from .state import JointState
 
@@ -51,6 +51,7 @@ def read(
     model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer, hooks)
     private = PrivateCopy(model, hooks)
     members = _optimized_parameters(private, optimizer)
+    _refuse_shared_memory(private, {name for name, _ in members})
     layout = _layout(private, members)
     originals = [private.original[name] for name in layout.names]
     moments = [optimizer.state.get(p, {}) for p in originals]
@@ -62,7 +63,7 @@ def read(
         buffers={name: b.detach().clone() for name, b in private.buffers.items()},
     )
     trained = set(layout.names)
-    constants = {n: p.detach().clone() for n, p in private.original.items() if n not in trained}
+    constants = {n: p.detach() for n, p in private.original.items() if n not in trained}  # shared, and watched
     grads = [p.grad for p in originals]
     loop = LiveLoop(
         scheduled=is_scheduled(optimizer.param_groups),
@@ -77,6 +78,7 @@ def read(
     )
     around = _autocast(autocast, layout.device)
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
+    loss.frozen = marked(constants)
     hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
     return Captured(loss, state, hypers, RandomState.now(layout.device), loop)
 
@@ -226,6 +228,25 @@ def _refuse_unsupported_parameter(name: str, p: nn.Parameter) -> None:
             f"parameter {name!r} has a gradient hook, which may change its gradient (clipping by value, scaling) "
             "unseen; remove the hook. Clipping by the global norm is follow(..., clip=max_norm)"
         )
+
+
+def _refuse_shared_memory(private: PrivateCopy, trained: set[str]) -> None:
+    """Two tensors on one memory move together in the live run, and would not in a copy."""
+    tensors = [*private.original.items(), *private.buffers.items()]
+    dense = [(n, x) for n, x in tensors if x.layout == torch.strided and x.numel() and not x.is_meta]
+    spans = sorted((*_span(tensor), name) for name, tensor in dense)
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end and trained & {name, other}:
+            raise UnsupportedModel(
+                f"{name!r} and {other!r} lie on the same memory without being the same parameter (tied through .data, "
+                "or a view), so that a step moves both; tie them as one parameter: b.weight = a.weight"
+            )
+
+
+def _span(tensor: Tensor) -> tuple[str, int, int]:
+    """The device and the bytes between which a tensor lies."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
 
 
 def _layout(private: PrivateCopy, members: list[tuple[str, int]]) -> Layout:

@@ -105,6 +105,8 @@ class Replace(Edit):
 
     def shock_with(self, control: ControlStep, found: Gradient, raw: Float[Tensor, " param"]) -> Shock:
         """The same with a gradient that is already there, `raw` as one vector."""
+        where = f"the batch that replaces step {control.step.index}'s"
+        control.dynamics.heads.refuse(found.present, control.dynamics.layout.names, where)
         # the gradient itself is gone with this call
         present, xi, buffers = found.present, raw - control.raw, found.buffers
 

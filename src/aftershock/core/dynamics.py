@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import UnsupportedModel
 from .adamw import Hyper, LinearStep, adamw_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm, scale_
@@ -69,12 +70,35 @@ class Linearized:
     graph: GradientGraph
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Parameters that another batch must use, and those that it may: others' gradients would then be zeros or None,
+    as the loop leaves them, which is not known."""
+
+    must: frozenset[int] = frozenset()
+    may: frozenset[int] | None = None
+
+    def refuse(self, present: Sequence[bool], names: Sequence[str], where: str) -> None:
+        used = {i for i, ok in enumerate(present) if ok}
+        odd = sorted(self.must - used) + sorted(used - self.may if self.may is not None else ())
+        if odd:
+            raise UnsupportedModel(
+                f"{where} uses other parameters than the path does ({names[odd[0]]!r}), and what the loop does with a "
+                'parameter that a step does not use is not known. Say capture(…, unused="skip") after zero_grad(), '
+                "which drops gradients; where it leaves zeros, take batches that use the same parameters"
+            )
+
+
+ANY = Heads()
+
+
 class Dynamics:
     """f_s: the exact step map, from any state, and its linearization."""
 
-    def __init__(self, loss: LossFunction) -> None:
+    def __init__(self, loss: LossFunction, heads: Heads = ANY) -> None:
         self.loss = loss
         self.layout = loss.layout
+        self.heads = heads
 
     def advance(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Step, RandomState]:
         """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass.

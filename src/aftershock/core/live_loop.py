@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, UnsupportedModel, WrongHessian
-from .dynamics import Step
+from .dynamics import Heads, Step
 from .hooks import Hook, Hooks
 from .loss import LossFunction
-from .outside import Outside
+from .outside import Outside, refuse_rewritten
 from .state import JointState
 
 Unused = Literal["skip", "zero"]
@@ -46,7 +46,9 @@ class LiveLoop:
                 'copied, or lr="constant" to keep the present learning rates'
             )
 
-    def refuse_moved(self) -> None:
+    def refuse_moved(self, loss: LossFunction) -> None:
+        """Refuse constants that have changed since capture: frozen parameters, and what loss_fn uses."""
+        refuse_rewritten(loss.frozen)
         if self.outside is not None:
             self.outside.refuse_moved()
 
@@ -77,6 +79,13 @@ class LiveLoop:
             f"trains under autocast, and capture was called outside of it. Say capture(…, autocast={dtype}), or "
             "capture(…, autocast=False) if it does not"
         )
+
+    def heads(self, steps: Sequence[Step]) -> Heads:
+        """What another batch in the path must and may use, where a parameter that is not used may still move."""
+        if self.unused == "skip":
+            return Heads()
+        used = self.held.union(*({i for i, ok in enumerate(step.present or ()) if ok} for step in steps))
+        return Heads(used if self.unused is None else used - self.held, used)
 
     def refuse_unused(self, steps: Sequence[Step], names: Sequence[str]) -> None:
         """Refuse a step that leaves a parameter without the gradient that it had before, where that may matter."""

@@ -33,6 +33,7 @@ from .carried import Found, refuse_carried
 from .clipping import global_norm
 from .keeper import Keeper, Left
 from .layout import Layout
+from .outside import Mark, marked, refuse_written
 from .randomness import RandomState, drawing_from
 from .rows import Sharing
 from .structure import flatten
@@ -116,6 +117,8 @@ class LossFunction:
         self.place = place
         self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
+        self._tried = False  # has a pass been seen to leave the constants as they are?
+        self.frozen: list[Mark] = []  # constants that are the live model's own tensors, as they were at capture
         self.noise: float | None = None  # relative difference of a gradient that was run twice
         self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
@@ -237,9 +240,10 @@ class LossFunction:
 
                 def loss_at(parameters: list[Tensor]) -> Tensor:
                     inside = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
-                    loss = torch.func.functional_call(
-                        self.wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
-                    )
+                    with self.forward():
+                        loss = torch.func.functional_call(
+                            self.wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
+                        )
                     return loss.reshape(())
 
                 loss, slope = torch.func.jvp(loss_at, (leaves,), (tangents,))  # type: ignore[misc]
@@ -260,6 +264,10 @@ class LossFunction:
         return losses, slopes
 
     # -- inside
+
+    def _constants(self) -> Mapping[str, Tensor]:
+        """The frozen parameters: the live model's own, of which the first pass gets copies, should it write to them."""
+        return self.constants if self._tried else {name: p.clone() for name, p in self.constants.items()}
 
     def leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
         return [view.detach().requires_grad_() for view in self.layout.typed_views(theta)]
@@ -282,17 +290,19 @@ class LossFunction:
         """
         device = self.layout.device
         tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
-        tensors |= {f"model.{n}": p for n, p in self.constants.items()}
+        constants = self._constants()
+        tensors |= {f"model.{n}": p for n, p in constants.items()}
         tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
         # views of one vector share its count of writes
         counted = parameters[:1] if self.layout.uniform else parameters
-        held = [p for p in (*counted, *self.constants.values()) if not p.is_inference()]
+        held = [p for p in (*counted, *constants.values()) if not p.is_inference()]
         versions = [p._version for p in held]
+        copies = [] if self._tried else marked(constants)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autocast(device.type, dtype=self.autocast.dtype, enabled=self.autocast.enabled))
-            torch.clear_autocast_cache()  # it would hand out casts of other parameters
+            if torch.is_autocast_enabled(device.type):  # the caller's own, which is not the run's
+                stack.enter_context(torch.autocast(device.type, enabled=False))
             if derivative:
                 # flash and efficient attention have no second derivative; math agrees to rounding
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -305,13 +315,26 @@ class LossFunction:
             result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
         kept = {n: tensors[f"model.{n}"] for n in buffers}
         self.moving |= {name for name, b in kept.items() if b._version}
+        refuse_written(copies)
         if versions != [p._version for p in held]:
             raise UnsupportedModel(WRITTEN)
+        self._tried = True
         return result, {name: b.detach() for name, b in kept.items()}, drawing.after
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The run's autocast, around a forward pass alone: loops leave it before they call backward()."""
+        if not self.autocast.enabled:
+            yield
+            return
+        torch.clear_autocast_cache()  # it would hand out casts of other parameters
+        with torch.autocast(self.layout.device.type, dtype=self.autocast.dtype):
+            yield
+        torch.clear_autocast_cache()
 
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
-            with self.surroundings(model):
+            with self.surroundings(model), self.forward():
                 loss = self.loss_fn(model, self.place(batch))
         except (AftershockError, torch.OutOfMemoryError):
             raise

@@ -40,6 +40,12 @@ class Mark(NamedTuple):
         now = Mark.of(self.words, self.tensor)
         return (now.pointer, now.version) != (self.pointer, self.version) or not torch.equal(now.head, self.head)
 
+    @property
+    def distance(self) -> float:
+        """How far its first numbers are from those at capture, relative to them."""
+        then, now = (head.view(self.tensor.dtype).double() for head in (self.head, _head(self.tensor)))
+        return float((now - then).norm() / then.norm().clamp(min=1e-300))
+
 
 class Outside:
     """The constants of a loss: refused where they are not, and watched from then on."""
@@ -86,6 +92,16 @@ class Outside:
 def marked(tensors: Mapping[str, Tensor]) -> list[Mark]:
     """How tensors look now, by name."""
     return [Mark.of(name, tensor) for name, tensor in tensors.items() if _pointer(tensor)]
+
+
+def refuse_rewritten(frozen: Sequence[Mark]) -> None:
+    """Refuse to go on with a frozen parameter that has changed since capture."""
+    moved = next((mark for mark in frozen if mark.moved), None)
+    if moved is not None:
+        raise UnsupportedModel(
+            f"the frozen parameter {moved.words!r} has changed since capture. Frozen parameters are shared with "
+            "the live model, not copied: capture again, or capture a deepcopy of a model whose frozen part will change"
+        )
 
 
 def refuse_written(frozen: Sequence[Mark]) -> None:
