@@ -382,7 +382,8 @@ def test_a_recorded_run_draws_the_same_numbers_again(tmp_path) -> None:  # type:
         recorder.wait()
         records = open_flight(tmp_path).records
     first = min(records)
-    found = replay(list(records.values()), 4, tmp_path / f"ring/state-{first:08d}.safetensors", dropping(), mixup)
+    states = {first: tmp_path / f"ring/state-{first:08d}.safetensors"}
+    found = replay(list(records.values()), 4, states, dropping(), mixup)
     assert found.deviation == 0
 
 

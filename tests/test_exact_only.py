@@ -257,7 +257,7 @@ def test_a_forward_pass_that_writes_to_parameters_is_named() -> None:
     for loss_fn in (functional, clamped):
         model = Words()
         point = ak.capture(model, torch.optim.AdamW(model.parameters()), loss_fn)
-        with pytest.raises(UnsupportedModel, match="writes to parameters in place"):
+        with pytest.raises(UnsupportedModel, match="writes into parameters while the loss is computed"):
             point.follow([torch.arange(5)])
 
 

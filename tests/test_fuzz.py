@@ -5,20 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from benchmarks.fuzz import SEQUENCES, TRAPS, Judged, draw, run
+from benchmarks.fuzz import TRAPS, Judged, draw, run
 
 from .loops import EQUAL
 
 DRAWS = 200
-
-# parts that are answered wrongly today; a fix takes its line away
-BROKEN = {"scheduled weight_decay", "scheduled eps"}
-BROKEN_TRAPS = set(TRAPS) - {"amsgrad", "subclass step", "looking hook", "nothing for unused heads"}
-BROKEN_MODELS = set(SEQUENCES)  # the last horizon is read without gradients, by other kernels
-
-
-def is_known(found: Judged) -> bool:
-    return bool(BROKEN & set(found.draw.parts) or found.draw.trap in BROKEN_TRAPS or found.draw.model in BROKEN_MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +20,6 @@ def judged() -> list[Judged]:
 
 
 def test_no_silent_mismatch(judged: list[Judged]) -> None:
-    failed = [f"{found.draw}: {found.verdict}" for found in judged if found.failed and not is_known(found)]
-    assert not failed, "\n".join(failed)
-
-
-@pytest.mark.xfail(strict=True, reason="the parts listed above are still answered wrongly")
-def test_no_part_is_still_answered_wrongly(judged: list[Judged]) -> None:
     failed = [f"{found.draw}: {found.verdict}" for found in judged if found.failed]
     assert not failed, "\n".join(failed)
 

@@ -99,7 +99,7 @@ def test_a_skip_of_the_first_step_ever() -> None:
     case = make("unused_parameters")
     a, b = case.model.a, case.model.b
     case.optimizer = torch.optim.AdamW([a.weight, b.weight, b.bias, a.bias], lr=1e-2, eps=1e-4)
-    path = case.path(4)
+    path = case.point(unused="skip").follow(case.batches(4))
     assert path.steps[0].present == (True, False, False, True)
     assert path.steps[1].present == (True,) * 4
     watch, truth = path.watch(0, case.batch()), oracle(case, path)

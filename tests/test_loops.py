@@ -13,8 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 
-import aftershock as ak
-
 from . import loop_losses as losses
 from . import loop_models as models
 from . import loop_optimizers as optimizers
@@ -260,79 +258,7 @@ PROBES = [
 TABLE = [*MODELS, *OPTIMIZERS, *SCHEDULES, *LOOPS, *HOOKS, *PROBES]
 
 
-# why a case fails today: a fix takes its line away
-BROKEN = {
-    "a changed run drops the zeros of a head that its batch does not use": [
-        "zero_grad to zeros, another head in the change",
-    ],
-    "the backward pass runs under the autocast that plain loops end before it": ["autocast around a transformer"],
-    "probes run without gradients": [
-        "transformer in eval mode",
-        "gru",
-        "gradient penalty",
-        "gradient penalty as a probe",
-    ],
-    "tensors that share memory are copied apart": [
-        "parameters on one memory",
-        "a buffer on a parameter's memory",
-    ],
-    "a function among the attributes still uses the live model": [
-        "a lambda over the model",
-    ],
-    "rows that a look-up rescales in place are lost": [
-        "embedding with max_norm",
-    ],
-    "what a call leaves in the model outside its buffers stays for the next one": [
-        "a counter in the model",
-        "a hidden state carried on",
-        "a tensor assigned, no buffer",
-        "a tensor written into, no buffer",
-        "probe that calls eval()",
-        "probe that calls eval(), batch norm",
-        "probe that sets an attribute",
-    ],
-    "randomness outside torch's global generator is neither kept nor refused": [
-        "the model's own generator",
-        "mixup by numpy",
-        "mixup by random",
-        "mixup by random, now and then",
-        "loss_fn's own generator",
-    ],
-    "the optimizer is taken for a plain AdamW": [
-        "the same in disguise",
-        "step patched on the instance",
-        "step pre-hook",
-        "step post-hook",
-        "Lookahead",
-    ],
-    "a scheduler's weight decay and eps are not read": [
-        "scheduled weight decay",
-        "scheduled eps",
-    ],
-    "the user's own objects move on while the path is followed": [
-        "loss_fn with a memory",
-    ],
-    "what user code writes into a batch or a parameter stays there": [
-        "loss_fn that writes to its batch",
-        "probe that changes the weights",
-    ],
-    "the model's hooks are left behind without a word": [
-        "forward hook that doubles",
-        "forward pre-hook that doubles",
-        "backward hook that doubles",
-        "backward pre-hook that doubles",
-    ],
-}
-
-
-def parameter(case: Case) -> Any:
-    marks = [pytest.mark.xfail(strict=True, reason=why) for why, names in BROKEN.items() if case.name in names]
-    if NOTICED in case.allowed and not hasattr(ak.Path, "matches"):
-        marks.append(pytest.mark.xfail(strict=False, reason="Path.matches does not exist yet"))
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-@pytest.mark.parametrize("case", [parameter(case) for case in TABLE])
+@pytest.mark.parametrize("case", TABLE, ids=[case.name for case in TABLE])
 def test_the_table(case: Case) -> None:
     verdict = judge(case.build, rounding=case.rounding)
     assert verdict.outcome in case.allowed, f"{verdict.outcome}: {verdict.detail}"
@@ -343,4 +269,3 @@ def test_the_table(case: Case) -> None:
 def test_the_table_is_a_table() -> None:
     names = [case.name for case in TABLE]
     assert len(set(names)) == len(names) >= 60
-    assert {name for broken in BROKEN.values() for name in broken} <= set(names)

@@ -48,6 +48,7 @@ def branching_path(at: int | None, lr: float = 3e-2) -> tuple[ak.Path, Any]:
 @pytest.mark.parametrize("at", [STEPS // 2, STEPS - 1])
 def test_a_branch_of_a_later_batch_is_found_and_named(at: int) -> None:
     path, probe = branching_path(at)
+    assert path.point.check(path.steps[0].batch).error < 1e-4  # the first batch alone is honest
     for ask in (
         lambda: path.skip(0).response(probe),
         lambda: path.rank([probe], probe),
@@ -58,7 +59,6 @@ def test_a_branch_of_a_later_batch_is_found_and_named(at: int) -> None:
             ask()
     exact = path.skip(0).response(probe, answers=("exact",))
     assert np.isfinite(exact.exact.values).all()
-    assert path.point.check(path.steps[0].batch).error < 1e-4  # the first batch alone is honest
 
 
 def test_a_step_between_is_found_where_the_exact_run_and_its_prediction_part() -> None:
