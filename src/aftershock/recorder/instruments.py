@@ -1,10 +1,10 @@
-"""What kind of event a spike was, in the run's own numbers: update sizes, amplification, sharpness, data."""
+"""What kind of event a spike was, in the run's own numbers: the update against its memory, the data."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor
 from ..core.adamw import Hyper
 from ..core.batches import Batch
 from ..core.contributions import Layers
-from ..core.dynamics import Linearized
 from ..core.layout import Layout
-from ..core.operators import Propagator, readout
-from ..core.reductions import norms, parts, products
-from ..core.state import JointState, Tangent
+from ..core.reductions import parts
+from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput, NotFinite
 from .replay import own_value
@@ -26,11 +24,7 @@ from .triggers import FLATTEST, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
-BACK = 8  # steps over which growth is measured
-ITERATIONS = 2  # of ΦᵀΦ
-PRODUCTS = 8  # of the Hessian, for its top eigenvalue
-TOO_FAST = 30.0  # growth beyond which linear contributions say nothing
-GONE = 3.0  # robust σ above the usual loss, below which a loss is ordinary
+ORDINARY = 5.0  # robust σ above the usual loss; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
 LEAST_AFTER = 2  # high batches in a row after the spike that make a shift: one may be bad by itself
 
@@ -131,129 +125,69 @@ def _tiny(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny
 
 
-# --- how fast the run amplifies
+# --- the data
 
 
 @dataclass(frozen=True)
-class Amplification:
-    """How far a small displacement of θ grows over the steps `start` … `stop`, at most."""
+class DataFinding:
+    """The spike's batch beside others on the same weights, those before its step.
 
-    start: int
-    stop: int
-    growth: float  # in all
-    per_step: float
-    linear_ok: bool  # can linear contributions follow it?
+    kind: "own batch" (others are ordinary), "shift" (those that follow are as high, earlier ones ordinary), "weights"
+    (earlier batches are high too), "ordinary" (the batch itself is not high).
+    """
+
+    kind: str
+    own: float
+    usual: float  # the median of the losses before it, as they were trained on
+    sigma: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
     @property
     def sentence(self) -> str:
-        grown = f"perturbations grow {self.growth:.3g}-fold over the last {self.stop - self.start} steps"
-        return grown if self.linear_ok else f"{grown}: contributions mean nothing here"
+        seen = f"its loss is {self.own:.3g} (usual {self.usual:.3g})"
+        earlier = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
+        if self.kind == "ordinary":
+            return f"{seen}, within the usual spread"
+        if self.kind == "weights":
+            return f"{seen}, and {earlier}: the weights are bad, not the batch"
+        later = f"the {len(self.after)} batches after it {statistics.median(self.after):.3g}" if self.after else ""
+        if self.kind == "shift":
+            return f"{seen}; {earlier}, {later}: the data changed here, and what follows is like it"
+        if self.after:
+            return f"{seen}; {earlier} and {later}: it is this batch alone"
+        return f"{seen}; {earlier}: it is this batch, or the first of other data (what follows was not recorded)"
 
 
-def amplification(
-    trajectory: Trajectory, last: int, back: int = BACK, *, iterations: int = ITERATIONS, seed: int = 0
-) -> Amplification:
-    """The largest growth of δθ from state last−back to state `last`: the top singular value of S⁻¹ Φ_θθ S.
+def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequence[Batch] = ()) -> DataFinding:
+    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch.
 
-    S = √(η/(√v̂+ε)): in this norm Adam's steps are gradient steps, and a curvature counts as its stability does. v̂ is
-    the larger one of both ends, so that the ruler is one and a weight that had no gradient yet is no cheap direction.
-    Power iteration on ΦᵀΦ from the loss's slope and a seeded draw: one sweep back and one forward each, 5–6 g per
-    step and iteration. It is a lower bound, off by a few percent after two.
+    A batch is high when it has half of the spike: the spike is beyond 5 σ of the losses that the run had, so that half
+    of it separates the two, and a median over batches does not follow one odd batch among them. A shift takes at
+    least two high batches after it, half of all: one may be bad by itself.
     """
-    start = max(0, last - back)
-    if start == last:
-        raise InvalidInput("growth is measured over at least one step before the spike: record a longer window")
-    layout = trajectory.dynamics.layout
-    at = trajectory.steps[min(last, len(trajectory) - 1)]
-    ends = [trajectory.state(start), trajectory.state(last)]
-    scale = _reach(layout, trajectory.steps[start].hypers, ends)
-    slope = trajectory.dynamics.loss.gradient(ends[1].theta, ends[1].buffers, at.batch, at.random, at.where)
-    y = _start(layout, layout.join(slope.grads) * scale, seed)
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    phi, growth = Propagator(trajectory, start, last), 0.0
-    for _ in range(iterations):
-        x = phi.rmv(readout((y * inverse)[None])).theta[0] * scale
-        x /= norms(x).clamp(min=_tiny(x))
-        zero = torch.zeros_like(x)
-        y = phi.mv(Tangent(x * scale, zero, zero)).theta * inverse
-        growth = float(norms(y))
-        y /= max(growth, _tiny(y))
-    per_step = growth ** (1 / (last - start))
-    return Amplification(start, last, growth, per_step, math.isfinite(growth) and growth <= TOO_FAST)
+    if not before:
+        raise InvalidInput("a batch is judged beside others on the same weights: give at least one earlier batch")
+    own = trajectory.steps[at].loss
+    earlier, later = (tuple(_loss_on(trajectory, at, batch) for batch in some) for some in (before, after))
+    middle, sigma = usual([step.loss for step in trajectory.steps[:at]] or earlier)
+    sigma = max(sigma, FLATTEST * abs(middle))
+
+    def high(loss: float) -> bool:
+        return loss - middle >= HALF * (own - middle)
+
+    highs = sum(map(high, later))
+    if own - middle <= ORDINARY * sigma:
+        kind = "ordinary"
+    elif high(statistics.median(earlier)):
+        kind = "weights"
+    else:
+        kind = "shift" if highs >= max(LEAST_AFTER, len(later) / 2) else "own batch"
+    return DataFinding(kind, own, middle, sigma, earlier, later)
 
 
-def _reach(layout: Layout, hypers: Sequence[Hyper], states: Sequence[JointState]) -> Float[Tensor, " param"]:
-    """S = √(η/(√v̂+ε)), v̂ the largest of the states'."""
-    out = torch.zeros_like(states[0].v)
-    for i, place in enumerate(out.split(layout.padded_sizes)):
-        hyper = hypers[layout.groups[i]]
-        for state in states:
-            if state.counts[i]:
-                v = state.v.split(layout.padded_sizes)[i]
-                torch.maximum(place, v / (1 - hyper.beta2 ** state.counts[i]), out=place)
-        d = place.sqrt_().add_(hyper.eps)
-        place.copy_(torch.where(d > 0, float(hyper.lr) / d, 0.0).sqrt_())
-    return out
-
-
-def _start(layout: Layout, slope: Float[Tensor, " param"], seed: int) -> Float[Tensor, " param"]:
-    """A unit vector along the slope, which knows the sharp directions, and along a draw, which misses none."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = layout.expand(torch.randn(layout.size, generator=generator, dtype=layout.dtype).to(layout.device))
-    mixed = slope / norms(slope).clamp(min=_tiny(slope)) + drawn / norms(drawn)
-    return mixed / norms(mixed)
-
-
-@dataclass(frozen=True)
-class Sharpness:
-    """η × the top eigenvalue of P^{−½} H P^{−½}, P = diag(√v̂+ε), against where Adam's steps become unstable."""
-
-    value: float
-    threshold: float  # 2(1+β1)/(1−β1)
-
-    @property
-    def unstable(self) -> bool:
-        return self.value > self.threshold
-
-    @property
-    def sentence(self) -> str:
-        side = "above" if self.unstable else "below"
-        return (
-            f"learning rate × sharpness is {self.value:.3g}, {side} the {self.threshold:.3g} beyond which AdamW's steps "
-            "grow by themselves"
-        )
-
-
-def sharpness(trajectory: Trajectory, at: int, *, seed: int = 0) -> Sharpness:
-    """At the state and batch of step `at`: Lanczos, 8 Hessian products on one graph, three vectors of memory.
-
-    Each group's η is inside P, and a gradient that clipping makes c times smaller has c times the curvature. v̂ is
-    that after the step, which divides it. Groups with other β1: the threshold of the lowest.
-    """
-    step = trajectory.steps[at]
-    found = trajectory.linearize(step, trajectory.state(at))
-    threshold = min(2 * (1 + hyper.beta1) / (1 - hyper.beta1) for hyper in step.hypers)
-    return Sharpness(step.clip.factor * _top_eigenvalue(found, seed), threshold)
-
-
-def _top_eigenvalue(found: Linearized, seed: int) -> float:
-    """Of S H S. The three-term recurrence: what it loses of orthogonality only repeats an eigenvalue."""
-    layout, scale = found.linear.layout, torch.zeros_like(found.graph.raw)
-    for run, w in found.linear.pieces():
-        d = (found.linear.control(run, w).v / run.bias2).sqrt_().add_(run.eps)
-        scale[w] = torch.where(d > 0, run.sign * run.lr / d, 0.0).abs().sqrt_()
-    sign = found.linear.runs[0].sign  # maximize follows −H
-    now = _start(layout, scale * found.graph.raw, seed)
-    before, beside = torch.zeros_like(now), [0.0]
-    diagonal: list[float] = []
-    for _ in range(min(PRODUCTS, layout.size)):
-        moved = found.graph.products((scale * now)[None])[0].mul_(sign * scale)
-        diagonal.append(float(products(moved, now)))
-        moved.sub_(now, alpha=diagonal[-1]).sub_(before, alpha=beside[-1])
-        beside.append(float(norms(moved)))
-        if beside[-1] <= abs(diagonal[0]) * torch.finfo(moved.dtype).eps:
-            break
-        before, now = now, moved / beside[-1]
-    off = torch.tensor(beside[1 : len(diagonal)], dtype=torch.float64)
-    small = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    return float(torch.linalg.eigvalsh(small)[-1])
+def _loss_on(trajectory: Trajectory, at: int, batch: Batch) -> float:
+    try:
+        return own_value(trajectory, at, batch)
+    except NotFinite:
+        return math.inf
