@@ -1,0 +1,188 @@
+"""Which hyperparameters changed in a window: jumps, excursions that return, restarts, slow ramps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..core.dynamics import Step
+from .records import Record
+
+NAMES = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
+JUMP = 1.1  # a change of less than a tenth in one step is no event
+RAMP = 1.2  # the same over the window
+ALIKE = 2.0  # increments of a smooth schedule differ by less from one step to the next
+EQUAL = 1.05  # those of a linear warm-up
+RETURNED = 0.1  # of an excursion: what may be left of it where the schedule went on meanwhile
+MOST = 1e3  # ratios beyond it, such as from zero, are equally unusual
+WEIGHTS = {"excursion": 1.5, "jump": 1.0, "restart": 1.0, "ramp": 0.5, "warm-up": 0.1}
+HARMLESS = 0.3  # weight of a change towards smaller steps
+
+
+@dataclass(frozen=True)
+class HyperChange:
+    """One hyperparameter that changed, in one or more parameter groups.
+
+    kind: "jump", "excursion" (it returns at `until`), "restart" (a falling rate jumps up), "ramp", "warm-up".
+    """
+
+    name: str
+    kind: str
+    at: int  # index in the window of the first step with another value
+    until: int  # the first index with the former value again; the window's length where it stays
+    steps: tuple[int, int]  # the same as step numbers: the first and the last with another value
+    groups: tuple[int, ...]  # one for clip, which has none: 0
+    was: tuple[float, ...]  # by group; no clipping is infinite
+    now: tuple[float, ...]  # after the change; the most extreme value of an excursion
+    ratio: float  # the largest, of rates, decay, eps, clip, and of the memory 1/(1−β) of a beta
+    unusual: float  # by which changes are ordered
+
+    def hold(self, step: Step) -> Step:
+        """The step with this hyperparameter at its former value, where it had another."""
+        if not self.at <= step.index < self.until:
+            return step
+        if self.name == "clip":
+            return replace(step, max_norm=None if math.isinf(self.was[0]) else self.was[0])
+        hypers = list(step.hypers)
+        for group, was in zip(self.groups, self.was):
+            hyper = hypers[group]
+            hypers[group] = hyper.with_lr(was) if self.name == "lr" else replace(hyper, **{self.name: was})  # type: ignore[arg-type]
+        return replace(step, hypers=tuple(hypers))
+
+    @property
+    def sentence(self) -> str:
+        first, last = self.steps
+        was, now = _said(self.was[0]), _said(self.now[0])
+        if self.kind == "excursion":
+            return f"{self.name} was {now} instead of {was} at {_span(first, last)}"
+        if self.kind == "restart":
+            return f"{self.name} was restarted at step {first}: from {was} to {now}"
+        if self.kind == "jump":
+            return f"{self.name} changed from {was} to {now} at step {first}"
+        how = "was warming up" if self.kind == "warm-up" else "changed slowly"
+        return f"{self.name} {how}, from {was} to {now} over {_span(first, last)}"
+
+
+def hyperparameters(records: Sequence[Record]) -> list[HyperChange]:
+    """Every change in a window, the most unusual first: how large, how abrupt, and whether towards larger steps."""
+    numbers = [record.step for record in records]
+    found: dict[tuple[str, str, int, int], list[tuple[int, float, float]]] = {}
+    for name in NAMES:
+        for group in range(1 if name == "clip" else len(records[0].hypers)):
+            values = [_value(record, group, name) for record in records]
+            for kind, at, until, now in _events(name, values, numbers):
+                found.setdefault((name, kind, at, until), []).append((group, values[at - 1], now))
+    changes = [_change(*key, members, numbers) for key, members in found.items()]
+    return sorted(changes, key=lambda change: -change.unusual)
+
+
+def _change(
+    name: str, kind: str, at: int, until: int, members: Sequence[tuple[int, float, float]], numbers: Sequence[int]
+) -> HyperChange:
+    """The same change of several groups (group, was, now) as one."""
+    ratio = max((_ratio(name, was, now) for _, was, now in members), key=lambda r: abs(_log(r)))
+    smaller = ratio > 1 if name == "eps" else ratio < 1 and not name.startswith("beta")
+    unusual = abs(_log(ratio)) * WEIGHTS[kind] * (HARMLESS if smaller else 1.0)
+    groups, was, now = (tuple(member[i] for member in members) for i in range(3))
+    return HyperChange(name, kind, at, until, (numbers[at], numbers[until - 1]), groups, was, now, ratio, unusual)  # type: ignore[arg-type]
+
+
+def _value(record: Record, group: int, name: str) -> float:
+    if name == "clip":
+        return math.inf if record.clip is None else record.clip
+    return float(getattr(record.hypers[group], name))
+
+
+def _events(name: str, values: Sequence[float], numbers: Sequence[int]) -> list[tuple[str, int, int, float]]:
+    """(kind, at, until, value) of every change of one series."""
+    smooth = _smooth(values)
+    jumps = [
+        i
+        for i in range(1, len(values))
+        if not smooth[i] and abs(_log(_ratio(name, values[i - 1], values[i]))) > math.log(JUMP)
+    ]
+    found: list[tuple[str, int, int, float]] = []
+    waiting = list(jumps)
+    while waiting:
+        at = waiting.pop(0)
+        was = values[at - 1]
+        back = next((i for i in waiting if _returned(was, values[at], values[i])), None)
+        if back is not None:
+            extreme = max(values[at:back], key=lambda x: abs(_log(_ratio(name, was, x))))
+            found.append(("excursion", at, back, extreme))
+            waiting = [i for i in waiting if i > back]
+        else:
+            restart = name == "lr" and values[at] > was and _falls(values[:at]) and _falls(values[at:])
+            found.append(("restart" if restart else "jump", at, len(values), values[at]))
+    for first, last in zip([0, *jumps], [*jumps, len(values)]):
+        found += _ramp(name, values[first:last], numbers[first:last], first, len(values))
+    return found
+
+
+def _smooth(values: Sequence[float]) -> list[bool]:
+    """Which steps belong to a ramp: three increments in a row of one sign and about one size, or two equal ones."""
+    steps = [0.0, *(y - x if x != y else 0.0 for x, y in pairwise(values))]
+    out = [False] * len(values)
+
+    def alike(i: int, j: int, factor: float) -> bool:
+        a, b = steps[i], steps[j]
+        return a * b > 0 and math.isfinite(a) and math.isfinite(b) and max(a / b, b / a) <= factor
+
+    for i in range(1, len(values) - 1):
+        long = i + 2 < len(values) and alike(i, i + 1, ALIKE) and alike(i + 1, i + 2, ALIKE)
+        if long or alike(i, i + 1, EQUAL):
+            for j in range(i, i + 3 if long else i + 2):
+                out[j] = True
+    return out
+
+
+def _returned(was: float, changed: float, value: float) -> bool:
+    if math.isinf(was) or math.isinf(changed):
+        return value == was
+    return abs(value - was) <= RETURNED * abs(changed - was)
+
+
+def _falls(values: Sequence[float]) -> bool:
+    """Never rises, and falls somewhere, or is too short to tell."""
+    return all(x >= y for x, y in pairwise(values)) and (len(values) < 2 or values[0] > values[-1])
+
+
+def _ramp(
+    name: str, values: Sequence[float], numbers: Sequence[int], first: int, length: int
+) -> list[tuple[str, int, int, float]]:
+    """A stretch without jumps whose value changes all the same."""
+    changed = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
+    if not changed or abs(_log(_ratio(name, values[0], values[-1]))) < math.log(RAMP):
+        return []
+    kind = "warm-up" if name == "lr" and _warms_up(values, numbers) else "ramp"
+    return [(kind, first + changed[0], length, values[-1])]
+
+
+def _warms_up(values: Sequence[float], numbers: Sequence[int]) -> bool:
+    """A rise in equal increments that began near zero, in the window or at the run's first steps."""
+    steps = [y - x for x, y in pairwise(values) if y != x]
+    if min(steps) <= 0 or max(steps) > EQUAL * min(steps):
+        return False
+    return values[0] <= 0.1 * values[-1] or values[0] / steps[0] <= numbers[0] + 2
+
+
+def _ratio(name: str, was: float, now: float) -> float:
+    if name.startswith("beta"):
+        was, now = 1 / max(1 - was, 1e-12), 1 / max(1 - now, 1e-12)
+    if was == now:
+        return 1.0
+    return math.inf if was == 0 or math.isinf(now) else 0.0 if math.isinf(was) else now / was
+
+
+def _log(ratio: float) -> float:
+    return math.log(min(max(ratio, 1 / MOST), MOST))
+
+
+def _said(value: float) -> str:
+    return "off" if math.isinf(value) else f"{value:.4g}"
+
+
+def _span(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}–{last}"

@@ -1,0 +1,193 @@
+"""What kind of event a spike was, in the run's own numbers: the update against its memory, the data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.adamw import Hyper
+from ..core.batches import Batch
+from ..core.contributions import Layers
+from ..core.layout import Layout
+from ..core.reductions import parts
+from ..core.state import JointState
+from ..core.trajectory import Trajectory
+from ..errors import InvalidInput, NotFinite
+from .replay import own_value
+from .triggers import FLATTEST, usual
+
+LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
+LEADERS = 3
+ORDINARY = 5.0  # robust σ above the usual loss; beyond 3 σ of losses, whose tails are heavy, many a batch lies
+HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
+LEAST_AFTER = 2  # high batches in a row after the spike that make a shift: one may be bad by itself
+
+
+# --- the update against its memory
+
+
+@dataclass(frozen=True)
+class Leader:
+    """A tensor whose gradient is large against its memory."""
+
+    name: str
+    rms: float
+    share: float  # of the whole model's Σ g²/v̂
+
+
+@dataclass(frozen=True)
+class UpdateSizes:
+    """RMS of g/√v̂ at each step of the path; NaN where a tensor had no gradient."""
+
+    whole: Float[Tensor, " step"]
+    by_layer: Float[Tensor, "step layer"]
+    by_tensor: Float[Tensor, "step tensor"]
+    layers: tuple[str, ...]
+    tensors: tuple[str, ...]
+    sizes: tuple[int, ...]  # elements of each tensor
+
+    def leaders(self, at: int = -1, count: int = LEADERS) -> tuple[Leader, ...]:
+        """The tensors with the largest RMS at a step."""
+        row = self.by_tensor[at]
+        squares = row.square().nan_to_num(0.0) * torch.tensor(self.sizes, dtype=row.dtype)
+        shares = squares / squares.sum().clamp(min=1e-300)
+        order = row.nan_to_num(-1.0).argsort(descending=True)[:count].tolist()
+        return tuple(Leader(self.tensors[i], float(row[i]), float(shares[i])) for i in order)
+
+    def usual(self, at: int = -1) -> float:
+        """The median over the steps before `at`."""
+        before = self.whole[:at]
+        return float(before.median()) if len(before) else math.nan
+
+    def large(self, at: int = -1) -> bool:
+        """Larger than a gradient that its memory knows: beyond any ordinary step, and twice what is usual here."""
+        usual = self.usual(at)
+        return float(self.whole[at]) > max(LARGE_UPDATE, 2 * (0.0 if math.isnan(usual) else usual))
+
+    def sentence(self, at: int = -1) -> str:
+        first = self.leaders(at, 1)[0]
+        return (
+            f"the gradient is {float(self.whole[at]):.2g} times what Adam's memory of it expects (RMS of g/√v̂; usual "
+            f"here {self.usual(at):.2g}), most of all in {first.name} ({first.rms:.2g})"
+        )
+
+
+def update_sizes(trajectory: Trajectory, layers: Layers | None = None) -> UpdateSizes:
+    """√mean(g²/max(v̂, ε²)) by step and layer: StableAdamW's RMS, g as it reaches the moments, v̂ after the step.
+
+    g = (m' − β1 m)/(1−β1) from the states, so that no gradient is computed where they are kept; elsewhere one per
+    step. Its rounding error is that of m, ten times: far below what an RMS shows.
+    """
+    layout = trajectory.dynamics.layout
+    layers = Layers.of(layout) if layers is None else layers
+    sums: list[Tensor] = []
+    before: JointState | None = None
+    for time, state in trajectory.states(0, len(trajectory)):
+        if before is not None:
+            sums.append(_squares(layout, trajectory.steps[time - 1].hypers, before, state))
+        before = replace(state, m=state.m.clone())  # the next state may be written in its place
+    squares = torch.stack(sums)
+    sizes = torch.tensor(layout.sizes, dtype=squares.dtype).expand_as(squares)
+    counted = torch.where(squares.isnan(), 0.0, sizes)
+    squared = squares.nan_to_num(0.0)
+    by_layer = (layers.summed(squared) / layers.summed(counted)).sqrt()
+    whole = (squared.sum(1) / counted.sum(1)).sqrt()
+    by_tensor = (squares / sizes).sqrt()
+    return UpdateSizes(whole, by_layer, by_tensor, tuple(layers.names), layout.names, layout.sizes)
+
+
+def _squares(
+    layout: Layout, hypers: Sequence[Hyper], before: JointState, after: JointState
+) -> Float[Tensor, " tensor"]:
+    """Σ g²/max(v̂, ε²) of each tensor at one step; NaN where it had no gradient."""
+    out = torch.full((len(layout.names),), torch.nan, dtype=torch.float64)
+    ratio = torch.zeros_like(after.m)
+    pieces = [flat.split(layout.padded_sizes) for flat in (before.m, after.m, after.v, ratio)]
+    taken = [i for i, (was, now) in enumerate(zip(before.counts, after.counts)) if now > was]
+    for i in taken:
+        m_before, m, v, place = (piece[i] for piece in pieces)
+        hyper = hypers[layout.groups[i]]
+        g = torch.sub(m, m_before, alpha=hyper.beta1).div_(1 - hyper.beta1)
+        root = (v / (1 - hyper.beta2 ** after.counts[i])).sqrt_().clamp_(min=max(hyper.eps, _tiny(v)))
+        torch.div(g, root, out=place)
+    found = parts(ratio, ratio, layout.padded_sizes).double().cpu()
+    out[taken] = found[taken]
+    return out
+
+
+def _tiny(x: Tensor) -> float:
+    return torch.finfo(x.dtype).tiny
+
+
+# --- the data
+
+
+@dataclass(frozen=True)
+class DataFinding:
+    """The spike's batch beside others on the same weights, those before its step.
+
+    kind: "own batch" (others are ordinary), "shift" (those that follow are as high, earlier ones ordinary), "weights"
+    (earlier batches are high too), "ordinary" (the batch itself is not high).
+    """
+
+    kind: str
+    own: float
+    usual: float  # the median of the losses before it, as they were trained on
+    sigma: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    @property
+    def sentence(self) -> str:
+        seen = f"its loss is {self.own:.3g} (usual {self.usual:.3g})"
+        earlier = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
+        if self.kind == "ordinary":
+            return f"{seen}, within the usual spread"
+        if self.kind == "weights":
+            return f"{seen}, and {earlier}: the weights are bad, not the batch"
+        later = f"the {len(self.after)} batches after it {statistics.median(self.after):.3g}" if self.after else ""
+        if self.kind == "shift":
+            return f"{seen}; {earlier}, {later}: the data changed here, and what follows is like it"
+        if self.after:
+            return f"{seen}; {earlier} and {later}: it is this batch alone"
+        return f"{seen}; {earlier}: it is this batch, or the first of other data (what follows was not recorded)"
+
+
+def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequence[Batch] = ()) -> DataFinding:
+    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch.
+
+    A batch is high when it has half of the spike: the spike is beyond 5 σ of the losses that the run had, so that half
+    of it separates the two, and a median over batches does not follow one odd batch among them. A shift takes at
+    least two high batches after it, half of all: one may be bad by itself.
+    """
+    if not before:
+        raise InvalidInput("a batch is judged beside others on the same weights: give at least one earlier batch")
+    own = trajectory.steps[at].loss
+    earlier, later = (tuple(_loss_on(trajectory, at, batch) for batch in some) for some in (before, after))
+    middle, sigma = usual([step.loss for step in trajectory.steps[:at]] or earlier)
+    sigma = max(sigma, FLATTEST * abs(middle))
+
+    def high(loss: float) -> bool:
+        return loss - middle >= HALF * (own - middle)
+
+    highs = sum(map(high, later))
+    if own - middle <= ORDINARY * sigma:
+        kind = "ordinary"
+    elif high(statistics.median(earlier)):
+        kind = "weights"
+    else:
+        kind = "shift" if highs >= max(LEAST_AFTER, len(later) / 2) else "own batch"
+    return DataFinding(kind, own, middle, sigma, earlier, later)
+
+
+def _loss_on(trajectory: Trajectory, at: int, batch: Batch) -> float:
+    try:
+        return own_value(trajectory, at, batch)
+    except NotFinite:
+        return math.inf

@@ -1,0 +1,218 @@
+"""A loss or gradient that is not finite: which of them, in which module, and whether the batch did it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from ..core.batches import Batch, micro_batches
+from ..core.layout import Layout
+from ..core.loss import LossFunction
+from ..core.randomness import RandomState
+from ..core.state import JointState
+from ..core.structure import flatten
+
+WHERE = "the step that is not finite"
+NAMED = 3  # parameters in a sentence
+
+
+@dataclass(frozen=True)
+class NotANumberFinding:
+    """kind: "batch values" (the batch itself holds NaN), "batch" (other batches are finite on the same weights),
+    "weights" (others are not), "weights values" (a weight itself is NaN), "unknown" (nothing else was tried), "finite"
+    (the step is finite when it is run again)."""
+
+    kind: str
+    loss: float
+    module: str | None  # where NaN or infinity first appears: on the way to a loss, or back to a gradient
+    operation: str | None  # in it; known for gradients
+    parameters: tuple[str, ...]  # whose gradient is not finite; whose value is, for "weights values"
+    others: tuple[bool, ...]  # for each other batch: are loss and gradient finite on the same weights?
+
+    @property
+    def loss_finite(self) -> bool:
+        return math.isfinite(self.loss)
+
+    @property
+    def sentence(self) -> str:
+        if self.kind == "finite":
+            return f"run again, the step is finite: its loss is {self.loss:.4g}, and so is every gradient"
+        return f"{self._what()}. {self._why()}"
+
+    def _what(self) -> str:
+        names = ", ".join(self.parameters[:NAMED]) + (", …" if len(self.parameters) > NAMED else "")
+        if self.kind == "weights values":
+            return f"the weights before the step are not finite: {names}"
+        if not self.loss_finite:
+            place = f"module `{self.module}`" if self.module else "loss_fn, after the model's last module"
+            return f"the loss is {self.loss}; the first value that is not finite comes out of {place}"
+        if self.operation is None:
+            return f"the loss is {self.loss:.4g}, and the gradient of {names} is not finite"
+        inside = f"`{self.module}`" if self.module else "loss_fn"
+        return (
+            f"the loss is {self.loss:.4g}, and the gradient is not finite from `{self.operation}` in {inside} on "
+            f"({len(self.parameters)} parameters: {names})"
+        )
+
+    def _why(self) -> str:
+        finite, count = sum(self.others), len(self.others)
+        return {
+            "batch values": "The batch itself holds values that are not finite",
+            "weights values": "The step before wrote them",
+            "batch": f"It is the batch: {finite} of {count} other batches are finite on the same weights",
+            "weights": f"It is not the batch alone: {finite} of {count} other batches are finite on the same weights",
+            "unknown": "No other batch was tried on the same weights",
+        }[self.kind]
+
+
+def not_a_number(
+    loss: LossFunction, state: JointState, batch: Batch, random: RandomState, others: Sequence[Batch] = ()
+) -> NotANumberFinding:
+    """Run the step again from the last finite state, watching every module and every operation's gradient.
+
+    state: before the step. random: before its forward pass. others: batches to try on the same weights. One gradient
+    each; a module whose output is not finite with a finite batch either (a mask of −∞) is not blamed.
+    """
+    bad = _not_finite(loss.layout, loss.layout.views(state.theta))
+    if bad:
+        return NotANumberFinding("weights values", math.nan, None, None, bad, ())
+    seen = _watched(loss, state, batch, random)
+    beside = [_watched(loss, state, other, random) for other in others]
+    innocent = {module for other in beside if other.finite for module in other.modules}
+    if seen.finite:
+        kind = "finite"
+    elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
+        kind = "batch values"
+    elif not beside:
+        kind = "unknown"
+    else:
+        kind = "batch" if 2 * sum(other.finite for other in beside) > len(beside) else "weights"
+    module, operation = None, None
+    if not math.isfinite(seen.loss):
+        module = next((module for module in seen.modules if module not in innocent), None)
+    elif not seen.finite:
+        module, operation = seen.module_of(seen.operations[0]) if seen.operations else (None, None)
+    return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tuple(o.finite for o in beside))
+
+
+@dataclass
+class _Seen:
+    """What was not finite in one forward and backward pass, in the order in which it came."""
+
+    loss: float = math.nan
+    modules: list[str] = field(default_factory=list)  # with such an output; inner ones are done first
+    operations: list[tuple[str, int]] = field(default_factory=list)  # with such a gradient; name and number of the node
+    spans: list[tuple[str, int, int]] = field(default_factory=list)  # the numbers of the nodes that each module made
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and not self.parameters
+
+    def module_of(self, operation: tuple[str, int]) -> tuple[str | None, str]:
+        """The innermost module that made a node, and the node's operation in the user's words."""
+        name, number = operation
+        inside = [(last - first, module) for module, first, last in self.spans if first < number < last]
+        return min(inside)[1] if inside else None, name
+
+
+def _watched(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> _Seen:
+    """One gradient, with everything that is not finite on the way."""
+    seen, leaves = _Seen(), loss.leaves(state.theta)
+
+    def program(model: nn.Module) -> None:
+        totals: list[Tensor] = []
+        bad: set[str] = set()
+        for micro, share in micro_batches(batch):
+            with _watching_modules(model, seen):
+                value = share(loss.raw(model, micro, WHERE))
+            totals.append(value.detach())
+            with _watching_gradients(value, seen):
+                grads = loss.grad(value, leaves, WHERE)
+            bad.update(_not_finite(loss.layout, grads))
+        seen.loss = float(torch.stack(totals).sum())
+        seen.parameters = tuple(name for name in loss.layout.names if name in bad)
+
+    loss.call(leaves, state.buffers, random, program)
+    return seen
+
+
+def _not_finite(layout: Layout, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
+    return tuple(n for n, x in zip(layout.names, tensors) if x is not None and not bool(torch.isfinite(x).all()))
+
+
+@contextlib.contextmanager
+def _watching_modules(model: nn.Module, seen: _Seen) -> Iterator[None]:
+    """Note each module whose output is not finite, and which nodes of the graph it made."""
+    begun: dict[str, int] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if not name:
+            name = type(module).__name__
+
+        def before(module: nn.Module, inputs: object, name: str = name) -> None:
+            begun[name] = _node_number()
+
+        def after(module: nn.Module, inputs: object, output: object, name: str = name) -> None:
+            seen.spans.append((name, begun[name], _node_number()))
+            tensors = [x for x in flatten(output)[0] if isinstance(x, Tensor)]
+            if not all(bool(torch.isfinite(x.detach()).all()) for x in tensors):
+                seen.modules.append(name)
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _node_number() -> int:
+    """The number of a node made now: nodes are counted as they are made."""
+    node = torch.zeros((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+@contextlib.contextmanager
+def _watching_gradients(value: Tensor, seen: _Seen) -> Iterator[None]:
+    """Note each operation that turns a finite gradient into one that is not."""
+    handles = []
+    for node in _nodes(value.grad_fn):
+
+        def after(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None], node: Node = node) -> None:
+            if _finite(outer) and not _finite(inner):
+                seen.operations.append((_operation(node), node._sequence_nr()))
+
+        handles.append(node.register_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(tensors: Sequence[Tensor | None]) -> bool:
+    return all(bool(torch.isfinite(x).all()) for x in tensors if x is not None)
+
+
+def _operation(node: Node) -> str:
+    """`log` of `LogBackward0`."""
+    name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def _nodes(root: Node | None) -> Iterator[Node]:
+    found, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            yield node
+            waiting += [inner for inner, _ in node.next_functions]

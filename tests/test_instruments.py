@@ -1,0 +1,540 @@
+"""The instruments of a spike, each against truth from outside: plain loops, dense eigenvalues, planted causes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.core.adamw import Hyper
+from aftershock.core.batches import accumulate
+from aftershock.core.changes import Zero
+from aftershock.core.contributions import BentReadout, Layers
+from aftershock.core.probe import own_loss
+from aftershock.recorder.hyperparameters import HyperChange, hyperparameters
+from aftershock.recorder.instruments import data, update_sizes
+from aftershock.recorder.not_a_number import NotANumberFinding, not_a_number
+from aftershock.recorder.records import Forward, Record
+from aftershock.recorder.replay import rerun
+from aftershock.recorder.stability import amplification, sharpness
+from aftershock.recorder.sweep import sweep
+
+from .cases import Case, cross_entropy, make, mlp
+from .oracles import StepOracle
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --- the update against its memory
+
+
+def by_hand(case: Case, batches: list[Any]) -> list[dict[str, tuple[float, int]]]:
+    """Σ g²/v̂ and size of every parameter in a plain torch loop."""
+    rows = []
+    for batch in batches:
+        case.optimizer.zero_grad()
+        case.loss_fn(case.model, batch).backward()
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(case.model.parameters(), case.clip)
+        grads = {n: p.grad.clone() for n, p in case.model.named_parameters() if p.grad is not None}
+        case.optimizer.step()
+        row = {}
+        for name, p in case.model.named_parameters():
+            if name in grads:
+                state, group = case.optimizer.state[p], case.optimizer.param_groups[0]
+                v_hat = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+                row[name] = (float((grads[name] ** 2 / v_hat.clamp(min=group["eps"] ** 2)).sum()), p.numel())
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("memory", [None, 20_000])  # every state, and few: then steps are run again
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_update_sizes_are_those_of_a_plain_loop(clip: float | None, memory: int | None) -> None:
+    case = make("tanh_mlp")
+    case.clip = clip
+    batches = case.batches(6)
+    batches[4] = (30 * batches[4][0], batches[4][1])
+    path = case.point().follow(batches, clip=clip, memory=memory)
+    assert (path.trajectory.keep == "checkpoints") == (memory is not None)
+    found = update_sizes(path.trajectory, Layers.of(path.point.loss.layout))
+    rows = by_hand(case.twin(), batches)
+    for i, row in enumerate(rows):
+        total = math.sqrt(sum(s for s, _ in row.values()) / sum(n for _, n in row.values()))
+        assert float(found.whole[i]) == pytest.approx(total, rel=1e-9)  # m is a lerp: its rounding, ten times
+        for j, layer in enumerate(found.layers):
+            mine = [x for name, x in row.items() if name.startswith(f"{layer}.")]
+            expected = math.sqrt(sum(s for s, _ in mine) / sum(n for _, n in mine))
+            assert float(found.by_layer[i, j]) == pytest.approx(expected, rel=1e-9)
+    leader = found.leaders(4, 1)[0]
+    best = max(rows[4], key=lambda name: rows[4][name][0] / rows[4][name][1])
+    assert leader.name == best
+    assert leader.share == pytest.approx(rows[4][best][0] / sum(s for s, _ in rows[4].values()), rel=1e-9)
+    assert sum(x.share for x in found.leaders(4, 99)) == pytest.approx(1)
+
+
+def test_a_gradient_beyond_its_memory_is_large_and_an_ordinary_one_is_not() -> None:
+    torch.manual_seed(1)
+    model = mlp(4, 8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    weights = torch.randn(4, 1)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    def feed(factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 4)
+        return x, factor * x @ weights
+
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss_fn(model, feed()).backward()
+        optimizer.step()
+    path = ak.capture(model, optimizer, loss_fn).follow([feed() for _ in range(12)] + [feed(20.0)])
+    found = update_sizes(path.trajectory)
+    assert found.large()
+    assert not any(found.large(i) for i in range(3, 12))
+    assert "most of all in" in found.sentence()
+
+
+def test_a_parameter_without_gradient_has_no_size() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    point = ak.capture(model, optimizer, lambda m, x: m["used"](x).square().mean())
+    found = update_sizes(point.follow([torch.randn(3, 2) for _ in range(3)]).trajectory)
+    assert found.by_layer[:, found.layers.index("idle")].isnan().all()
+    assert float(found.whole[0]) == pytest.approx(1.0, rel=1e-6)  # the first gradient is all that v knows
+    assert found.leaders(0, 1)[0].name.startswith("used")
+
+
+# --- amplification and sharpness
+
+
+def ruler(path: ak.Path, states: list[Any], step: int) -> Tensor:
+    """√(η/(√v̂+ε)) without padding, v̂ the larger of the states'."""
+    layout, hyper = path.point.loss.layout, path.steps[step].hypers[0]
+    v = torch.stack([layout.compact(s.v) / (1 - hyper.beta2 ** s.counts[0]) for s in states]).amax(0)
+    return (float(hyper.lr) / (v.sqrt() + hyper.eps)).sqrt()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_growth_is_the_top_singular_value_of_the_dense_propagator(clip: float | None) -> None:
+    case = make("tanh_mlp")
+    case.clip = clip
+    for group in case.optimizer.param_groups:
+        group["lr"] = 0.3  # hot: perturbations grow
+    path = case.path(6)
+    model = copy.deepcopy(case.model)
+    phi = torch.eye(3 * path.point.loss.layout.size)
+    for at in range(2, 6):
+        phi = StepOracle(path, at, model, case.loss_fn).transition(smooth=True) @ phi
+    d = path.point.loss.layout.size
+    scale = ruler(path, [path.trajectory.state(2), path.trajectory.state(6)], 2)
+    true = float(torch.linalg.svdvals(phi[:d, :d] * scale / scale[:, None])[0])
+    assert true > 1.2  # it does grow
+    found = amplification(path.trajectory, 6, 4, iterations=80)
+    assert found.growth == pytest.approx(true, rel=1e-3)  # a gap of a few percent, to the 160th power
+    assert found.per_step == pytest.approx(true**0.25, rel=1e-3)
+    two = amplification(path.trajectory, 6, 4)
+    assert 0.75 * true <= two.growth <= true * (1 + 1e-9)  # a lower bound, and near it
+    assert two == amplification(path.trajectory, 6, 4)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_sharpness_is_the_top_eigenvalue_of_the_dense_hessian(clip: float | None) -> None:
+    case = make("tanh_mlp")
+    case.clip = clip
+    path = case.path(4)
+    oracle = StepOracle(path, 3, copy.deepcopy(case.model), case.loss_fn)
+    theta = oracle.split(oracle.x)[0]
+    hessian = torch.autograd.functional.jacobian(lambda x: oracle.raw(x, create_graph=True), theta.requires_grad_())
+    scale = ruler(path, [path.trajectory.state(4)], 3)
+    factor = 1.0 if clip is None else clip / (float(oracle.raw(theta.detach()).norm()) + 1e-6)
+    assert factor < 1 or clip is None
+    true = factor * float(torch.linalg.eigvalsh(scale[:, None] * hessian * scale)[-1])
+    found = sharpness(path.trajectory, 3)
+    assert found.threshold == pytest.approx(38)
+    assert found.value == pytest.approx(true, rel=0.02)  # eight products of some forty directions
+    assert not found.unstable
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.5])
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_training_diverges_just_above_the_threshold_and_not_below(beta1: float, factor: float) -> None:
+    """ε ≫ √v̂ makes AdamW heavy ball with a known edge: η λ / ε = 2(1+β1)/(1−β1)."""
+    curvature, eps = 3.0, 1.0
+    lr = factor * 2 * (1 + beta1) / (1 - beta1) * eps / curvature
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data *= 1e-150  # its squares never reach ε
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(beta1, 0.999), eps=eps, weight_decay=0)
+    spectrum = torch.tensor([curvature, 1.0, 0.5, 0.1])
+
+    def loss_fn(model: nn.Module, _: Any) -> Tensor:
+        return 0.5 * (spectrum * model.weight**2).sum()
+
+    def train(count: int) -> float:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss_fn(model, None).backward()
+            optimizer.step()
+        return float(model.weight.detach().abs().max())
+
+    early = train(200)
+    path = ak.capture(model, optimizer, loss_fn).follow([None] * 40)
+    late = train(600)
+    found, grown = sharpness(path.trajectory, 39), amplification(path.trajectory, 40, 40, iterations=4)
+    assert found.value == pytest.approx(lr * curvature / eps, rel=1e-6)
+    assert found.unstable == (late > 10 * early) == (factor > 1)  # what the run does is what the number says
+    assert (late < 0.1 * early) == (factor < 1)
+    assert (grown.growth > 1.5) == (factor > 1)
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.argsort().argsort(), b.argsort().argsort()]).double())[0, 1])
+
+
+@pytest.mark.parametrize(("lr", "follows"), [(3e-3, True), (0.1, False)])
+def test_where_perturbations_grow_too_fast_predictions_do_not_rank_the_steps(lr: float, follows: bool) -> None:
+    model = mlp(16, 48, 48, 10, activation=nn.GELU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    weights = torch.randn(16, 10)
+
+    def feed() -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 16)
+        return x, (x @ weights).argmax(1)
+
+    for _ in range(100):
+        optimizer.zero_grad()
+        cross_entropy(model, feed()).backward()
+        optimizer.step()
+    path = ak.capture(model, optimizer, cross_entropy).follow([feed() for _ in range(25)])
+    trajectory, last = path.trajectory, 24
+    bent = BentReadout.of(path.watch(0, own_loss, last), directions=0)
+    predicted = sweep(trajectory, last, bent, references=0, jump=None).total("zero")
+    true = torch.tensor([trajectory.steps[last].loss - rerun(trajectory, i, Zero(), last)[-1] for i in range(last)])
+    found = amplification(trajectory, last)
+    assert found.linear_ok == found.steady == follows
+    assert (spearman(predicted, true) > 0.7) == follows
+    assert (spearman(predicted, true) < 0.5) != follows
+
+
+def test_numbers_that_run_out_are_growth_without_bound() -> None:
+    torch.set_default_dtype(torch.float32)
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data *= 1e-30
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e9, eps=1.0, weight_decay=0)
+    path = ak.capture(model, optimizer, lambda m, x: 0.5 * (x * m.weight**2).sum())
+    found = amplification(path.follow([torch.tensor([1.0, 1e-3])] * 6).trajectory, 6)
+    assert found.growth > 1e30
+    assert not found.linear_ok
+    assert found.sentence.endswith("over the last 6 steps: contributions mean nothing here")
+
+
+# --- the data
+
+
+def regression(*, sigma: float = 0.3) -> tuple[nn.Module, torch.optim.AdamW, Any, Any]:
+    """A trained linear model of noisy data, its loss, and a source of batches whose targets may be another domain's."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = torch.randn(4, 1)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    def feed(offset: float = 0.0) -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 4)
+        return x, x @ weights + sigma * torch.randn(16, 1) + offset
+
+    model.weight.data, model.bias.data = weights.mT.clone(), torch.zeros(1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss_fn(model, feed()).backward()
+        optimizer.step()
+    return model, optimizer, loss_fn, feed
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("own", "after", "rate", "kind"),
+    [
+        (3.0, [0.0] * 6, 1e-2, "own batch"),
+        (3.0, [], 1e-2, "own batch"),
+        (3.0, [3.0] + [0.0] * 5, 1e-2, "own batch"),  # another bad batch after it is no shift
+        (3.0, [3.0] * 6, 1e-2, "shift"),
+        (3.0, [3.0, 3.0], 1e-2, "shift"),
+        (3.0, [3.0, 0.0] * 3, 1e-2, "shift"),  # from here on half of the data are others
+        (0.0, [0.0] * 6, 50.0, "weights"),  # the step before it was far too large
+        (0.0, [0.0] * 6, 1e-2, "ordinary"),
+        (0.0, [3.0] * 6, 1e-2, "ordinary"),
+    ],
+)
+def test_own_batch_shift_and_weights_are_told_apart(
+    seed: int, own: float, after: list[float], rate: float, kind: str
+) -> None:
+    torch.manual_seed(seed)
+    model, optimizer, loss_fn, feed = regression()
+    batches = [feed() for _ in range(24)] + [feed(own)]
+    path = ak.capture(model, optimizer, loss_fn).follow(batches, lr=[1e-2] * 23 + [rate, 1e-2])
+    found = data(path.trajectory, 24, batches[16:24], [feed(offset) for offset in after])
+    assert found.kind == kind, found
+    assert found.own == pytest.approx(path.losses[24])
+
+
+def test_losses_on_the_same_weights_are_those_of_the_model_there() -> None:
+    model, optimizer, loss_fn, feed = regression()
+    batches, later = [feed() for _ in range(6)], [feed() for _ in range(2)]
+    path = ak.capture(model, optimizer, loss_fn).follow(batches)
+    for batch in batches[:5]:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    found = data(path.trajectory, 5, batches[:5], later)
+    assert found.before == pytest.approx([float(loss_fn(model, b).detach()) for b in batches[:5]], rel=1e-12)
+    assert found.after == pytest.approx([float(loss_fn(model, b).detach()) for b in later], rel=1e-12)
+
+
+# --- hyperparameters
+
+
+def records(first: int = 100, clip: list[float | None] | None = None, **series: Any) -> list[Record]:
+    """Records with the given series; a list of lists is one series per group."""
+    length = len(clip) if clip is not None else len(next(iter(series.values()))[0])
+    defaults = {"lr": 1e-3, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    groups = max((len(s) for s in series.values()), default=1)
+    out = []
+    for i in range(length):
+        hypers = tuple(
+            Hyper(**{n: series[n][g][i] if n in series else x for n, x in defaults.items()}, decoupled=True)
+            for g in range(groups)
+        )
+        forward = Forward(False, torch.float32, ())
+        out.append(Record(first + i, (), 1.0, 1.0, 1.0, hypers, None if clip is None else clip[i], forward))
+    return out
+
+
+def only(found: list[HyperChange]) -> HyperChange:
+    assert len(found) == 1, found
+    return found[0]
+
+
+N = 32
+COSINE = [1e-3 * (1 + math.cos(math.pi * i / 60)) / 2 for i in range(N)]
+
+
+@pytest.mark.parametrize(
+    ("name", "series", "kind", "at", "until", "was", "now"),
+    [
+        ("lr", [1e-3] * 20 + [5e-3] * 12, "jump", 20, N, 1e-3, 5e-3),
+        ("lr", [1e-3] * 31 + [5e-3], "jump", 31, N, 1e-3, 5e-3),
+        ("lr", [1e-3] * 20 + [1e-2] + [1e-3] * 11, "excursion", 20, 21, 1e-3, 1e-2),
+        ("lr", [1e-3] * 20 + [2e-3, 4e-3, 3e-3] + [1e-3] * 9, "excursion", 20, 23, 1e-3, 4e-3),
+        ("weight_decay", [0.01] * 25 + [250.0] + [0.01] * 6, "excursion", 25, 26, 0.01, 250.0),
+        ("weight_decay", [0.0] * 25 + [0.1] * 7, "jump", 25, N, 0.0, 0.1),
+        ("beta1", [0.9] * 9 + [0.0] + [0.9] * 22, "excursion", 9, 10, 0.9, 0.0),
+        ("beta2", [0.999] * 9 + [0.9] * 23, "jump", 9, N, 0.999, 0.9),
+        ("eps", [1e-8] * 9 + [1e-12] * 23, "jump", 9, N, 1e-8, 1e-12),
+        ("lr", [1e-3 * 1.03**i for i in range(N)], "ramp", 1, N, 1e-3, 1e-3 * 1.03**31),
+        ("lr", [1e-3 + 1e-4 * i for i in range(N)], "ramp", 1, N, 1e-3, 4.1e-3),  # straight, but not from zero
+        ("weight_decay", [0.01 * (1 + i) for i in range(N)], "ramp", 1, N, 0.01, 0.32),
+        ("lr", [1e-5 * (i + 1) for i in range(N)], "warm-up", 1, N, 1e-5, 3.2e-4),
+        ("lr", [0.0] * 3 + [1e-5 * i for i in range(29)], "warm-up", 4, N, 0.0, 2.8e-4),
+        ("lr", [min(1e-4 * i, 1e-3) for i in range(N)], "warm-up", 1, N, 0.0, 1e-3),
+    ],
+)
+def test_one_change_is_found_and_named(
+    name: str, series: list[float], kind: str, at: int, until: int, was: float, now: float
+) -> None:
+    found = only(hyperparameters(records(first=3, **{name: [series]})))
+    assert (found.name, found.kind, found.at, found.until) == (name, kind, at, until)
+    assert (found.was[0], found.now[0]) == pytest.approx((was, now))
+    assert found.steps == (3 + at, 3 + until - 1)
+    assert name in found.sentence
+
+
+def test_what_every_schedule_does_is_no_event() -> None:
+    assert hyperparameters(records(lr=[[1e-3] * N])) == []
+    slow = [1e-3 * (1 + math.cos(math.pi * i / 3000)) / 2 for i in range(N)]
+    assert hyperparameters(records(lr=[slow])) == []
+    turning = [1e-3 * math.cos(math.pi * (i - 16) / 300) for i in range(N)]  # over the top of a one-cycle schedule
+    assert hyperparameters(records(lr=[turning])) == []
+    falls = only(hyperparameters(records(lr=[COSINE])))
+    assert falls.kind == "ramp"
+    middle_of_a_warm_up = only(hyperparameters(records(first=200, lr=[[1e-6 * (201 + 2 * i) for i in range(N)]])))
+    assert middle_of_a_warm_up.kind == "warm-up" or middle_of_a_warm_up.ratio > 1.2
+
+
+def test_a_restart_of_a_falling_rate() -> None:
+    found = hyperparameters(records(lr=[COSINE[:24] + COSINE[:8]]))
+    assert (found[0].kind, found[0].at, found[0].until) == ("restart", 24, N)
+
+
+def test_a_jump_inside_a_schedule_and_the_most_unusual_first() -> None:
+    series = [x * (3 if i >= 20 else 1) for i, x in enumerate(COSINE)]
+    decay = [0.01] * 28 + [250.0] + [0.01] * 3
+    found = hyperparameters(records(lr=[series], weight_decay=[decay]))
+    assert [(c.name, c.kind) for c in found[:2]] == [("weight_decay", "excursion"), ("lr", "restart")]
+    drop = hyperparameters(records(lr=[[1e-3] * 16 + [1e-4] * 16], beta2=[[0.999] * 20 + [0.99] * 12]))
+    assert [c.name for c in drop] == ["beta2", "lr"]  # smaller steps are the less likely cause
+
+
+def test_clipping_that_was_switched_off() -> None:
+    found = only(hyperparameters(records(clip=[1.0] * 20 + [None] * 12)))
+    assert (found.name, found.kind, found.at) == ("clip", "jump", 20)
+    assert "from 1 to off" in found.sentence
+    steps = ak.capture(*_tiny_run()).follow([torch.ones(1)] * 22, clip=None).steps
+    assert (found.hold(steps[19]).max_norm, found.hold(steps[20]).max_norm) == (None, 1.0)
+
+
+def _tiny_run() -> tuple[nn.Module, torch.optim.AdamW, Any]:
+    model = nn.Linear(1, 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), lambda m, x: m(x).square().mean()
+
+
+def test_groups_that_change_together_are_one_change_and_holding_it_is_a_run_without_it() -> None:
+    model = mlp(3, 4, 2)
+    parts = list(model.parameters())
+    groups = [{"params": parts[:2], "lr": 1e-3}, {"params": parts[2:], "lr": 4e-3}]
+    bump = [1.0] * 5 + [20.0] + [1.0] * 2
+    found = only(hyperparameters(records(lr=[[1e-3 * b for b in bump], [4e-3 * b for b in bump]])))
+    assert (found.groups, found.was, found.kind) == ((0, 1), (1e-3, 4e-3), "excursion")
+    batches = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in bump]
+    point = ak.capture(model, torch.optim.AdamW(groups), cross_entropy)
+    path = point.follow(batches)
+    bumped = [step if i != 5 else _with_rates(step, [2e-2, 8e-2]) for i, step in enumerate(path.steps)]
+    assert [float(h.lr) for h in bumped[5].hypers] == [2e-2, 8e-2]
+    assert [found.hold(step).hypers for step in bumped] == [step.hypers for step in path.steps]
+
+
+def _with_rates(step: Any, rates: list[float]) -> Any:
+    return dataclasses.replace(step, hypers=tuple(h.with_lr(rate) for h, rate in zip(step.hypers, rates)))
+
+
+# --- not a number
+
+
+class Trapped(nn.Module):
+    """log(0), masked: the loss is finite, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), LogHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class LogHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = self.out(x).abs()
+        return torch.where(positive > 0, torch.log(positive), 0.0)
+
+
+class Overflow(nn.Module):
+    """exp of a large input; and a mask of −∞ that every batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.body, self.grow, self.head = Mask(), nn.Linear(3, 3), Exp(), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.grow(self.body(x)).softmax(-1) + self.mask(x).exp())
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, -math.inf)
+
+
+class Exp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
+
+
+def judged(model: nn.Module, batch: Any, others: list[Any]) -> NotANumberFinding:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    point = ak.capture(model, optimizer, lambda m, x: m(x).square().mean())
+    captured = point.captured
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    found = not_a_number(captured.loss, captured.state, batch, captured.random, others)
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in captured.loss.model.modules())
+    return found
+
+
+def test_a_finite_loss_whose_gradient_is_not() -> None:
+    model = Trapped()
+    model.head.out.weight.data.fill_(1.0)
+    model.head.out.bias.data.zero_()
+    model.body.weight.data.fill_(1.0)
+    model.body.bias.data.zero_()
+    good, trap = torch.rand(5, 3) + 0.1, torch.rand(5, 3) + 0.1
+    trap[2] = 0.0
+    loss = model(trap).square().mean()
+    loss.backward()
+    bad = [n for n, p in model.named_parameters() if not p.grad.isfinite().all()]
+    assert math.isfinite(float(loss.detach()))
+    assert bad
+    found = judged(model, trap, [good, good + 1])
+    assert (found.kind, found.module, found.operation, found.others) == ("batch", "head", "log", (True, True))
+    assert list(found.parameters) == bad
+    assert found.loss == pytest.approx(float(loss.detach()))
+    assert found.sentence.startswith(
+        f"the loss is {float(loss.detach()):.4g}, and the gradient is not finite from `log`"
+    )
+    assert judged(model, trap, [trap, good, trap]).kind == "weights"
+    assert judged(model, trap, []).kind == "unknown"
+    inside = judged(model, accumulate([good, trap]), [good])
+    assert (inside.kind, inside.module, inside.operation) == ("batch", "head", "log")
+
+
+def test_a_loss_that_is_not_finite_names_the_module_and_not_the_mask() -> None:
+    model = Overflow()
+    good, bad = torch.randn(4, 3), torch.randn(4, 3)
+    bad[1] = 1e5 * torch.sign(model.body.weight.detach()[0])
+    found = judged(model, bad, [good])
+    assert not found.loss_finite
+    assert (found.kind, found.module) == ("batch", "grow")
+    assert "module `grow`" in found.sentence
+
+
+def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
+    model = mlp(3, 4, 1)
+    good = torch.randn(4, 3)
+    bad = good.clone()
+    bad[0, 0] = math.nan
+    found = judged(model, bad, [good])
+    assert (found.kind, found.module) == ("batch values", "0")
+    assert "itself holds values" in found.sentence
+    assert judged(model, good, [good]).kind == "finite"
+    model[2].weight.data[0, 0] = math.inf
+    found = judged(model, good, [good])
+    assert (found.kind, found.parameters) == ("weights values", ("2.weight",))
+
+
+def test_a_loss_function_that_divides_by_zero_is_no_module() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    point = ak.capture(model, optimizer, lambda m, x: (m(x).square() / x.sum()).mean())
+    found = not_a_number(
+        point.captured.loss, point.captured.state, torch.zeros(3, 2), point.captured.random, [torch.ones(3, 2)]
+    )
+    assert (found.kind, found.module) == ("batch", None)
+    assert "loss_fn, after the model's last module" in found.sentence
