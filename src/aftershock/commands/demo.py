@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..recorder.explain import explain
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Spike
-from ..recorder.verdict import culprit
 from ..report.flight_page import write_flight_page
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ class Flown:
     @property
     def main(self) -> FlightExplanation:
         """The spike that an earlier batch explains."""
-        return next((each for each in self.found if culprit(each) is not None), self.found[-1])
+        return next((each for each in self.found if each.kind in ("batch", "group")), self.found[-1])
 
 
 def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:

@@ -84,6 +84,32 @@ def adamw_step(
     return replace(new, counts=advanced(state.counts, grads))
 
 
+def bounded_step(
+    layout: Layout,
+    state: JointState,
+    grads: Sequence[Tensor | None],
+    hypers: Sequence[Hyper],
+    *,
+    consume: bool = False,
+) -> JointState:
+    """The same with each parameter's rate divided by max(1, RMS of g/√v̂): StableAdamW's rule."""
+    new = state if consume else state.clone()
+    theta, m, v = (layout.typed_views(flat) for flat in (new.theta, new.m, new.v))
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            hyper, count = hypers[layout.groups[i]], state.counts[i]
+            run = Run.at(hyper, count + 1)
+            g = run.sign * grad + run.coupled * theta[i]
+            second = (run.beta2 * v[i] + (1 - run.beta2) * g * g) / run.bias2
+            size = (g * g / second.clamp(min=max(run.eps, 1e-30) ** 2)).mean().sqrt()
+            bounded = hyper.with_lr(run.lr / max(1.0, float(size)))
+            adam_([theta[i]], [grad], [m[i]], [v[i]], [count], bounded)
+    if not layout.uniform:
+        for flat, views in ((new.theta, theta), (new.m, m), (new.v, v)):
+            layout.write(flat, views)
+    return replace(new, counts=advanced(state.counts, grads))
+
+
 def adam_(
     theta: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], counts: Sequence[int], hyper: Hyper
 ) -> None:

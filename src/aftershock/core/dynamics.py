@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from .adamw import Hyper, LinearStep, adamw_step
+from .adamw import Hyper, LinearStep, adamw_step, bounded_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm, scale_
 from .graphs import GradientGraph
@@ -35,6 +35,7 @@ class Step:
     hypers: tuple[Hyper, ...]
     max_norm: float | None
     own_random: bool = False  # recorded, rather than left by the step before
+    bounded: bool = False  # updates divided by their RMS, where that is larger than one
     loss: float = math.nan
     clip: Clip = NOT_TAKEN
     present: tuple[bool, ...] | None = None  # which parameters had a gradient, once the step was taken
@@ -145,7 +146,8 @@ class Dynamics:
 
     def _take(self, found: Gradient, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
         factor = scale_(found.grads, found.norm, step.max_norm)
-        new = adamw_step(self.layout, state, found.grads, step.hypers, consume=consume)
+        rule = bounded_step if step.bounded else adamw_step
+        new = rule(self.layout, state, found.grads, step.hypers, consume=consume)
         taken = Taken(step, found.loss, found.norm, factor, found.present, found.random)
         return replace(new, buffers=found.buffers), taken
 

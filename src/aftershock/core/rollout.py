@@ -333,7 +333,9 @@ class ExactRows:
         groups: dict[tuple[Hyper, ...], list[int]] = {}
         for slot, gradient in enumerate(found):
             step = self._step(slot, time)
-            if gradient is not None and step is not None:
+            if gradient is not None and step is not None and step.bounded:
+                self._states[slot] = self.dynamics.advance_with(gradient, step, self._states[slot], consume=True)[0]
+            elif gradient is not None and step is not None:
                 groups.setdefault(step.hypers, []).append(slot)
                 clip = clip_(gradient.grads, gradient.norm, step.max_norm)
                 self._switched[slot] += clip.binds != self.trajectory.steps[time].clip.binds
@@ -352,7 +354,8 @@ class ExactRows:
                     plain = replace(hyper, foreach=None, fused=fused or None, capturable=False, lr=float(hyper.lr))
                     adam_(theta, grads, m, v, counts, plain)  # type: ignore[arg-type]
         for slot, gradient in enumerate(found):
-            if gradient is not None and self._step(slot, time) is not None:
+            step = self._step(slot, time)
+            if gradient is not None and step is not None and not step.bounded:
                 state = self._states[slot]
                 after = advanced(state.counts, gradient.grads)
                 self._states[slot] = replace(state, counts=after, buffers=gradient.buffers)

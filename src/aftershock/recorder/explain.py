@@ -1,13 +1,12 @@
-"""`explain`: which earlier batch raised this loss, through which memory, proved by running again without it."""
+"""`explain`: what kind of event a spike was, who or what did it, and what would have prevented it; all by replay."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +14,30 @@ from torch import Tensor, nn
 from ..api.progress import progress
 from ..api.ranking import VERIFY
 from ..core.batches import Batch
-from ..core.changes import ControlStep, Reset, Skip
-from ..core.contributions import BentReadout
-from ..core.probe import Watch, own_loss
-from ..core.scores import adjoint
-from ..core.state import CHANNELS
-from ..errors import InvalidInput
-from ..results.provenance import provenance
-from .examples import example_shares
+from ..core.contributions import BentReadout, Layers
+from ..core.probe import own_loss
+from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
+from .event import Event
 from .explanation import FlightExplanation
+from .findings import Findings, labelled
+from .hyperparameters import HyperChange, hyperparameters
+from .instruments import data, update_sizes
+from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import LIVE, FlightRecorder
-from .records import Record
-from .replay import Replay, own_value, replay, rerun
+from .records import Source
+from .replay import Replay, replay
+from .reruns import Run
+from .stability import Amplification, Sharpness, amplification, sharpness
 from .store import Flight, open_flight
-from .sweep import CHANGES, Hypers, Jump, Swept, edits_at, largest_jump, sweep
-from .triggers import usual
+from .suspects import inquire
+from .sweep import Swept, sweep
+from .treatments import Treatment, try_all
 
-if TYPE_CHECKING:
-    import xarray as xr
-
+AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
+PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
+HELD = 3  # hyperparameters that are held at their former value
+ABRUPT = ("jump", "excursion", "restart")
 
 
 def explain(
@@ -46,47 +49,101 @@ def explain(
     dataset: Any = None,
     window: int | None = None,
     references: int = 4,
-    verify: int = VERIFY,
+    verify: int | Sequence[int] = VERIFY,
+    placebos: int = PLACEBOS,
+    treatments: bool = True,
     examples: int = 1,
+    seed: int = 0,
 ) -> FlightExplanation:
-    """Name the earlier steps that raised the loss of `step`, and prove it.
+    """Say what kind of event raised the loss of `step`, which steps did it if any, and what would have prevented it.
 
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
         (and `dataset`, where indices were recorded). Weights of `model` are not used.
-    step: updates made before it; default: the one that triggered. A loss that is not finite is explained at the
-        last finite one before it.
+    step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
+        last finite one before it explained.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch.
-    verify: how many steps to run again without: the highest predicted, and some with the largest gradients.
-        examples: in how many of those to look inside.
+    verify: how many steps to run again without: the highest predicted, and some with the largest gradients; or the
+        numbers of the steps.
+    placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
+        without it loses half of the event, and the runs without others do not.
+    treatments: also try what would have prevented it.
+    examples: in how many of the blamed steps to look inside.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
-    the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for the
-    proof that Hessian products are right, and for each verification one per step after it.
+    the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for each
+    proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
+    with a treatment one per step after it.
     """
-    source, code = _source(flight, model, loss_fn, dataset)
-    found = open_flight(source, step)
+    directory, code = _source(flight, model, loss_fn, dataset)
+    found = open_flight(directory, step)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
-    window = found.run["window"] if window is None else window
-    start = found.start(target, window)
-    records = [found.records[number] for number in range(start, target + 1)]
-    replayed = replay(records, window, found.states, code.model, code.loss_fn, code.dataset)
-    path, last = replayed.path, replayed.last
-    watch = path.watch(0, own_loss, last)
-    path.require_linear(watch)
-    jump = largest_jump([record.hypers for record in replayed.records])
-    with progress("adjoint sweep", last) as tick:
-        swept = sweep(
-            path.trajectory, last, BentReadout.of(watch, directions=0),
-            references=references, jump=jump, tick=tick,
-        )  # fmt: skip
-    spike = Spike.of(replayed)
-    proofs = _verify(replayed, swept, spike, references, verify)
-    data = _labelled(replayed, swept, proofs, spike, jump, found, step)
-    _add_examples(data, replayed, watch, proofs, examples)
-    return FlightExplanation(data)
+    replayed = _replayed(found, target, window, code)
+    event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
+    nan = _not_a_number(found, replayed, step, code) if step != target else None
+    swept, refused = _predicted(replayed, references)
+    findings = Findings(found, replayed, event, swept, refused, step, "replace" if references else "skip", nan=nan)
+    if nan is None and event.is_one:
+        _ask(findings, verify, references, placebos, treatments, seed)
+    return FlightExplanation(labelled(findings, examples))
+
+
+def _ask(f: Findings, verify: int | Sequence[int], references: int, placebos: int, treatments: bool, seed: int) -> None:
+    """The instruments, then the runs with something changed."""
+    replayed, event, trajectory = f.replayed, f.event, f.replayed.trajectory
+    steps, last = trajectory.steps, replayed.last
+    f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
+    if f.refused is None:
+        f.growth, f.sharp = _stability(replayed)
+    before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
+    after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
+    f.data = data(trajectory, last, before, after)
+    f.changes = [c for c in hyperparameters(replayed.records[: last + 1]) if c.kind != "warm-up"][:HELD]
+    held = [_held(trajectory.steps, change, event) for change in f.changes]
+    suspected = _suspected(f, verify)
+    with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
+        f.inquiry = inquire(
+            trajectory, event, suspected, references=references, placebos=placebos, seed=seed, tick=tick
+        )
+    with progress("running again with treatments", 12) as tick:
+        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
+    f.held, f.outcomes = outcomes[: len(held)], outcomes[len(held) :]
+
+
+def _stability(replayed: Replay) -> tuple[Amplification | None, Sharpness | None]:
+    if replayed.last < 2:
+        return None, None
+    return amplification(replayed.trajectory, replayed.last), sharpness(replayed.trajectory, replayed.last - 1)
+
+
+def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
+    """The run with a hyperparameter at its former value."""
+    name = f"{change.name} held at its former value from step {change.steps[0]} on"
+    return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
+
+
+def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
+    """Which steps to run without: those asked for, or the highest predicted and, for a third of the places, those with
+    the largest gradients: a prediction is linear, and a batch that was bad enough is not."""
+    numbers = [record.step for record in f.replayed.records[: f.replayed.last]]
+    if not isinstance(verify, int):
+        unknown = [number for number in verify if number not in numbers]
+        if unknown:
+            raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
+        return [numbers.index(number) for number in verify]
+    steps = f.replayed.trajectory.steps[: len(numbers)]
+    scores = f.swept.total(f.main)
+    loud = sorted(range(len(steps)), key=lambda i: -steps[i].clip.norm)
+    if not bool(torch.isfinite(scores).any()):
+        return loud[:verify]
+    loudest = loud[: verify // 3]
+    highest = [i for i in scores.nan_to_num(-math.inf).argsort(descending=True).tolist() if i not in loudest]
+    return loudest + highest[: verify - len(loudest)]
+
+
+# --- replay
 
 
 @dataclass(frozen=True)
@@ -123,201 +180,49 @@ def _last_finite(flight: Flight, step: int) -> int:
     if step not in flight.records:
         raise InvalidInput(f"step {step} was not recorded: the flight holds steps {min(flight.records)}–{flight.last}")
     finite = [number for number, record in flight.records.items() if number <= step and record.finite]
-    if not finite or not _unbroken(flight.records, finite[-1]):
-        raise InvalidInput(f"no loss before step {step} is finite in the recorded window: nothing can be replayed")
+    if not finite or any(not record.finite for number, record in flight.records.items() if number <= finite[-1]):
+        raise InvalidInput(
+            f"no loss before step {step} is finite in the recorded window: nothing can be replayed. Start the recorder "
+            "before the first loss that is not a number"
+        )
     return finite[-1]
 
 
-def _unbroken(records: Any, step: int) -> bool:
-    return all(record.finite for number, record in records.items() if number <= step)
+def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> Replay:
+    """The window before the step, and what was recorded of the event after it."""
+    window = flight.run["window"] if window is None else window
+    forward, last = flight.records[target].forward, target
+    while last < target + AFTER and last + 1 in flight.records:
+        following = flight.records[last + 1]
+        if not following.finite or following.forward != forward:
+            break
+        last += 1
+    records = [flight.records[number] for number in range(flight.start(target, window), last + 1)]
+    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target)
 
 
-# --- the spike
+def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> NotANumberFinding | None:
+    """The step that is not finite, replayed from the state before it, and other batches on the same weights."""
+    record, trajectory = flight.records[step], replayed.trajectory
+    if step != replayed.records[-1].step + 1:
+        return None
+    source = Source(trajectory.device, code.dataset)
+    others = [s.batch for s in trajectory.steps[-OTHERS:]]
+    state = trajectory.state(len(trajectory))
+    return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
 
 
-@dataclass(frozen=True)
-class Spike:
-    """The loss that is explained, against what was usual before it."""
-
-    loss: float
-    baseline: float  # the median of the losses before it in the window
-    sigma: float  # their robust spread
-    others: float  # the median loss of other batches on the same weights
-
-    @property
-    def size(self) -> float:
-        return self.loss - self.baseline
-
-    @classmethod
-    def of(cls, replayed: Replay) -> Spike:
-        trajectory, last = replayed.trajectory, replayed.last
-        before = [step.loss for step in trajectory.steps[:last]]
-        middle, spread = usual(before)
-        batches = [step.batch for step in trajectory.steps[max(0, last - OTHERS) : last]]
-        others = statistics.median(own_value(trajectory, last, batch) for batch in batches)
-        return cls(trajectory.steps[last].loss, middle, spread, others)
-
-
-# --- verification: the same run without it
-
-
-@dataclass(frozen=True)
-class Proofs:
-    """Measured contributions `[change, step]`, their emergence at each later step, and the jump's."""
-
-    measured: Tensor
-    emergence: Tensor
-    jump: float
-    order: list[int]  # verified steps, largest measured contribution first
-
-
-def _verify(replayed: Replay, swept: Swept, spike: Spike, references: int, verify: int) -> Proofs:
-    trajectory, last = replayed.trajectory, replayed.last
-    measured = torch.full((len(CHANGES), last), torch.nan, dtype=torch.float64)
-    emergence = torch.full((last, last), torch.nan, dtype=torch.float64)
-    main = "replace" if references and last > 1 else "zero"
-    top = _candidates(replayed, swept.total(main), verify)
-    with progress("running without each of the top steps", len(top)) as tick:
-        for at in top:
-            edit = edits_at(trajectory, at, last, references)[main]
-            losses = rerun(trajectory, at, edit, last)
-            change = torch.tensor([step.loss for step in trajectory.steps[at + 1 : last + 1]], dtype=torch.float64)
-            change -= torch.tensor(losses, dtype=torch.float64)
-            emergence[at, : last - at] = change
-            measured[CHANGES.index(main), at] = change[-1]
-            tick()
-    row = measured[CHANGES.index(main)]
-    order = sorted(top, key=lambda i: -float(row[i]))
-    if order:
-        _verify_best(replayed, measured, order[0])
-    jump = largest_jump([record.hypers for record in replayed.records])
-    held = math.nan
-    if jump is not None and verify and jump.at < last:
-        held = spike.loss - _without_jump(replayed, jump)
-    return Proofs(measured, emergence, held, order)
-
-
-def _candidates(replayed: Replay, scores: Tensor, verify: int) -> list[int]:
-    """Which steps to run without: the highest scores, and a third of the places for the largest gradients.
-
-    A prediction is linear, and a batch that was bad enough is not; what it did at once, its gradient, is another
-    hint. The replay decides between them.
-    """
-    steps = replayed.trajectory.steps[: len(scores)]
-    loudest = sorted(range(len(steps)), key=lambda i: -steps[i].clip.norm)[: verify // 3]
-    highest = [i for i in scores.argsort(descending=True).tolist() if scores[i] > 0 and i not in loudest]
-    return loudest + highest[: verify - len(loudest)]
-
-
-def _verify_best(replayed: Replay, measured: Tensor, best: int) -> None:
-    """The best candidate also skipped, and the run with m or v emptied right after it."""
-    trajectory, last = replayed.trajectory, replayed.last
-    loss = trajectory.steps[last].loss
-    measured[CHANGES.index("skip"), best] = loss - rerun(trajectory, best, Skip(), last)[-1]
-    if best + 1 < last:
-        for name in ("m", "v"):
-            without = rerun(trajectory, best + 1, Reset((name,)), last)[-1]
-            measured[CHANGES.index(f"reset {name}"), best + 1] = loss - without
-
-
-def _without_jump(replayed: Replay, jump: Jump) -> float:
-    """The loss had the learning rate stayed where it was before the jump."""
-    trajectory, last = replayed.trajectory, replayed.last
-    steps = [step if i < jump.at else replace(step, hypers=jump.before) for i, step in enumerate(trajectory.steps)]
-    return rerun(trajectory, jump.at, Hypers(jump.before), last, steps)[-1]
-
-
-# --- labels
-
-
-def _labelled(
-    replayed: Replay, swept: Swept, proofs: Proofs, spike: Spike, jump: Jump | None, flight: Flight, asked: int
-) -> xr.Dataset:
-    import xarray as xr
-
-    records, last = replayed.records, replayed.last
-    explained = records[last].step
-    numbers = [record.step for record in records[:last]]
-    steps = replayed.trajectory.steps
-    data = xr.Dataset(
-        {
-            "contribution": (("change", "step", "channel"), swept.contribution.sum(-1).numpy()),
-            "layer_contribution": (("change", "step", "layer"), swept.contribution.sum(-2).numpy()),
-            "measured": (("change", "step"), proofs.measured.numpy()),
-            "emergence": (("step", "horizon"), proofs.emergence.numpy()),
-            "loss": ("step", [record.loss for record in records[:last]]),
-            "norm": ("step", [step.clip.norm for step in steps[:last]]),
-            "clip_factor": ("step", [step.clip.factor for step in steps[:last]]),
-            "lr": ("step", [record.lr for record in records[:last]]),
-            "batch_index": ("step", [record.indices[0] for record in records[:last]]),
-            "replay_deviation": replayed.deviation,
-            "hessian_error": replayed.path.check().error,
-        },
-        coords={
-            "change": list(CHANGES),
-            "step": numbers,
-            "channel": list(CHANNELS),
-            "layer": swept.layers,
-            "horizon": list(range(1, last + 1)),
-        },
-    )
-    data.attrs = {
-        **provenance(replayed.path.trajectory),
-        "check": str(replayed.path.check()),
-        "kind": "flight",
-        "reason": flight.reason,
-        "asked": asked,
-        "step": explained,
-        "loss": spike.loss,
-        "baseline": spike.baseline,
-        "sigma": spike.sigma,
-        "others": spike.others,
-        "ranked_by": "replace" if bool(torch.isfinite(swept.contribution[0]).any()) else "zero",
-        "order": [numbers[i] for i in proofs.order],
-        "batches": {str(r.step): list(r.indices) for r in (*records, flight.records[asked])},
-        "replay": str(replayed),
-        "jump": _jump_attributes(jump, swept, proofs, records),
-        "not_a_number_in_batch": asked != explained and _has_nan(flight.records[asked]),
-    }
-    return data
-
-
-def _jump_attributes(
-    jump: Jump | None, swept: Swept, proofs: Proofs, records: Sequence[Record]
-) -> dict[str, float | int]:
-    if jump is None:
-        return {}
-    return {
-        "step": records[jump.at].step,
-        "from": float(jump.before[0].lr),
-        "to": records[jump.at].lr,
-        "ratio": jump.ratio,
-        "predicted": float(swept.held.sum()),
-        "measured": proofs.jump,
-    }
-
-
-def _has_nan(record: Record) -> bool:
-    tensors = [tensor for fed in record.fed for tensor in fed.tensors if tensor.is_floating_point()]
-    return any(not bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _add_examples(data: xr.Dataset, replayed: Replay, watch: Watch, proofs: Proofs, examples: int) -> None:
-    trajectory, last = replayed.trajectory, replayed.last
-    shares: dict[int, Tensor] = {}
-    notes: dict[str, str] = {}
-    for at in proofs.order[:examples]:
-        steps = trajectory.steps
-        other = steps[at - 1 if at else at + 1].batch
-        control = ControlStep.of(trajectory, at)
-        swept = adjoint(replace(watch, at=at), lambda horizon: watch.slope(last), [last - at], trajectory.device)
-        found, note = example_shares(control, trajectory, swept, steps[at].batch, other)
-        notes[str(data["step"].values[at])] = note
-        if found is not None:
-            shares[at] = found
-    width = max((len(found) for found in shares.values()), default=0)
-    table = torch.full((last, width), torch.nan, dtype=torch.float64)
-    for at, found in shares.items():
-        table[at, : len(found)] = found
-    data["example_share"] = (("step", "example"), table.numpy())
-    data.attrs["examples"] = notes
+def _predicted(replayed: Replay, references: int) -> tuple[Swept, str | None]:
+    """Every step's contribution by one adjoint sweep, or why there are none."""
+    path, last = replayed.path, replayed.last
+    watch = path.watch(0, own_loss, last) if last else None
+    try:
+        if watch is None:
+            raise HiddenState("no step before it is recorded")
+        path.require_linear(watch)
+        with progress("adjoint sweep", last) as tick:
+            readout = BentReadout.of(watch, directions=0)
+            return sweep(path.trajectory, last, readout, references=references, tick=tick), None
+    except (WrongHessian, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
+        layers = Layers.of(path.trajectory.dynamics.layout).names
+        return Swept.nothing(layers, last), str(error)

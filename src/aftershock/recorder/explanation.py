@@ -1,4 +1,4 @@
-"""`FlightExplanation`: the ranked culprits of one loss, labelled, in words and as a skip list."""
+"""`FlightExplanation`: what kind of event it was, who is to blame, and what would have prevented it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..results.certificate import Certificate
 
 SHOWN = 10
+OFF_SCALE = 10.0  # times the event: a prediction beyond it has no size
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class Culprit:
 
     step: int
     delay: int
-    predicted: float
+    role: str  # "suspect", "placebo", or nothing where the run without it was not made
+    predicted: float  # infinite where it is off the scale, NaN where nothing was predicted
     measured: float  # by running again without it; NaN where that was not done
+    left: float  # of the whole event, in the run without it
     channels: dict[str, float]  # the predicted contribution by where it waited: θ, m, v
     batches: tuple[int, ...]  # indices of its batches in the data
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
@@ -36,42 +39,75 @@ class Culprit:
 
 @dataclass(frozen=True)
 class FlightExplanation:
-    """What each step of a window adds to one loss. `data` is labelled; nothing else is kept."""
+    """What happened around one loss, and each earlier step's part in it. `data` is labelled; nothing else is kept."""
 
     data: xr.Dataset
 
     @property
+    def kind(self) -> str:
+        """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
+        "no spike" or "unknown"."""
+        return str(self.data.attrs["event"])
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The steps that did it, by number: the event is gone without them, and not without others."""
+        return tuple(self.data.attrs["blamed"])
+
+    @property
+    def treatment(self) -> str | None:
+        """The mildest treatment that prevents the event, proved by replay; None where none of those tried does."""
+        found = self.data.attrs["treatment"]
+        return None if found is None else str(found)
+
+    @property
+    def hyperparameter(self) -> str | None:
+        """The hyperparameter whose change did it."""
+        found = self.data.attrs["hyperparameter"]
+        return None if found is None else str(found)
+
+    @property
     def size(self) -> float:
-        """How far the loss is above the median of the window before it."""
-        return float(self.data.attrs["loss"] - self.data.attrs["baseline"])
+        """How far the loss is above what was usual before it."""
+        return float(self.data.attrs["value"] - self.data.attrs["usual"])
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """Every step, the verified ones first by their measured contribution, then by the predicted one."""
-        attrs, main = self.data.attrs, self.data.attrs["ranked_by"]
-        predicted = self.data["contribution"].sel(change=main)
-        totals = predicted.sum("channel")
-        verified = [int(step) for step in attrs["order"]]
-        rest = [int(s) for s in totals["step"].values[np.argsort(-totals.values)] if int(s) not in verified]
-        return tuple(self._culprit(step, predicted, main) for step in [*verified, *rest])
+        """Every step: the blamed, those that were run without by what is left of the event, the rest by prediction."""
+        predicted = self.data["contribution"].sel(change=self.data.attrs["ranked_by"])
+        totals = dict(zip(predicted["step"].values.tolist(), predicted.sum("channel", skipna=False).values))
+        left = dict(zip(predicted["step"].values.tolist(), self.data["left"].values))
+        blamed = self.blamed
 
-    def _culprit(self, step: int, predicted: xr.DataArray, main: str) -> Culprit:
-        row = predicted.sel(step=step)
+        def rank(step: int) -> tuple[bool, float, float]:
+            tried = left[step] if math.isfinite(left[step]) or math.isinf(left[step]) else math.inf
+            guess = totals[step] if math.isfinite(totals[step]) else -math.inf
+            return step not in blamed, tried, -guess
+
+        return tuple(self._culprit(step, predicted) for step in sorted(totals, key=rank))
+
+    def _culprit(self, step: int, predicted: xr.DataArray) -> Culprit:
+        attrs, row = self.data.attrs, predicted.sel(step=step)
         shares = self.data["example_share"].sel(step=step).values
         order = [int(i) for i in np.argsort(-shares) if math.isfinite(shares[i])]
+        total = float(row.sum(skipna=False))
+        absurd = abs(total) > OFF_SCALE * max(attrs["peak"], 0.0) > 0
+        parts = {str(name): float(row.sel(channel=name)) for name in row["channel"].values}
         return Culprit(
             step=step,
-            delay=int(self.data.attrs["step"]) - step,
-            predicted=float(row.sum()),
-            measured=float(self.data["measured"].sel(change=main, step=step)),
-            channels={str(name): float(row.sel(channel=name)) for name in row["channel"].values},
-            batches=tuple(self.data.attrs["batches"][str(step)]),
+            delay=int(attrs["step"]) - step,
+            role=str(self.data["role"].sel(step=step).item()),
+            predicted=math.copysign(math.inf, total) if absurd else total,
+            measured=float(self.data["measured"].sel(change=attrs["ranked_by"], step=step)),
+            left=float(self.data["left"].sel(step=step)),
+            channels=dict.fromkeys(parts, math.nan) if absurd else parts,
+            batches=tuple(attrs["batches"][str(step)]),
             examples=tuple((i, float(shares[i])) for i in order),
         )
 
     @property
     def verdict(self) -> str:
-        """What happened, in words; every number in it is measured or predicted here."""
+        """What happened, in words; every number in it is measured here."""
         return words.verdict(self)
 
     @property
@@ -81,8 +117,11 @@ class FlightExplanation:
 
     @property
     def skip(self) -> list[int]:
-        """Indices of the batches to leave out: those of a verified culprit, or of the step itself."""
-        return words.guilty_batches(self)
+        """Indices of the batches to leave out: those of the blamed steps; none where no batch did it."""
+        attrs = self.data.attrs
+        if self.kind == "not a number" and attrs["batch_is_bad"]:
+            return list(attrs["batches"][str(attrs["asked"])])
+        return [index for step in self.blamed for index in attrs["batches"][str(step)]]
 
     def save_skip_list(self, path: str | Path) -> Path:
         """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read."""
@@ -93,21 +132,49 @@ class FlightExplanation:
     def to_tensorboard(self, writer: Any, tag: str = "aftershock") -> None:
         """Contributions as scalars: predicted at each step of the window, measured where it was run again."""
         for culprit in self.culprits:
-            writer.add_scalar(f"{tag}/contribution", culprit.predicted, culprit.step)
+            if math.isfinite(culprit.predicted):
+                writer.add_scalar(f"{tag}/contribution", culprit.predicted, culprit.step)
             if math.isfinite(culprit.measured):
                 writer.add_scalar(f"{tag}/measured", culprit.measured, culprit.step)
 
+    def report(self, path: str | Path = "flight.html") -> Path:
+        """Write the page."""
+        from ..report.flight_page import write_flight_page
+
+        return write_flight_page(self, Path(path))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
     def __str__(self) -> str:
+        blocks = [self.verdict, "How far to trust this:\n" + str(self.certificate), self._treatments(), self._steps()]
+        return "\n\n".join(block for block in blocks if block)
+
+    def _treatments(self) -> str:
+        data = self.data
+        if not data.sizes["treatment"]:
+            return ""
+        lines = ["What would have prevented it (each run again over the whole event):"]
+        for i, name in enumerate(data["treatment"].values):
+            word = words.outcome(data, i)
+            lines.append(f"  {name!s:<58} {word:<13} loss after it {float(data['treatment_after'][i]):.4g}")
+        return "\n".join(lines)
+
+    def _steps(self) -> str:
         attrs = self.data.attrs
         lines = [
-            self.verdict,
-            "",
-            f"Contribution of earlier steps to the loss {attrs['loss']:.4g} of step {attrs['step']} (usual before it: "
-            f"{attrs['baseline']:.4g}), largest first; against '{attrs['ranked_by']}':",
-            f"{'step':>8}  {'delay':>5}  {'predicted':>10}  {'measured':>10}  {'in θ':>9}  {'in m':>9}  {'in v':>9}",
+            f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g}): "
+            f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "
+            "blamed first, then by what is left, then as predicted:",
+            f"{'step':>8}  {'delay':>5}  {'role':<8}  {'predicted':>10}  {'measured':>10}  {'left':>6}",
         ]
         for c in self.culprits[:SHOWN]:
-            measured = f"{c.measured:>+10.3g}" if math.isfinite(c.measured) else f"{'':>10}"
-            parts = "  ".join(f"{value:>+9.2g}" for value in c.channels.values())
-            lines.append(f"{c.step:>8}  {c.delay:>5}  {c.predicted:>+10.3g}  {measured}  {parts}")
-        return "\n".join([*lines, "", "How far to trust this:", str(self.certificate)])
+            predicted = (
+                "off scale" if math.isinf(c.predicted) else "" if math.isnan(c.predicted) else f"{c.predicted:+.3g}"
+            )
+            measured = "" if math.isnan(c.measured) else f"{c.measured:+.3g}"
+            left = "" if math.isnan(c.left) else f"{c.left:.0%}" if c.left < OFF_SCALE else "> 10×"
+            lines.append(f"{c.step:>8}  {c.delay:>5}  {c.role:<8}  {predicted:>10}  {measured:>10}  {left:>6}")
+        return "\n".join(lines)

@@ -129,7 +129,7 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
     def program(model: nn.Module) -> None:
         totals: list[Tensor] = []
         bad: set[str] = set()
-        for micro, share in micro_batches(batch):
+        for micro, share in micro_batches(batch, loss.layout.device):
             with _watching_modules(model, seen):
                 value = share(loss.raw(model, micro, WHERE))
             totals.append(value.detach())

@@ -13,43 +13,49 @@ from ..api.point import TrainingPoint
 from ..api.storage import load_captured
 from ..core.batches import Batch
 from ..core.capture import Captured
-from ..core.changes import ControlStep, Edit
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
 from ..core.loss import Autocast
 from ..core.planning import plan_states
-from ..core.probe import Reader, own_loss
-from ..core.rollout import Rows, rollout
-from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
 from .records import Forward, Record, Source
 
+REPLAYS = 4  # more of a run that does not repeat itself
+SCATTERED = 3.0  # times the spread of the replays so far, within which a recording is one of them
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A window of a flight, replayed: `records[i]` is step i of the path."""
+    """A window of a flight, replayed: `records[i]` is step i of the path, `last` the one that is explained."""
 
     path: Path
     records: tuple[Record, ...]
+    last: int
     proved: int  # steps compared with the record: the window's, and those between the last state and it
     deviation: float  # the largest relative difference of a replayed loss from the recorded one; 0: to the bit
+    again: tuple[tuple[float, ...], ...] = ()  # losses of further replays, where the run does not repeat itself
 
     @property
     def trajectory(self) -> Trajectory:
         return self.path.trajectory
 
     @property
-    def last(self) -> int:
-        """The path's index of the last step: the one that is explained."""
-        return len(self.records) - 1
+    def scatter(self) -> tuple[float, ...]:
+        """How far replays of one step's loss are apart, step by step; nothing where the run repeats itself."""
+        runs = [tuple(step.loss for step in self.trajectory.steps), *self.again]
+        return tuple(max(losses) - min(losses) for losses in zip(*runs)) if self.again else ()
 
     def __str__(self) -> str:
         if self.deviation == 0:
             return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
+        if self.again:
+            return (
+                f"The run does not repeat itself: {1 + len(self.again)} replays of it differ by up to "
+                f"{max(self.scatter):.2g} in the loss, and the recorded one lies among them."
+            )
         return (
             f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
             "(relative), not to the bit."
@@ -63,10 +69,13 @@ def replay(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     dataset: object = None,
+    after: int = 0,
 ) -> Replay:
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
-    Only the last `window` steps before the last become the path. Costs one gradient per step.
+    The explained step is the last but `after`; it, the `window` steps before it and those after it become the path.
+    Costs one gradient per step. A run that does not repeat itself is replayed `REPLAYS` times more, and a recording
+    that differs from a replay no more than replays do from each other is accepted.
 
     states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
     """
@@ -75,20 +84,15 @@ def replay(
     forward = records[0].forward
     captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
     source = Source(captured.loss.layout.device, dataset)
-    lead = max(0, len(records) - 1 - window)
-    before, after = records[:lead], records[lead:]
-    worst = 0.0
-
-    def recorded(step: int) -> Captured | None:
-        return load_captured(states[step], model, loss_fn) if step in states else None
-
+    lead = max(0, len(records) - 1 - after - window)
+    before, rest = records[:lead], records[lead:]
+    proof = _Proof(records, lambda step: load_captured(states[step], model, loss_fn) if step in states else None)
     if before:
-        trajectory = _follow(captured, before, source, records)
-        worst = _proved(before, trajectory, records, recorded)
+        trajectory = proof.follow(captured, before, source)
         captured = replace(captured, state=trajectory.state(lead))
-    trajectory = _follow(captured, after, source, records)
-    worst = max(worst, _proved(after, trajectory, records, recorded))
-    return Replay(Path(TrainingPoint(captured), trajectory, None), tuple(after), len(records), worst)
+    trajectory = proof.follow(captured, rest, source)
+    path = Path(TrainingPoint(captured), trajectory, None)
+    return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again)
 
 
 def _follow(captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record]) -> Trajectory:
@@ -106,28 +110,10 @@ def _follow(captured: Captured, some: Sequence[Record], source: Source, records:
         ) from error
 
 
-def rerun(trajectory: Trajectory, at: int, edit: Edit, until: int, steps: Sequence[Step] | None = None) -> list[float]:
-    """The own losses of steps at+1 … until with `edit` made at step `at`: one gradient per step.
-
-    steps: other steps in the place of the path's, such as ones with another learning rate. A run that diverges
-    has an infinite loss from there on.
-    """
-    start = edit.shock(ControlStep.of(trajectory, at)).endpoint(1.0)[0]
-    reader, losses = Reader(trajectory, own_loss), []
-    rows = Rows([start], steps=None if steps is None else [steps])
-    for moment in rollout(trajectory, at + 1, rows, until):
-        losses.append(trajectory.steps[moment.time].loss + float(reader.exact(moment)[0]))
-    return losses
-
-
 def own_value(trajectory: Trajectory, time: int, batch: Batch) -> float:
     """The loss of another batch at the state before step `time`."""
-    return _value(trajectory, replace(trajectory.steps[time], batch=batch), trajectory.state(time))
-
-
-def _value(trajectory: Trajectory, step: Step, state: JointState) -> float:
-    loss = trajectory.dynamics.loss
-    return float(loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss)
+    step, state, loss = trajectory.steps[time], trajectory.state(time), trajectory.dynamics.loss
+    return float(loss.value(state.theta, state.buffers, batch, step.random, step.where).loss)
 
 
 def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
@@ -144,19 +130,52 @@ def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
         module.training = name not in evaluating
 
 
-def _proved(some: Sequence[Record], trajectory: Trajectory, records: Sequence[Record], recorded: Recorded) -> float:
-    """The largest deviation; raises at the first step whose loss or gradient norm is another one."""
-    worst = 0.0
-    for i, (record, step) in enumerate(zip(some, trajectory.steps)):
-        arrived = step.clip.norm * step.clip.factor
-        for name, was, now in (("loss", record.loss, step.loss), ("gradient norm", record.norm, arrived)):
-            off = abs(was - now) / max(abs(was), abs(now), 1e-300)
-            if off > AGREE:
-                raise ReplayMismatch(
-                    f"recorded and replayed runs part at step {record.step}, {record.step - records[0].step} step(s) "
-                    f"after the state that the replay starts from: its {name} was {was:.6g} and is {now:.6g} in the "
-                    f"replay. {said(parting(some, i, trajectory, records, recorded))}"
-                )
-            if name == "loss":
-                worst = max(worst, off)
-    return worst
+class _Proof:
+    """Replays a stretch and compares it with the record."""
+
+    def __init__(self, records: Sequence[Record], recorded: Recorded) -> None:
+        self.records, self.recorded = records, recorded
+        self.worst = 0.0
+        self.again: tuple[tuple[float, ...], ...] = ()  # of the last stretch
+
+    def follow(self, captured: Captured, some: Sequence[Record], source: Source) -> Trajectory:
+        trajectory = _follow(captured, some, source, self.records)
+        parted = self._parted(some, trajectory)
+        if parted is not None:
+            runs = [_follow(captured, some, source, self.records) for _ in range(REPLAYS)]
+            self.again = tuple(tuple(step.loss for step in run.steps) for run in runs)
+            if not self._within_scatter(some, trajectory, runs):
+                raise ReplayMismatch(parted)
+        return trajectory
+
+    def _parted(self, some: Sequence[Record], trajectory: Trajectory) -> str | None:
+        """The first step whose loss or gradient norm is another one, in words."""
+        for i, (record, step) in enumerate(zip(some, trajectory.steps)):
+            for name, was, now in _pairs(record, step):
+                off = abs(was - now) / max(abs(was), abs(now), 1e-300)
+                if name == "loss":
+                    self.worst = max(self.worst, off)
+                if off > AGREE:
+                    return (
+                        f"recorded and replayed runs part at step {record.step}, {record.step - self.records[0].step} "
+                        f"step(s) after the state that the replay starts from: its {name} was {was:.6g} and is "
+                        f"{now:.6g} in the replay. {said(parting(some, i, trajectory, self.records, self.recorded))}"
+                    )
+        return None
+
+    def _within_scatter(self, some: Sequence[Record], trajectory: Trajectory, runs: Sequence[Trajectory]) -> bool:
+        """Does the recording differ from the replay no more than replays do from each other, step by step?"""
+        widest = {"loss": 0.0, "gradient norm": 0.0}
+        for i, record in enumerate(some):
+            seen = [{name: now for name, _, now in _pairs(record, run.steps[i])} for run in (trajectory, *runs)]
+            for name, was, now in _pairs(record, trajectory.steps[i]):
+                values = [each[name] for each in seen]
+                widest[name] = max(widest[name], max(values) - min(values))
+                if abs(was - now) > SCATTERED * widest[name] + AGREE * max(abs(was), abs(now)):
+                    return False
+        return True
+
+
+def _pairs(record: Record, step: Step) -> tuple[tuple[str, float, float], ...]:
+    """What was recorded of a step and what is seen of it."""
+    return ("loss", record.loss, step.loss), ("gradient norm", record.norm, step.clip.norm * step.clip.factor)

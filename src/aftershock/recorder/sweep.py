@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
 
-CHANGES = ("replace", "zero", "skip", "lr", "reset m", "reset v")  # resets are measured only
+CHANGES = ("replace", "zero", "skip", "lr")
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,18 @@ class Hypers(Edit):
         return Shock(lambda scale: control.apply(control.raw, control.present, step))
 
 
-@dataclass(frozen=True)
-class Jump:
-    """The largest rise of the learning rate in the window: step `at` is the first with the new rates."""
-
-    at: int
-    before: tuple[Hyper, ...]
-    ratio: float
-
-
 @dataclass
 class Swept:
     """`contribution[change, step, channel, layer]`; NaN where a change has no meaning (the first step's lr)."""
 
     contribution: Float[Tensor, "change step channel layer"]
-    held: Float[Tensor, " step"]  # against the rates before the jump, at each step from the jump on
     layers: list[str]
+
+    @classmethod
+    def nothing(cls, layers: list[str], steps: int) -> Swept:
+        """Where nothing can be predicted."""
+        shape = (len(CHANGES), steps, len(CHANNELS), len(layers))
+        return cls(torch.full(shape, torch.nan, dtype=torch.float64), layers)
 
     def total(self, change: str) -> Float[Tensor, " step"]:
         return self.contribution[CHANGES.index(change)].sum((-1, -2))
@@ -71,7 +67,6 @@ def sweep(
     bent: BentReadout,
     *,
     references: int,
-    jump: Jump | None,
     tick: Callable[[], None] = lambda: None,
 ) -> Swept:
     """Contributions to the own loss of step `last`: the loss as it is, less the loss with the change made.
@@ -82,27 +77,13 @@ def sweep(
     layers = Layers.of(trajectory.dynamics.layout)
 
     def edits(index: int) -> dict[str, Edit]:
-        held = {"held": Hypers(jump.before)} if jump is not None and index >= jump.at else {}
-        return edits_at(trajectory, index, last, references) | held
+        return edits_at(trajectory, index, last, references)
 
     place = plan_history(trajectory, last, None)
     parts = contributions(trajectory, last, bent, edits, place, layers, tick)
-    found = torch.full((len(CHANGES), last, len(CHANNELS), len(layers.names)), torch.nan, dtype=torch.float64)
+    found = Swept.nothing(layers.names, last).contribution
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part
     for name, table in parts.items():
-        if name in CHANGES:
-            row = found[CHANGES.index(name)]
-            row[~table.isnan()] = table[~table.isnan()]
-    held = parts.get("held", torch.zeros(last, 1, 1, dtype=torch.float64)).nan_to_num(0.0).sum((-1, -2))
-    return Swept(found, held, layers.names)
-
-
-def largest_jump(hypers: Sequence[tuple[Hyper, ...]]) -> Jump | None:
-    """Where a group's learning rate rose most from one step to the next, if by more than a tenth."""
-    best: Jump | None = None
-    for at in range(1, len(hypers)):
-        for now, was in zip(hypers[at], hypers[at - 1]):
-            ratio = float(now.lr) / float(was.lr) if float(was.lr) > 0 else 1.0
-            if ratio > (1.1 if best is None else best.ratio):
-                best = Jump(at, hypers[at - 1], ratio)
-    return best
+        row = found[CHANGES.index(name)]
+        row[~table.isnan()] = table[~table.isnan()]
+    return Swept(found, layers.names)

@@ -6,112 +6,196 @@ import math
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
+from .event import BARS
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from .explanation import Culprit, FlightExplanation
 
-HALF = 0.5  # of the spike: what removes less does not explain it
-GONE = 3.0  # robust σ above the usual loss, below which there is no spike
-LITTLE = 0.2  # of the spike: what may be left of one that is gone
-LARGE_JUMP = 2.0  # times the learning rate before
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
+ENOUGH = 8  # placebos, below which a blame is weak
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
 
 def verdict(found: FlightExplanation) -> str:
-    """One paragraph: the culprit, how long it waited and where, what a run without it shows."""
-    attrs = found.data.attrs
-    opening = ""
-    if attrs["asked"] != attrs["step"]:
-        opening = f"The loss of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one. "
-        if attrs["not_a_number_in_batch"]:
-            return f"{opening}The batch of step {attrs['asked']} itself holds values that are not finite."
-    if found.size <= GONE * attrs["sigma"]:
-        return opening + _no_spike(found)
-    best = culprit(found)
-    if best is not None:
-        return opening + " ".join([_guilty(found, best), *_inside(found, best)])
-    if _own(found):
-        return (
-            f"{opening}The batch of step {attrs['step']} itself raises its loss: other batches have a loss of "
-            f"{attrs['others']:.3g} on the same weights, {attrs['loss'] - attrs['others']:.3g} less (of a spike of "
-            f"{found.size:.3g})."
+    """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it."""
+    return " ".join(part for part in (_opening(found), SAID[found.kind](found)) if part)
+
+
+def _opening(found: FlightExplanation) -> str:
+    """What the reader must know before anything else."""
+    attrs, parts = found.data.attrs, []
+    if attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
+        parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
+    if attrs["missing"]:
+        parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
+    if attrs["event"] in ("batch", "group") and attrs["placebos"] < ENOUGH:
+        parts.append(
+            f"The window is short: only {attrs['placebos']} other steps could be left out for comparison; record with "
+            "a larger window= next time."
         )
-    return opening + _nobody(found)
+    return " ".join(parts)
 
 
-def culprit(found: FlightExplanation) -> Culprit | None:
-    """The verified step without which at least half of the spike is gone, where there is one.
-
-    A learning rate that rose makes every step's part larger, and a run that it made unstable changes with any step:
-    where the old rate removes more than the best step, that step is the culprit only if the rise was small and no
-    spike is left without it.
-    """
+def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    if not attrs["order"] or found.size <= GONE * attrs["sigma"]:
-        return None
-    best = found.culprits[0]
-    if best.measured < HALF * found.size:
-        return None
-    small = attrs["jump"].get("ratio", 1.0) < LARGE_JUMP and _gone(found, best)
-    return best if best.measured >= _jumped(found) or small else None
+    first, last = attrs["stretch"]
+    return f"the spike of {attrs['peak']:.3g} (steps {first}–{last}, usual loss {attrs['usual']:.3g})"
 
 
-def guilty_batches(found: FlightExplanation) -> list[int]:
-    """What to skip: the culprit's batches; the step's own where they are the cause; nothing where nobody is."""
-    attrs, best = found.data.attrs, culprit(found)
-    if attrs["not_a_number_in_batch"]:
-        return list(attrs["batches"][str(attrs["asked"])])
-    if best is not None:
-        return list(best.batches)
-    return list(attrs["batches"][str(attrs["step"])]) if _own(found) else []
-
-
-def _own(found: FlightExplanation) -> bool:
-    """Do other batches have an ordinary loss on the same weights?"""
-    attrs = found.data.attrs
-    high = found.size > GONE * attrs["sigma"]
-    return high and attrs["loss"] - attrs["others"] >= HALF * found.size and _jumped(found) < HALF * found.size
-
-
-def _jumped(found: FlightExplanation) -> float:
-    """How much of the loss is gone with the learning rate before its largest rise."""
-    measured = found.data.attrs["jump"].get("measured", math.nan)
-    return measured if math.isfinite(measured) else 0.0
-
-
-def _gone(found: FlightExplanation, best: Culprit) -> bool:
-    attrs = found.data.attrs
-    return attrs["loss"] - best.measured <= attrs["baseline"] + max(GONE * attrs["sigma"], LITTLE * found.size)
-
-
-def _guilty(found: FlightExplanation, best: Culprit) -> str:
-    attrs = found.data.attrs
-    left = attrs["loss"] - best.measured
-    if math.isinf(best.measured):
-        without = "the run without it diverges (replayed)"
-    elif _gone(found, best):
-        without = "without it there is no spike (replayed)"
-    else:
-        without = f"without it the loss is {left:.3g} (replayed; usual {attrs['baseline']:.3g})"
-    return (
-        f"Step {best.step} raised the loss at step {attrs['step']} by {best.measured:.3g}"
-        f"{_of(best.measured, found.size)}{_waited(best)}; {without}."
+def _batch(found: FlightExplanation) -> str:
+    attrs, best = found.data.attrs, found.culprits[0]
+    return " ".join(
+        [
+            f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}. It raised the loss at "
+            f"step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}.",
+            *_inside(found, best),
+        ]
     )
 
 
-def _of(measured: float, size: float) -> str:
-    """A batch may do more than the spike shows, where the loss would else have been below the usual."""
-    return f" of {size:.3g}" if measured <= size else f", more than the spike of {size:.3g}"
+def _without(left: float) -> str:
+    if left <= BARS.little:
+        return "there is no spike"
+    return f"{left:.0%} of the spike is left"
 
 
-def _waited(best: Culprit) -> str:
+def _placebos(attrs: dict[str, object]) -> str:
+    count, same = int(attrs["placebos"]), int(attrs["placebos_remove"])  # type: ignore[call-overload]
+    if same == 0:
+        return f"and without any of {count} other steps it stays"
+    return f"and without {same} of {count} other steps too"
+
+
+def _group(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    names = " and ".join([", ".join(map(str, found.blamed[:-1])), str(found.blamed[-1])])
+    if attrs["group"]:
+        others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
+        kept = attrs["group_placebos"] - attrs["group_placebos_remove"]
+        return (
+            f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
+            f"without one of them most of it stays, and it stays without {kept} of {others}."
+        )
+    left = [c.left for c in found.culprits[: len(found.blamed)]]
+    return (
+        f"Steps {names} did it, and each was needed: without any one of them at most {max(left):.0%} of "
+        f"{_spike(found)} is left, {_placebos(attrs)}."
+    )
+
+
+def _own(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    return f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}."
+
+
+def _shift(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    return f"The data changed at step {attrs['step']}: {attrs['data']}. No batch is to blame."
+
+
+def _hyperparameter(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
+    return f"A hyperparameter did it: {said}; with the former value {_without(left)} (replayed). No batch is to blame."
+
+
+def _instability(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    parts = ["No batch did this."]
+    if attrs["placebos_remove"]:
+        parts.append(
+            f"Without {attrs['placebos_remove']} of {attrs['placebos']} steps that nobody suspects the spike is gone "
+            "as well: the run was so unstable that any change moves it."
+        )
+    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
+    parts.append(_treated(found))
+    return " ".join(parts)
+
+
+def _instruments(attrs: dict[str, object]) -> list[str]:
+    """Those that speak for instability."""
+    said = []
+    if attrs["update_large"]:
+        said.append(str(attrs["update"]))
+    if not attrs["linear_ok"]:
+        said.append(str(attrs["growth"]).partition(":")[0])
+    if "above" in str(attrs["sharpness"]):
+        said.append(str(attrs["sharpness"]))
+    return said
+
+
+def _treated(found: FlightExplanation) -> str:
+    if found.treatment is not None:
+        return f"It would not have happened with {found.treatment} (replayed)."
+    if found.data.sizes["treatment"]:
+        return "None of the treatments that were tried prevents it."
+    return ""
+
+
+def _unknown(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    tried = int((found.data["role"] == "suspect").sum())
+    if not tried:
+        return (
+            f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
+            f"{_treated(found)}"
+        ).strip()
+    least = min(c.left for c in found.culprits if c.role == "suspect")
+    return (
+        f"What caused {_spike(found)} is not known: without each of the {tried} most suspected steps at least "
+        f"{least:.0%} of it stays. {_treated(found)}"
+        + (
+            f" {attrs['after']} step(s) after it were recorded; more would tell more."
+            if attrs["after"] < ENOUGH
+            else ""
+        )
+    ).strip()
+
+
+def _not_a_number(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    opening = (
+        f"The loss or gradient of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one"
+    )
+    said = attrs["not_a_number"]
+    return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
+
+
+def _no_spike(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    return (
+        f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
+        f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+    )
+
+
+SAID = {
+    "batch": _batch,
+    "group": _group,
+    "own batch": _own,
+    "shift": _shift,
+    "hyperparameter": _hyperparameter,
+    "instability": _instability,
+    "unknown": _unknown,
+    "not a number": _not_a_number,
+    "no spike": _no_spike,
+}
+
+
+def _right(found: FlightExplanation, best: Culprit) -> bool:
+    """Was the step predicted well enough to speak of the parts of the prediction?"""
+    return found.data.attrs["linear_ok"] and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
+
+
+def _waited(found: FlightExplanation, best: Culprit) -> str:
     """Where the write waited, where the predicted parts have one sign and so are parts of something."""
     total = sum(best.channels.values())
+    if not _right(found, best) or not total > 0 or min(best.channels.values()) < -0.1 * total:
+        return ""
     name, part = max(best.channels.items(), key=lambda item: item[1])
-    if total <= 0 or min(best.channels.values()) < -0.1 * total:
-        return f"; right after it most of the effect lay in {NAMES[name]}" if part > 0 else ""
     if name == "theta":
         return f"; {min(part / total, 1):.0%} of it was in θ at once"
     return f"; {min(part / total, 1):.0%} of it waited in {NAMES[name]}"
@@ -133,54 +217,51 @@ def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
     ]
 
 
-def _no_spike(found: FlightExplanation) -> str:
-    attrs, first = found.data.attrs, found.culprits[0]
-    known, proof = (first.measured, "replayed") if attrs["order"] else (first.predicted, "predicted")
-    return (
-        f"Step {attrs['step']} is no spike: its loss {attrs['loss']:.4g} lies within the usual spread (median "
-        f"{attrs['baseline']:.4g}, σ {attrs['sigma']:.2g}). The largest part of it is step {first.step}, {known:+.3g} "
-        f"({proof})."
-    )
-
-
-def _nobody(found: FlightExplanation) -> str:
-    attrs, jump = found.data.attrs, found.data.attrs["jump"]
-    text = f"No single batch explains this spike of {found.size:.3g}"
-    if not attrs["order"]:
-        return f"{text}: nothing was verified, or no step raised it. Pass verify=k to run again without the top k."
-    best = found.culprits[0]
-    if _jumped(found) >= HALF * found.size:
-        return (
-            f"{text}; the largest part is the learning-rate change at {jump['step']} ({jump['from']:.3g} to "
-            f"{jump['to']:.3g}): {jump['measured']:.3g} of it is gone with the old rate (replayed), and the largest "
-            f"single step is {best.step} with {best.measured:.3g}."
-        )
-    return f"{text}; the largest part is step {best.step}, {best.measured:.3g} of it (replayed)."
+def outcome(data: xr.Dataset, i: int) -> str:
+    """What became of the event under a treatment."""
+    if bool(data["treatment_prevents"][i]):
+        return "prevents it"
+    left = float(data["treatment_left"][i])
+    if bool(data["treatment_delays"][i]):
+        return "delays it"
+    return f"leaves {left:.0%}" if left < 10 else "makes it worse"
 
 
 def certificate(found: FlightExplanation) -> Certificate:
-    """The replay, the Hessian, and predicted beside measured."""
-    data, attrs = found.data, found.data.attrs
-    deviation, error = float(data["replay_deviation"]), float(data["hessian_error"])
-    findings = [
-        Finding("care" if deviation else "ok", "replay", "replay_deviation", deviation, 0.0, attrs["replay"]),
-        Finding("ok", "Hessian products", "hessian_error", error, None, attrs["check"]),
-    ]
-    verified = [c for c in found.culprits if math.isfinite(c.measured)]
-    if not verified:
-        sentence = "Nothing was run again without a step: the order is predicted, not proved."
-        return Certificate((*findings, Finding("care", "proof", "verified", 0, 1, sentence)))
-    errors = [abs(c.predicted - c.measured) / max(abs(c.measured), 1e-300) for c in verified]
-    good = [c.delay for c, error in zip(verified, errors) if error <= TRUST.nrmse]
-    bar = f"{100 * TRUST.nrmse:g} %"
-    signs = sum((c.predicted > 0) == (c.measured > 0) for c in verified)
+    """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
+    attrs = found.data.attrs
+    deviation = float(found.data["replay_deviation"])
+    findings = [Finding("care" if deviation else "ok", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
+    if attrs["scatter"]:
+        sentence = (
+            f"Every measured number is ± {attrs['scatter']:.2g}: replays of the unchanged run differ by that much."
+        )
+        findings.append(Finding("care", "scatter", "loss", attrs["scatter"], 0.0, sentence))
+    if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
+        sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
+        findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))
+    if not attrs["predicted"]:
+        sentence = f"Nothing is predicted: {attrs['check']}"
+        return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
+    findings.append(Finding("ok", "Hessian products", "check", None, None, attrs["check"]))
+    if not attrs["linear_ok"]:
+        said = attrs["growth"]
+        findings.append(Finding("bad", "growth", "per step", None, None, f"{said[0].upper()}{said[1:]}."))
+    return Certificate((*findings, *_predictions(found)))
+
+
+def _predictions(found: FlightExplanation) -> list[Finding]:
+    tried = [c for c in found.culprits if math.isfinite(c.measured)]
+    if not tried:
+        sentence = "Nothing was run again without a step: predicted parts are not proved."
+        return [Finding("care", "prediction", "verified", 0, 1, sentence)]
+    total = sum(abs(c.measured) for c in tried)
+    off = sum(abs(c.predicted - c.measured) for c in tried) / max(total, 1e-300)
+    signs = sum((c.predicted > 0) == (c.measured > 0) for c in tried)
+    level = TRUST.level(off)
+    size = f"{off:.0%}" if off < 10 else "more than ten times"
     sentence = (
-        f"Of the top {len(verified)} steps, run again without: the prediction for the largest is off by "
-        f"{errors[0]:.0%}, {signs} of {len(verified)} have the predicted sign"
-        + (f", and it holds within {bar} up to a delay of {max(good)}." if good else f", and none is within {bar}.")
+        f"Predicted parts of the {len(tried)} steps that were run without are off by {size} in sum, "
+        f"{signs} have the right sign. Measured numbers are differences of two real runs."
     )
-    findings.append(
-        Finding("ok" if good else "care", "prediction", "relative_error", min(errors), TRUST.nrmse, sentence)
-    )
-    sentence = "Measured numbers are differences of two real runs; predicted ones are linear."
-    return Certificate((*findings, Finding("note", "proof", "verified", len(verified), 1, sentence)))
+    return [Finding(level, "prediction", "relative_error", off, TRUST.nrmse, sentence)]

@@ -1,0 +1,254 @@
+"""Everything that was found out about an event, the kind that it is, and the labels under which it is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.changes import ControlStep
+from ..core.probe import own_loss
+from ..core.scores import adjoint
+from ..core.state import CHANNELS
+from ..results.provenance import provenance
+from .event import BARS, Event
+from .examples import example_shares
+from .hyperparameters import HyperChange
+from .instruments import DataFinding, UpdateSizes
+from .not_a_number import NotANumberFinding
+from .replay import Replay
+from .stability import Amplification, Sharpness
+from .store import Flight
+from .suspects import Inquiry
+from .sweep import CHANGES, Swept
+from .treatments import Outcome, sufficient
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+ABRUPT = ("jump", "excursion", "restart")
+NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
+CLEARER = 0.1  # of the event: what a hyperparameter must remove more than a batch, to be the cause
+
+
+@dataclass
+class Findings:
+    """One event, and what was asked about it."""
+
+    flight: Flight
+    replayed: Replay
+    event: Event
+    swept: Swept
+    refused: str | None  # why nothing was predicted
+    asked: int
+    main: str  # what a step is compared with
+    nan: NotANumberFinding | None = None
+    updates: UpdateSizes | None = None
+    growth: Amplification | None = None
+    sharp: Sharpness | None = None
+    data: DataFinding | None = None
+    changes: list[HyperChange] = field(default_factory=list)
+    held: list[Outcome] = field(default_factory=list)  # of the changes, one each
+    inquiry: Inquiry = field(default_factory=lambda: Inquiry([], []))
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """What kind of event it was."""
+        if self.nan is not None or self.asked != self.explained:
+            return "not a number"
+        if not self.event.is_one:
+            return "no spike"
+        if self.hyperparameter(ABRUPT) is not None:
+            return "hyperparameter"
+        if self.data is not None and self.data.kind in ("shift", "own batch"):
+            return self.data.kind
+        if self.inquiry.blamed:
+            return "batch" if len(self.inquiry.blamed) == 1 else "group"
+        if self.hyperparameter(("ramp",)) is not None:
+            return "hyperparameter"
+        removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
+        return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
+
+    @property
+    def explained(self) -> int:
+        return self.replayed.records[self.replayed.last].step
+
+    def hyperparameter(self, kinds: tuple[str, ...]) -> int | None:
+        """The change, of these kinds, with which at least half of the event goes, and more than with any one batch."""
+        removes = [
+            (o.left, i) for i, o in enumerate(self.held) if self.changes[i].kind in kinds and o.left <= BARS.half
+        ]
+        if not removes:
+            return None
+        left, best = min(removes)
+        guilty = [t.left for t in self.inquiry.suspects if self.inquiry.blamed and t.removes]
+        return best if not guilty or left <= min(guilty) - CLEARER or self.changes[best].kind in ABRUPT else None
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Places in the path of the steps that did it."""
+        if self.kind == "own batch":
+            return (self.replayed.last,)
+        return self.inquiry.blamed if self.kind in ("batch", "group") else ()
+
+
+def labelled(f: Findings, examples: int) -> xr.Dataset:
+    """The dataset of a `FlightExplanation`."""
+    import xarray as xr
+
+    records, last, event = f.replayed.records, f.replayed.last, f.event
+    numbers = [record.step for record in records]
+    steps = f.replayed.trajectory.steps
+    measured, left, roles, emergence = _measured(f)
+    tried = f.held + f.outcomes
+    updates = f.updates.whole.numpy() if f.updates is not None else [math.nan] * len(steps)
+    data = xr.Dataset(
+        {
+            "contribution": (("change", "step", "channel"), f.swept.contribution.sum(-1).numpy()),
+            "layer_contribution": (("change", "step", "layer"), f.swept.contribution.sum(-2).numpy()),
+            "measured": (("change", "step"), measured.numpy()),
+            "left": ("step", left.numpy()),
+            "role": ("step", roles),
+            "emergence": (("step", "horizon"), emergence.numpy()),
+            "loss": ("place", [step.loss for step in steps]),
+            "norm": ("place", [step.clip.norm for step in steps]),
+            "clip_factor": ("place", [step.clip.factor for step in steps]),
+            "lr": ("place", [record.lr for record in records]),
+            "update_size": ("place", updates),
+            "batch_index": ("place", [record.indices[0] for record in records]),
+            "treatment_left": ("treatment", [o.left for o in tried]),
+            "treatment_prevents": ("treatment", [o.prevents for o in tried]),
+            "treatment_delays": ("treatment", [o.delays for o in tried]),
+            "treatment_after": ("treatment", [o.after for o in tried]),
+            "treatment_loss": (("treatment", "place"), _curves(tried, event)),
+            "replay_deviation": f.replayed.deviation,
+        },
+        coords={
+            "change": list(CHANGES),
+            "step": numbers[:last],
+            "place": numbers,
+            "channel": list(CHANNELS),
+            "layer": f.swept.layers,
+            "horizon": list(range(1, len(steps))),
+            "treatment": [o.treatment.name for o in tried],
+        },
+    )
+    data.attrs = _attributes(f, numbers)
+    _add_examples(data, f, examples)
+    return data
+
+
+def _curves(tried: list[Outcome], event: Event) -> Any:
+    """The losses of the run with each treatment; the path's own before it begins."""
+    import numpy as np
+
+    curves = [[o.losses.get(i, loss) for i, loss in enumerate(event.losses)] for o in tried]
+    return np.array(curves, dtype=float).reshape(len(tried), len(event.losses))
+
+
+def _measured(f: Findings) -> tuple[Tensor, Tensor, list[str], Tensor]:
+    """Measured contributions to the explained loss, what each run leaves of the event, roles, and emergence."""
+    last, count = f.replayed.last, len(f.event.losses)
+    measured = torch.full((len(CHANGES), last), torch.nan, dtype=torch.float64)
+    left = torch.full((last,), torch.nan, dtype=torch.float64)
+    emergence = torch.full((last, count - 1), torch.nan, dtype=torch.float64)
+    roles = [""] * last
+    for role, trials in (("suspect", f.inquiry.suspects), ("placebo", f.inquiry.placebos)):
+        for trial in trials:
+            (at,) = trial.steps
+            roles[at], left[at] = role, trial.left
+            for i in range(at + 1, count):
+                emergence[at, i - at - 1] = f.event.losses[i] - trial.losses[i]
+            measured[CHANGES.index(f.main), at] = f.event.losses[last] - trial.losses[last]
+    return measured, left, roles, emergence
+
+
+def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
+    event, inquiry, records = f.event, f.inquiry, f.replayed.records
+    best = sufficient(f.outcomes)
+    change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
+    change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
+    group = inquiry.group
+    return {
+        **provenance(f.replayed.trajectory),
+        "check": f.refused or str(f.replayed.path.check()),
+        "predicted": f.refused is None,
+        "kind": "flight",
+        "event": f.kind,
+        "reason": f.flight.reason,
+        "asked": f.asked,
+        "step": f.explained,
+        "value": event.losses[event.step],
+        "usual": event.usual,
+        "sigma": event.sigma,
+        "peak": event.peak,
+        "stretch": [numbers[event.first], numbers[event.last]],
+        "after": event.last - event.step,
+        "onset": numbers[event.onset],
+        "ranked_by": f.main,
+        "blamed": [numbers[i] for i in f.blamed],
+        "group": [] if group is None else [numbers[i] for i in group.steps],
+        "group_left": math.nan if group is None else group.left,
+        "placebos": len(inquiry.placebos),
+        "placebos_remove": sum(t.removes for t in inquiry.placebos),
+        "group_placebos": len(inquiry.group_placebos),
+        "group_placebos_remove": sum(t.removes for t in inquiry.group_placebos),
+        "treatment": None if best is None else best.treatment.name,
+        "hyperparameter": None if change is None else f.changes[change].name,
+        "hyperparameter_said": None if change is None else f.changes[change].sentence,
+        "hyperparameter_left": math.nan if change is None else f.held[change].left,
+        "changes": [c.sentence for c in f.changes],
+        "data": "" if f.data is None else f.data.sentence,
+        "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),
+        "update_large": f.updates is not None and f.updates.large(max(event.onset - 1, 0)),
+        "growth": "" if f.growth is None else f.growth.sentence,
+        "linear_ok": f.growth is None or f.growth.linear_ok,
+        "sharpness": "" if f.sharp is None else f.sharp.sentence,
+        "not_a_number": "" if f.nan is None else f.nan.sentence,
+        "batch_is_bad": f.nan is not None and f.nan.kind in ("batch values", "batch"),
+        "replay": str(f.replayed),
+        "scatter": f.replayed.scatter[event.step] if f.replayed.scatter else 0.0,
+        "repeats": _repeats(f),
+        "missing": list(getattr(f.flight, "missing", ())),
+        "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
+    }
+
+
+def _repeats(f: Findings) -> list[int]:
+    """In how many of how many replays the event is there; nothing where the run repeats itself."""
+    again = f.replayed.again
+    if not again:
+        return []
+    high = sum(f.event.left(dict(enumerate(losses))) > BARS.half for losses in again)
+    return [high + f.event.is_one, len(again) + 1]
+
+
+def _add_examples(data: xr.Dataset, f: Findings, examples: int) -> None:
+    """Shares of examples in the blamed steps, where the prediction of the step was right."""
+    trajectory, last = f.replayed.trajectory, f.replayed.last
+    shares: dict[int, Tensor] = {}
+    notes: dict[str, str] = {}
+    predicted = f.swept.total(f.main)
+    for at in [i for i in f.blamed if i < last][:examples]:
+        measured = float(data["measured"].sel({"change": f.main}).values[at])
+        if not abs(float(predicted[at]) - measured) <= NEAR * abs(measured):
+            notes[str(data["step"].values[at])] = "the prediction of the step was wrong, and its parts would be too"
+            continue
+        watch = f.replayed.path.watch(at, own_loss, last - at)
+        other = trajectory.steps[at - 1 if at else at + 1].batch
+        swept = adjoint(watch, watch.slope, [last - at], trajectory.device)
+        control = ControlStep.of(trajectory, at)
+        found, note = example_shares(control, trajectory, swept, trajectory.steps[at].batch, other)
+        notes[str(data["step"].values[at])] = note
+        if found is not None:
+            shares[at] = found
+    width = max((len(found) for found in shares.values()), default=0)
+    table = torch.full((last, width), torch.nan, dtype=torch.float64)
+    for at, found in shares.items():
+        table[at, : len(found)] = found
+    data["example_share"] = (("step", "example"), table.numpy())
+    data.attrs["examples"] = notes

@@ -1,0 +1,64 @@
+"""The recorded run again, with something changed: exact, and all that start at one step side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.dynamics import Step
+from ..core.probe import Reader, own_loss
+from ..core.rollout import Rows, rollout
+from ..core.state import JointState
+from ..core.trajectory import Trajectory
+
+Losses = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is the path's up to step `at`, and takes other steps from there on.
+
+    steps: those that differ, by place in the path; None is a step that is not taken. start: what is done to the state
+    before step `at`.
+    """
+
+    at: int
+    steps: Mapping[int, Step | None] = field(default_factory=dict)
+    start: Callable[[JointState], JointState] = lambda state: state
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """Steps whose batch this run does not see."""
+        return frozenset(self.steps)
+
+
+def run_again(
+    trajectory: Trajectory, runs: Sequence[Run], last: int, tick: Callable[[], None] = lambda: None
+) -> list[Losses]:
+    """The own losses of each run from its first step to step `last`, by place in the path; infinite once it diverges.
+
+    One gradient per run and step, less in rows on a GPU.
+    """
+    found: list[Losses] = [{} for _ in runs]
+    by_start: dict[int, list[int]] = {}
+    for i, run in enumerate(runs):
+        by_start.setdefault(run.at, []).append(i)
+    for at, some in sorted(by_start.items()):
+        for i, losses in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last)):
+            found[i] = losses
+            tick()
+    return found
+
+
+def _side_by_side(trajectory: Trajectory, at: int, runs: Sequence[Run], last: int) -> list[dict[int, float]]:
+    before = trajectory.state(at)
+    steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
+    rows = Rows([run.start(before) for run in runs], steps=steps)
+    reader, found = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs]
+    for moment in rollout(trajectory, at, rows, last + 1):
+        if moment.time > last:
+            break
+        values = reader.exact(moment) + trajectory.steps[moment.time].loss
+        for losses, value in zip(found, values.tolist()):
+            losses[moment.time] = value
+    return found

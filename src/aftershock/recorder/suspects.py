@@ -1,0 +1,130 @@
+"""Which steps did it: those without which the event is gone, where the run without others keeps it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..core.dynamics import Step
+from ..core.trajectory import Trajectory
+from .event import BARS, Event
+from .neighbours import reference_mean
+from .reruns import Losses, Run, run_again
+
+ROUNDS = 3  # further steps that a group may take in
+WORTH = 0.1  # of the event: what another step must add to a group
+TRIED = 4  # steps that are tried in one round
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run without some steps: what it leaves of the event."""
+
+    steps: tuple[int, ...]  # places in the path
+    losses: Losses
+    left: float
+
+    @property
+    def removes(self) -> bool:
+        return self.left <= BARS.half
+
+
+@dataclass
+class Inquiry:
+    """Suspects and placebos, and whom to blame."""
+
+    suspects: list[Trial]
+    placebos: list[Trial]
+    group: Trial | None = None
+    group_placebos: list[Trial] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Of the placebos: those that remove half of the event."""
+        return _share(self.placebos)
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Steps without which half of it is gone, where that is so of hardly any other step."""
+        if self.group is not None:
+            special = self.group.removes and _share(self.group_placebos) <= BARS.specific
+            return self.group.steps if special else ()
+        guilty = sorted((t for t in self.suspects if t.removes), key=lambda t: t.left)
+        if not self.placebos or self.share > BARS.specific or len(guilty) > BARS.together:
+            return ()
+        return tuple(t.steps[0] for t in guilty)
+
+
+def _share(trials: Sequence[Trial]) -> float:
+    return sum(t.removes for t in trials) / len(trials) if trials else 1.0
+
+
+def inquire(
+    trajectory: Trajectory,
+    event: Event,
+    suspected: Sequence[int],
+    *,
+    references: int,
+    placebos: int,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Inquiry:
+    """Run again without each suspect, and without as many steps that nobody suspects as placebos are asked for.
+
+    Where one to three in eight placebos do what a suspect does, as many are drawn once more. Where no suspect alone
+    removes half, suspects are removed together, one more at a time.
+    """
+    trials = _Trials(trajectory, event, references, tick)
+    suspects = trials.of([(i,) for i in suspected])
+    innocent = [i for i in range(event.onset) if i not in set(suspected)]
+    draw = random.Random(seed)
+    draw.shuffle(innocent)
+    found = Inquiry(suspects, [])
+    if not suspected:
+        return found
+    found.placebos = trials.of([(i,) for i in innocent[:placebos]])
+    if any(t.removes for t in suspects) and 0 < found.share <= BARS.unspecific:
+        found.placebos += trials.of([(i,) for i in innocent[placebos : 2 * placebos]])
+    if not any(t.removes for t in suspects) and found.share <= BARS.specific:
+        found.group = _together(trials, suspects)
+        if found.group is not None and found.group.removes:
+            size, others = len(found.group.steps), [i for i in range(event.onset) if i not in found.group.steps]
+            drawn = [tuple(sorted(draw.sample(others, size))) for _ in range(placebos) if len(others) >= size]
+            found.group_placebos = trials.of(drawn)
+    return found
+
+
+@dataclass
+class _Trials:
+    trajectory: Trajectory
+    event: Event
+    references: int
+    tick: Callable[[], None]
+
+    def of(self, sets: Sequence[tuple[int, ...]]) -> list[Trial]:
+        runs = [Run(min(steps), {i: self.without(i) for i in steps}) for steps in sets]
+        found = run_again(self.trajectory, runs, self.event.last, self.tick)
+        return [Trial(steps, losses, self.event.left(losses, frozenset(steps))) for steps, losses in zip(sets, found)]
+
+    def without(self, step: int) -> Step | None:
+        """The step with the mean of its ordinary neighbours' batches; no step where there are no references."""
+        steps = self.trajectory.steps[: self.event.step]
+        if not self.references or len(steps) < 2 or step >= len(steps):
+            return None
+        return replace(steps[step], batch=reference_mean(steps, step, self.references))
+
+
+def _together(trials: _Trials, suspects: Sequence[Trial]) -> Trial | None:
+    """Suspects removed one on top of the other, each round the one that leaves least."""
+    best = min(suspects, key=lambda t: t.left)
+    for _ in range(ROUNDS):
+        rest = [t.steps[0] for t in sorted(suspects, key=lambda t: t.left) if t.steps[0] not in best.steps][:TRIED]
+        found = trials.of([tuple(sorted((*best.steps, i))) for i in rest])
+        next_best = min(found, key=lambda t: t.left, default=best)
+        if next_best.left > best.left - WORTH:
+            break
+        best = next_best
+        if best.removes:
+            return best
+    return best if len(best.steps) > 1 else None

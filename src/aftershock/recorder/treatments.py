@@ -1,0 +1,123 @@
+"""What would have prevented it: each treatment run again over the whole event."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..core.adamw import Hyper
+from ..core.dynamics import Step
+from ..core.state import JointState
+from ..core.trajectory import Trajectory
+from .event import Event
+from .reruns import Losses, Run, run_again
+
+HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
+BACK = 16  # steps before the event from which the rules of the whole run differ
+RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
+QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
+BETAS = (0.95, 0.9)
+TAIL = 4  # last losses of the event: what a treatment costs afterwards
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """One thing to do otherwise, and the run in which it is done."""
+
+    name: str
+    run: Run
+    changed: int  # steps that it touches: the fewer, the milder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the event. `left`: its share that is left; `after`: the mean of the last losses of the stretch."""
+
+    treatment: Treatment
+    losses: Losses
+    left: float
+    prevents: bool
+    delays: bool
+    after: float
+
+    @property
+    def word(self) -> str:
+        return "prevents it" if self.prevents else "delays it" if self.delays else f"leaves {self.left:.0%}"
+
+
+def try_all(
+    trajectory: Trajectory,
+    event: Event,
+    more: Sequence[Treatment] = (),
+    tick: Callable[[], None] = lambda: None,
+    *,
+    more_only: bool = False,
+) -> list[Outcome]:
+    """`more`, then every treatment that has a meaning here, the mildest first: about 300 gradients in all."""
+    wanted = [*more, *([] if more_only else possible(trajectory, event))]
+    found = run_again(trajectory, [t.run for t in wanted], event.last, tick)
+    return [_outcome(event, treatment, losses) for treatment, losses in zip(wanted, found)]
+
+
+def _outcome(event: Event, treatment: Treatment, losses: Losses) -> Outcome:
+    tail = [losses.get(i, event.losses[i]) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
+    return Outcome(
+        treatment, losses, event.left(losses), event.prevented(losses), event.delayed(losses), statistics.fmean(tail)
+    )
+
+
+def sufficient(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The mildest treatment that prevents the event."""
+    return min((o for o in outcomes if o.prevents), key=lambda o: o.treatment.changed, default=None)
+
+
+def possible(trajectory: Trajectory, event: Event) -> Iterator[Treatment]:
+    """Half the rate for a few steps, Adam anew, and other rules for the steps around the event."""
+    steps, onset = trajectory.steps, event.onset
+    for count in HALVED:
+        if count <= onset:
+            some = range(onset - count, onset)
+            yield Treatment(
+                f"half the learning rate for the {_counted(count)} before it",
+                Run(onset - count, {i: _with(steps[i], lambda h: h.with_lr(float(h.lr) / 2)) for i in some}),
+                count,
+            )
+    for back in RESTARTS:
+        if back <= onset:
+            when = "the step" if back == 1 else f"{back} steps"
+            yield Treatment(
+                f"Adam restarted {when} before it (m, v and count)", Run(onset - back, start=_restarted), 10 + back
+            )
+    first = max(0, onset - BACK)
+    for name, change in _rules(trajectory, event):
+        run = Run(first, {i: change(steps[i]) for i in range(first, event.last + 1)})
+        yield Treatment(f"{name} from {onset - first} steps before it", run, 20 + onset - first)
+
+
+def _rules(trajectory: Trajectory, event: Event) -> Iterator[tuple[str, Callable[[Step], Step]]]:
+    norms = sorted(step.clip.norm for step in trajectory.steps[: event.onset])
+    if norms:
+        bound = norms[min(int(QUANTILE * len(norms)), len(norms) - 1)]
+        if all(step.max_norm is None or bound < step.max_norm for step in trajectory.steps):
+            yield f"clipping at {bound:.3g}", lambda step: replace(step, max_norm=bound)
+    for beta in BETAS:
+        if all(hyper.beta2 > beta for hyper in trajectory.steps[event.step].hypers):
+            yield f"β2 = {beta:g}", lambda step, beta=beta: _with(step, lambda h: replace(h, beta2=beta))  # type: ignore[misc]
+    yield "updates bounded by their RMS (StableAdamW)", lambda step: replace(step, bounded=True)
+
+
+def _with(step: Step, change: Callable[[Hyper], Hyper]) -> Step:
+    return replace(step, hypers=tuple(change(hyper) for hyper in step.hypers))
+
+
+def _restarted(state: JointState) -> JointState:
+    """θ as it is, Adam as new."""
+    zeros = torch.zeros_like(state.m)
+    return replace(state, m=zeros, v=zeros.clone(), counts=(0,) * len(state.counts))
+
+
+def _counted(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
