@@ -113,11 +113,16 @@ def test_a_gradient_beyond_its_memory_is_large_and_an_ordinary_one_is_not() -> N
 def test_a_parameter_without_gradient_has_no_size() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    point = ak.capture(model, optimizer, lambda m, x: m["used"](x).square().mean())
-    found = update_sizes(point.follow([torch.randn(3, 2) for _ in range(3)]).trajectory)
-    assert found.by_layer[:, found.layers.index("idle")].isnan().all()
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
+        out = model["used"](batch[0]).square().mean()
+        return out + model["idle"](batch[0]).square().mean() if batch[1] else out
+
+    batches = [(torch.randn(3, 2), both) for both in (True, False, True)]
+    found = update_sizes(ak.capture(model, optimizer, loss_fn).follow(batches).trajectory)
+    assert found.by_layer[:, found.layers.index("idle")].isnan().tolist() == [False, True, False]
     assert float(found.whole[0]) == pytest.approx(1.0, rel=1e-6)  # the first gradient is all that v knows
-    assert found.leaders(0, 1)[0].name.startswith("used")
+    assert all(leader.name.startswith("used") for leader in found.leaders(1, 2))
 
 
 # --- amplification and sharpness
@@ -145,8 +150,8 @@ def test_growth_is_the_top_singular_value_of_the_dense_propagator(clip: float | 
     scale = ruler(path, [path.trajectory.state(2), path.trajectory.state(6)], 2)
     true = float(torch.linalg.svdvals(phi[:d, :d] * scale / scale[:, None])[0])
     assert true > 1.2  # it does grow
-    found = amplification(path.trajectory, 6, 4, iterations=80)
-    assert found.growth == pytest.approx(true, rel=1e-3)  # a gap of a few percent, to the 160th power
+    found = amplification(path.trajectory, 6, 4, iterations=60)
+    assert found.growth == pytest.approx(true, rel=1e-3)  # a gap of a few percent, to the 120th power
     assert found.per_step == pytest.approx(true**0.25, rel=1e-3)
     two = amplification(path.trajectory, 6, 4)
     assert 0.75 * true <= two.growth <= true * (1 + 1e-9)  # a lower bound, and near it
@@ -322,7 +327,9 @@ def records(first: int = 100, clip: list[float | None] | None = None, **series: 
             for g in range(groups)
         )
         forward = Forward(False, torch.float32, ())
-        out.append(Record(first + i, (), 1.0, 1.0, 1.0, hypers, None if clip is None else clip[i], forward))
+        seen = {"loss": 1.0, "norm": 1.0, "raw_norm": 1.0}
+        told = None if clip is None else clip[i]
+        out.append(Record(step=first + i, fed=(), **seen, hypers=hypers, clip=told, forward=forward))
     return out
 
 
@@ -349,6 +356,7 @@ COSINE = [1e-3 * (1 + math.cos(math.pi * i / 60)) / 2 for i in range(N)]
         ("eps", [1e-8] * 9 + [1e-12] * 23, "jump", 9, N, 1e-8, 1e-12),
         ("lr", [1e-3 * 1.03**i for i in range(N)], "ramp", 1, N, 1e-3, 1e-3 * 1.03**31),
         ("lr", [1e-3 + 1e-4 * i for i in range(N)], "ramp", 1, N, 1e-3, 4.1e-3),  # straight, but not from zero
+        ("lr", [1e-5 * 1.3**i for i in range(N)], "ramp", 1, N, 1e-5, 1e-5 * 1.3**31),
         ("weight_decay", [0.01 * (1 + i) for i in range(N)], "ramp", 1, N, 0.01, 0.32),
         ("lr", [1e-5 * (i + 1) for i in range(N)], "warm-up", 1, N, 1e-5, 3.2e-4),
         ("lr", [0.0] * 3 + [1e-5 * i for i in range(29)], "warm-up", 4, N, 0.0, 2.8e-4),
@@ -373,8 +381,8 @@ def test_what_every_schedule_does_is_no_event() -> None:
     assert hyperparameters(records(lr=[turning])) == []
     falls = only(hyperparameters(records(lr=[COSINE])))
     assert falls.kind == "ramp"
-    middle_of_a_warm_up = only(hyperparameters(records(first=200, lr=[[1e-6 * (201 + 2 * i) for i in range(N)]])))
-    assert middle_of_a_warm_up.kind == "warm-up" or middle_of_a_warm_up.ratio > 1.2
+    later = only(hyperparameters(records(first=100, lr=[[1e-6 * (101 + i) for i in range(N)]])))
+    assert later.kind == "warm-up"  # in its middle: it began at zero with the run
 
 
 def test_a_restart_of_a_falling_rate() -> None:
@@ -387,6 +395,8 @@ def test_a_jump_inside_a_schedule_and_the_most_unusual_first() -> None:
     decay = [0.01] * 28 + [250.0] + [0.01] * 3
     found = hyperparameters(records(lr=[series], weight_decay=[decay]))
     assert [(c.name, c.kind) for c in found[:2]] == [("weight_decay", "excursion"), ("lr", "restart")]
+    bump = hyperparameters(records(lr=[[x * (3 if i == 20 else 1) for i, x in enumerate(COSINE)]]))
+    assert (bump[0].kind, bump[0].at, bump[0].until) == ("excursion", 20, 21)
     drop = hyperparameters(records(lr=[[1e-3] * 16 + [1e-4] * 16], beta2=[[0.999] * 20 + [0.99] * 12]))
     assert [c.name for c in drop] == ["beta2", "lr"]  # smaller steps are the less likely cause
 
@@ -455,7 +465,8 @@ class Overflow(nn.Module):
         self.mask, self.body, self.grow, self.head = Mask(), nn.Linear(3, 3), Exp(), nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.grow(self.body(x)).softmax(-1) + self.mask(x).exp())
+        nothing = self.mask(x).exp()
+        return self.head(self.grow(self.body(x)).softmax(-1) + nothing)
 
 
 class Mask(nn.Module):
