@@ -261,6 +261,10 @@ class Window:
     def last(self) -> int:
         return self.trigger + AFTER
 
+    @property
+    def by_step(self) -> dict[int, float]:
+        return dict(enumerate(self.losses, self.start))
+
 
 def first_spike(kind: Kind, lr: float, seed: int, data: Data) -> int | None:
     """The first step at which the recorder's own trigger fires on the loss; None where the run stays calm or breaks."""

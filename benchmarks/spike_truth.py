@@ -37,17 +37,17 @@ class Event:
     peak: float
 
     @classmethod
-    def of(cls, window: Window) -> Event:
-        losses = dict(enumerate(window.losses, window.start))
-        onset = window.trigger
+    def of(cls, losses: Losses, trigger: int) -> Event:
+        """Of a run's losses, from its first step to its last."""
+        first, last, onset = min(losses), max(losses), trigger
         for _ in range(2):  # once with all losses before the trigger, then with those before the onset
-            usual, sigma = _usual([losses[n] for n in range(window.start, onset)])
-            onset = window.trigger
-            while onset - 1 > window.start + 1 and losses[onset - 1] > usual + SIGMAS * sigma:
+            usual, sigma = _usual([losses[n] for n in range(first, onset)])
+            onset = trigger
+            while onset - 1 > first + 1 and losses[onset - 1] > usual + SIGMAS * sigma:
                 onset -= 1
-        stretch = range(onset, window.last + 1)
+        stretch = range(onset, last + 1)
         area = sum(max(0.0, losses[n] - usual - SIGMAS * sigma) for n in stretch)
-        return cls(onset, window.last, usual, sigma, area, max(losses[n] - usual for n in stretch))
+        return cls(onset, last, usual, sigma, area, max(losses[n] - usual for n in stretch))
 
     def left(self, losses: Losses) -> float:
         """Of its area or its peak, the larger share; infinite where the other run breaks."""
@@ -192,7 +192,7 @@ def treated(loop: Loop, first: int, last: int, treatment: Treatment) -> dict[int
 
 def truth(window: Window, loop: Loop) -> dict[str, Any]:
     """JSON: the event, what is left without each step, and what each treatment does."""
-    event, early, cures = Event.of(window), loop.twin(), {}
+    event, early, cures = Event.of(window.by_step, window.trigger), loop.twin(), {}
     first = max(window.start, event.onset - max(BACK))
     without(early, window.start, first - 1, [])
     for treatment in treatments(window, loop.twin(), event):

@@ -89,11 +89,15 @@ class Judged:
 # --- recording and judging
 
 
+def recorder_options(window: int) -> dict[str, Any]:
+    """With `after`, where the recorder knows it."""
+    known = inspect.signature(ak.FlightRecorder).parameters
+    return {"window": window} | ({"after": AFTER} if "after" in known else {})
+
+
 def recorded(loop: Loop, window: Window, folder: Path) -> ak.FlightRecorder:
     """The window's steps again, with a recorder."""
-    options: dict[str, Any] = {"window": WINDOW, "triggers": [Spike("loss")]}
-    if "after" in inspect.signature(ak.FlightRecorder).parameters:
-        options["after"] = AFTER
+    options = recorder_options(WINDOW) | {"triggers": [Spike("loss")]}
     with ak.FlightRecorder(loop.model, loop.optimizer, loss_fn, folder, **options) as recorder:
         for number in range(window.start, window.last + 1):
             batch, loss = loop.backward(number)
@@ -127,7 +131,7 @@ def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[st
     """Does leaving these steps out remove half of the event, and leaving out others not?"""
     if len(blamed) == 1:
         return facts["left"].get(str(blamed[0]), math.inf) <= HALF and facts["share"] <= THIRD
-    event, draw = Event.of(window), random.Random(0)
+    event, draw = Event.of(window.by_step, window.trigger), random.Random(0)
     others = [n for n in range(window.start, window.trigger + 1) if n not in blamed]
     groups = [blamed, *(tuple(draw.sample(others, len(blamed))) for _ in range(PLACEBOS))]
     left = [event.left(without(loop.twin(), window.start, window.last, group)) <= HALF for group in groups]
