@@ -36,6 +36,7 @@ from .spike_runs import AFTER, KINDS, WINDOW, Data, Loop, Window, find, loss_fn
 from .spike_truth import HALF, Event, names_treatment, truth, without
 
 THIRD = 1 / 3
+FEW = 3  # steps that can each be called the one that did it
 PLACEBOS = 12  # groups drawn to judge a blamed group
 BATCHES = ("batch", "group", "own batch")
 
@@ -123,8 +124,9 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
 
 
 def guilty(facts: dict[str, Any]) -> list[int]:
-    """Steps to blame: those that remove half where at most a third do."""
-    return [int(n) for n, left in facts["left"].items() if left <= HALF] if 0 < facts["share"] <= THIRD else []
+    """Steps to blame: those that remove half of it, where they are few. Where several do, no batch did it."""
+    removing = [int(n) for n, left in facts["left"].items() if left <= HALF]
+    return removing if len(removing) <= FEW else []
 
 
 def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[str, Any]) -> bool:

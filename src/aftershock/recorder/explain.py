@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
@@ -48,7 +47,7 @@ def explain(
     loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     dataset: Any = None,
     window: int | None = None,
-    references: int = 4,
+    references: int = 0,
     verify: int | Sequence[int] = VERIFY,
     placebos: int = PLACEBOS,
     treatments: bool = True,
@@ -62,7 +61,8 @@ def explain(
     step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
         last finite one before it explained.
     window: how many steps back to look; default: as recorded.
-    references: neighbours whose mean gradient stands for an ordinary batch.
+    references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
+        beside those against no step: as many gradients per step.
     verify: how many steps to run again without: the highest predicted, and some with the largest gradients; or the
         numbers of the steps.
     placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
@@ -71,7 +71,7 @@ def explain(
     examples: in how many of the blamed steps to look inside.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
-    the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for each
+    the last state before the window, 2–3 per step for one adjoint sweep, about 10 for each
     proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
     with a treatment one per step after it.
     """
@@ -84,13 +84,13 @@ def explain(
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
     nan = _not_a_number(found, replayed, step, code) if step != target else None
     swept, refused = _predicted(replayed, references)
-    findings = Findings(found, replayed, event, swept, refused, step, "replace" if references else "skip", nan=nan)
+    findings = Findings(found, replayed, event, swept, refused, step, nan=nan)
     if nan is None and event.is_one:
-        _ask(findings, verify, references, placebos, treatments, seed)
+        _ask(findings, verify, placebos, treatments, seed)
     return FlightExplanation(labelled(findings, examples))
 
 
-def _ask(f: Findings, verify: int | Sequence[int], references: int, placebos: int, treatments: bool, seed: int) -> None:
+def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
     """The instruments, then the runs with something changed."""
     replayed, event, trajectory = f.replayed, f.event, f.replayed.trajectory
     steps, last = trajectory.steps, replayed.last
@@ -101,14 +101,12 @@ def _ask(f: Findings, verify: int | Sequence[int], references: int, placebos: in
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
     f.data = data(trajectory, last, before, after)
     f.changes = [c for c in hyperparameters(replayed.records[: last + 1]) if c.kind != "warm-up"][:HELD]
-    if f.data.kind in ("own batch", "shift"):
+    if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
-    held = [_held(trajectory.steps, change, event) for change in f.changes]
+    held = [_held(steps, change, event) for change in f.changes]
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
-        f.inquiry = inquire(
-            trajectory, event, suspected, references=references, placebos=placebos, seed=seed, tick=tick
-        )
+        f.inquiry = inquire(trajectory, event, suspected, placebos=placebos, seed=seed, tick=tick)
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
     f.held, f.outcomes = outcomes[: len(held)], outcomes[len(held) :]
@@ -128,21 +126,22 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
 
 def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     """Which steps to run without: those asked for, or the highest predicted and, for a third of the places, those with
-    the largest gradients: a prediction is linear, and a batch that was bad enough is not."""
-    numbers = [record.step for record in f.replayed.records[: f.replayed.last]]
+    the largest gradients: a prediction is linear, and a batch that was bad enough is not. The explained step itself
+    comes last, where its own batch is high."""
+    last = f.replayed.last
+    numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
         unknown = [number for number in verify if number not in numbers]
         if unknown:
             raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
         return [numbers.index(number) for number in verify]
-    steps = f.replayed.trajectory.steps[: len(numbers)]
-    scores = f.swept.total(f.main)
-    loud = sorted(range(len(steps)), key=lambda i: -steps[i].clip.norm)
-    if not bool(torch.isfinite(scores).any()):
-        return loud[:verify]
-    loudest = loud[: verify // 3]
-    highest = [i for i in scores.nan_to_num(-math.inf).argsort(descending=True).tolist() if i not in loudest]
-    return loudest + highest[: verify - len(loudest)]
+    steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
+    loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
+    predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
+    loudest = loud[: verify // 3] if predicted else loud[:verify]
+    highest = [i for i in predicted if i not in loudest]
+    own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
+    return loudest + highest[: verify - len(loudest)] + own
 
 
 # --- replay

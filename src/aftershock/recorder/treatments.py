@@ -16,7 +16,7 @@ from .event import Event
 from .reruns import Losses, Run, run_again
 
 HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
-BACK = 16  # steps before the event from which the rules of the whole run differ
+BACK = 8  # steps before the event from which the rules of the whole run differ
 RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)

@@ -47,6 +47,11 @@ def _spike(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
+    if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
+        return (
+            f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
+            f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
+        )
     return " ".join(
         [
             f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}. It raised the loss at "
@@ -88,7 +93,10 @@ def _group(found: FlightExplanation) -> str:
 
 def _own(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}."
+    return (
+        f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}. {_without(attrs['own_left']).capitalize()} "
+        f"without it, {_placebos(attrs)}."
+    )
 
 
 def _shift(found: FlightExplanation) -> str:
