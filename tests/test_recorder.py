@@ -142,7 +142,7 @@ def test_the_loop_never_sees_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*arguments: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aftershock.recorder.store.write_tensors", full)
+    monkeypatch.setattr("aftershock.recorder.ring.write_tensors", full)
     with pytest.warns(RuntimeWarning, match="No space left on device") as seen:
         model, _, with_recorder, _ = train(tmp_path / "full")
     assert len(seen) == 1

@@ -18,7 +18,7 @@ from ..core.loss import Autocast, LossFunction
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
-from ..results.files import read_tensors, write_tensors
+from ..results.files import malformed, read_tensors, write_tensors
 
 FORMAT = "aftershock-point-1"
 
@@ -50,6 +50,11 @@ def save_point(captured: Captured, path: Path) -> str:
 
 def load_captured(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
     """The point in `path` with the code of `model`."""
+    with malformed(path, "saved point"):
+        return _load(path, model, loss_fn)
+
+
+def _load(path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> Captured:
     tensors, header = read_tensors(path, "saved point", FORMAT)
     private = PrivateCopy(unwrapped(model))
     names = tuple(header["names"])

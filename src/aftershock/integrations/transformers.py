@@ -12,7 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..core.batches import Batch
 from ..errors import InvalidInput
-from ..recorder.recorder import FlightRecorder, Observer, guarded
+from ..recorder.observing import Observer, guarded
+from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Trigger
 
 

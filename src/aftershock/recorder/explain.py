@@ -24,10 +24,10 @@ from ..errors import InvalidInput
 from ..results.provenance import provenance
 from .examples import example_shares
 from .explanation import FlightExplanation
-from .recorder import LIVE, FlightRecorder
+from .recorder import FlightRecorder, find_flight
 from .records import Record
 from .replay import Replay, own_value, replay, rerun
-from .store import Flight, open_flight
+from .store import Flight
 from .sweep import CHANGES, Hypers, Jump, Swept, edits_at, largest_jump, sweep
 from .triggers import usual
 
@@ -64,8 +64,8 @@ def explain(
     the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for the
     proof that Hessian products are right, and for each verification one per step after it.
     """
-    source, code = _source(flight, model, loss_fn, dataset)
-    found = open_flight(source, step)
+    found, recorder = find_flight(flight, step)
+    code = _code(found, recorder, model, loss_fn, dataset)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
@@ -98,24 +98,19 @@ class _Code:
     dataset: Any
 
 
-def _source(
-    flight: FlightRecorder | str | FilePath, model: nn.Module | None, loss_fn: Any, dataset: Any
-) -> tuple[FilePath, _Code]:
-    recorder = flight if isinstance(flight, FlightRecorder) else None
-    directory = flight.directory if isinstance(flight, FlightRecorder) else FilePath(flight).resolve()
-    if recorder is None:
-        recorder = LIVE.get(directory) or LIVE.get(directory.parent)
+def _code(
+    flight: Flight, recorder: FlightRecorder | None, model: nn.Module | None, loss_fn: Any, dataset: Any
+) -> _Code:
     if recorder is not None:
-        recorder.wait()
         model = recorder.model if model is None else model
         loss_fn = recorder.loss_fn if loss_fn is None else loss_fn
         dataset = recorder.dataset if dataset is None else dataset
     if model is None or loss_fn is None:
         raise InvalidInput(
-            f"{directory} was recorded by another process: explain() needs model= and loss_fn= as the training script "
-            "builds them (on the command line: --build module:function)"
+            f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
+            "script builds them (on the command line: --build module:function)"
         )
-    return directory, _Code(model, loss_fn, dataset)
+    return _Code(model, loss_fn, dataset)
 
 
 def _last_finite(flight: Flight, step: int) -> int:
