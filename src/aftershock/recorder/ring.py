@@ -12,7 +12,6 @@ Files are moved to their place when they are complete, so that a killed run leav
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -24,9 +23,9 @@ import torch
 
 from ..api.storage import save_point
 from ..core.capture import Captured
-from ..results.files import write_tensors, write_whole
+from ..results.files import write_tensors
 from .records import Record
-from .store import FLIGHT_FORMAT, Kept, numbered, to_file
+from .store import FLIGHT_FORMAT, Kept, numbered, to_file, write_json
 
 
 class Ring:
@@ -41,7 +40,7 @@ class Ring:
     def begin(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that recorded nothing
         self.folder.mkdir(parents=True)
-        _write_json(self.folder / "run.json", self.run)
+        write_json(self.folder / "run.json", self.run)
 
     def add(self, record: Record) -> None:
         path = self.folder / f"step-{record.step:08d}.safetensors"
@@ -56,7 +55,7 @@ class Ring:
     def hold(self, step: int, reason: str) -> None:
         """A window is open: its beginning stays until it is frozen, and a killed run leaves word of it."""
         self._held = step
-        _write_json(self.folder / "trigger.json", {"step": step, "reason": reason})
+        write_json(self.folder / "trigger.json", {"step": step, "reason": reason})
 
     def freeze(self, step: int, reason: str) -> None:
         """The window as it is now, under its own name: complete, or not there. The oldest beyond `keep` goes."""
@@ -66,7 +65,7 @@ class Ring:
             for name in self._digests:
                 _share(self.folder / name, part / name)
             kept = Kept(FLIGHT_FORMAT, step, reason, dict(self.run), torch.__version__, dict(self._digests))
-            _write_json(part / "flight.json", vars(kept))
+            write_json(part / "flight.json", vars(kept))
             part.chmod(0o755)
             part.rename(place)
         except BaseException:
@@ -97,10 +96,6 @@ def _places(directory: Path, step: int) -> Iterator[Path]:
     while True:
         yield directory / f"step-{step:06d}-{number}"
         number += 1
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, lambda part: Path(part).write_text(json.dumps(values, indent=1)))
 
 
 def _share(path: Path, copy: Path) -> None:

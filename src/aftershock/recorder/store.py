@@ -5,6 +5,7 @@ Whatever is wrong with a file is an `InvalidFile`; a damaged window does not kee
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..api.storage import hyper_from_json, hyper_to_json
 from ..core.randomness import RandomState
 from ..errors import InvalidFile, InvalidInput
-from ..results.files import malformed, read_tensors, stated_digest
+from ..results.files import malformed, read_header, read_tensors, write_whole
 from .records import Fed, Forward, Record, check
 from .runs import run_folders
 
@@ -139,8 +140,8 @@ class _Frozen(_Window):
         for path in (*self.steps.values(), *self.states.values()):
             if not path.is_file():
                 raise InvalidFile(f"{self.folder} is incomplete: {path.name} is missing")
-            if stated_digest(path) != digests[path.name]:
-                raise InvalidFile(f"{path} is another file than the one that flight.json lists: it was changed")
+            if read_header(path)[0] != digests[path.name]:
+                raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
         records = {number: read_record(path, number) for number, path in self.steps.items()}
         wanted = self.kept.step if step is None else step
         return _unbroken(self, records, self.states, self.kept.run, wanted, {}, self.kept.step, self.kept.reason)
@@ -161,7 +162,7 @@ class _Ring(_Window):
             except InvalidFile as error:
                 damaged[number] = str(error)
         wanted = step if step is not None else max(records, default=0) if trigger is None else trigger
-        states = {number: path for number, path in self.states.items() if _states_a_digest(path)}
+        states = {number: path for number, path in self.states.items() if _is_state(path, number)}
         return _unbroken(self, records, states, run, wanted, damaged, trigger, reason)
 
     def trigger(self) -> tuple[int | None, str]:
@@ -245,9 +246,7 @@ def _unbroken(
 
 
 def _kept(path: Path) -> Kept:
-    values = _read_json(path)
-    if values.get("format") != FLIGHT_FORMAT:
-        raise InvalidFile(f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
+    values = _read_json(path, FLIGHT_FORMAT)
     step, reason = _trigger(values, path.parent)
     files = values.get("files")
     if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
@@ -276,14 +275,28 @@ def _run(values: object, folder: Path) -> dict[str, Any]:
     return values
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Whole or not at all, with its own digest."""
+    text = json.dumps({**values, "digest": _digest(values)}, indent=1)
+    write_whole(path, lambda part: Path(part).write_text(text))
+
+
+def _read_json(path: Path, format: str | None = None) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidFile(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise InvalidFile(f"{path} is not a description of a flight")
+    if found.get("format") != format:
+        raise InvalidFile(f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
+    if found.pop("digest", None) != _digest(found):
+        raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
     return found
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read_record(path: Path, step: int) -> Record:
@@ -345,12 +358,13 @@ def to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header
 
 
-def _states_a_digest(path: Path) -> bool:
+def _is_state(path: Path, step: int) -> bool:
+    """Is it whole, and the one that its name says? Its bytes are proved when it is loaded."""
     try:
-        stated_digest(path)
-    except InvalidFile:
+        counts = read_header(path)[1].get("counts")
+        return isinstance(counts, list) and max(counts, default=None) == step
+    except (InvalidFile, TypeError):
         return False
-    return True
 
 
 def numbered(folder: Path, name: str) -> dict[int, Path]:

@@ -100,15 +100,17 @@ def malformed(path: Path, what: str) -> Iterator[None]:
         raise InvalidFile(f"{path} is damaged or not a {what}: {reason[:300]}") from error
 
 
-def stated_digest(path: Path) -> str:
-    """The digest that a file of ours says it has; it must be as long as its header says. Its data are not read."""
+def read_header(path: Path) -> tuple[str, dict[str, Any]]:
+    """(the digest that a file of ours says it has, its header). It must be as long as it says; data are not read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return str((file.metadata() or {}).get("digest"))
-    except (SafetensorError, OSError, ValueError) as error:
+            meta = file.metadata() or {}
+        header = json.loads(meta.get("aftershock", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise InvalidFile(f"{path} is damaged: {error}") from error
+    return str(meta.get("digest")), header if isinstance(header, dict) else {}
 
 
 def digest_of(path: Path) -> str:
