@@ -38,7 +38,6 @@ from .writer import Writer
 
 LIVE: WeakValueDictionary[str, FlightRecorder] = WeakValueDictionary()  # by run, so that a flight finds its model
 LATE = 8  # steps by which the GPU may be behind before the loop waits for it: it never runs out of work
-WAITING = 16  # files that may wait for the disk
 
 
 class FlightRecorder:
@@ -117,7 +116,7 @@ class FlightRecorder:
         self._saved = self._updates.step
         self._transfer = Transfer(device)
         self._snapshots = Snapshots(first, self.model, self.optimizer, self._transfer)
-        self._writer = Writer(capacity=WAITING)
+        self._writer = Writer(capacity=self.window)
         self._recent.clear()
         self._fed: list[Fed] = []
         self._losses: list[Tensor | float] = []
@@ -139,6 +138,7 @@ class FlightRecorder:
             part.register_forward_pre_hook(Observer(self._before_forward)) for part in parts_of(self.model)
         ]
         self.recording = self._inside = True
+        self._warned = False
         self._begin()
         return self
 
@@ -381,8 +381,10 @@ def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) ->
     A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
     """
     if isinstance(flight, FlightRecorder):
+        if not flight.run:
+            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
         flight.wait()
-        return open_flight(flight.directory, step), flight
+        return open_flight(flight.directory, step, flight.run), flight
     directory = Path(flight).resolve()
     for recorder in list(LIVE.values()):
         if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):

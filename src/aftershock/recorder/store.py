@@ -72,29 +72,37 @@ class Flight:
         return max((number for number in usable if number <= step - window), default=min(usable))
 
 
-def open_flight(directory: Path, step: int | None = None) -> Flight:
+def open_flight(directory: Path, step: int | None = None, run: str | None = None) -> Flight:
     """The newest run's window that holds `step`; without one, its last trigger's, else its ring.
 
     `directory` may also be one frozen window itself. Only the window that answers is read.
+    run: the id of the only run that may answer, whose own folder this is.
     """
     if not directory.is_dir():
         raise InvalidFile(f"there is no flight at {directory}")
     if (directory / "flight.json").exists():
         return _Frozen.of(directory).open(step)
-    runs = [_windows(folder) for folder in reversed(run_folders(directory))]
+    folders = run_folders(directory) if run is None else [directory]
+    runs = [_windows(folder) for folder in reversed(folders)]
     if step is None:
         newest = next((windows for windows in runs if windows), None)
         if newest is None:
             raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
-        return _last_trigger(newest)
+        return _of(run, _last_trigger(newest))
     for windows in runs:
         holding = [window for window in windows if step in window.steps]
         if holding:
-            return _first_whole(holding, step)
+            return _of(run, _first_whole(holding, step))
     held = ", ".join(f"{min(w.steps)}–{max(w.steps)}" for windows in runs for w in windows if w.steps)
     raise InvalidInput(
         f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held or 'of no run'}"
     )
+
+
+def _of(run: str | None, flight: Flight) -> Flight:
+    if run is not None and flight.run["id"] != run:
+        raise InvalidFile(f"{flight.folder} was written by another run than the one that is asked for")
+    return flight
 
 
 # --- which window
