@@ -28,7 +28,7 @@ from .observing import Observer, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
-from .snapshot import Snapshot, Snapshots
+from .snapshot import Snapshots
 from .store import Flight, open_flight
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
@@ -148,10 +148,10 @@ class FlightRecorder:
         if self.directory != self.root:
             say(f"{self.root} holds the flight of another run; this one records into {self.directory}")
         about = {"id": self.run, "began": time.time(), "window": self.window, "after": self.after}
-        self._ring = Ring(self.directory, about, self.keep)
+        self._ring = Ring(self.directory, about, self.keep, late=0 if self._transfer.stream is None else LATE)
         self._ring.begin()
         self._windows = Windows(self._ring, self._writer, self.after, self.on_trigger)
-        self._save(self._snapshot())
+        self._save()
         LIVE[self.run] = self
 
     def __exit__(
@@ -255,10 +255,9 @@ class FlightRecorder:
         step = self._updates.step
         if step % self.every == 0 and step != self._saved:
             if self._saving() is not None:
-                self.wait()  # a disk that is slower than training: one copy of the state at a time
+                self._writer.wait()  # a disk that is slower than training: one copy of the state at a time
             self._saved = step
-            self._updates.add_state(self._snapshot())
-            self._settle(LATE)
+            self._save()
         self._check_writer()
 
     def trigger(self, reason: str) -> None:
@@ -326,14 +325,10 @@ class FlightRecorder:
 
     def _settle(self, late: int) -> None:
         """Hand on what has arrived from the GPU; where more than `late` updates are on their way, wait for them."""
-        for found in self._updates.arrived(late):
-            if isinstance(found, Snapshot):
-                self._save(found)
-            else:
-                record, asked = found
-                self._writer.put(functools.partial(self._write, record))
-                assert self._windows is not None
-                self._windows.watch(record, self.triggers, asked)
+        assert self._windows is not None
+        for record, asked in self._updates.arrived(late):
+            self._writer.put(functools.partial(self._write, record))
+            self._windows.watch(record, self.triggers, asked)
 
     def _write(self, record: Record) -> None:
         assert self._ring is not None
@@ -346,17 +341,13 @@ class FlightRecorder:
     def _capture(self) -> reading.Captured:
         return reading.read(self.model, self.optimizer, self.loss_fn)
 
-    def _snapshot(self) -> Snapshot:
-        snapshot = self._snapshots.take()
-        self._saving = ref(snapshot)
-        return snapshot
-
-    def _save(self, snapshot: Snapshot) -> None:
-        held = [snapshot]  # let go of as soon as it is on the host
+    def _save(self) -> None:
+        held = [self._snapshots.take()]
+        self._saving = ref(held[0])
 
         def save() -> None:
             assert self._ring is not None
-            self._ring.add_state(self._snapshots.landed(held.pop()))
+            self._ring.add_state(self._snapshots.landed(held.pop()))  # let go of as soon as it is on the host
 
         self._writer.put(save)
 

@@ -29,10 +29,11 @@ from .store import FLIGHT_FORMAT, Kept, numbered, to_file, write_json
 
 
 class Ring:
-    """Written by one thread, in the order of the steps."""
+    """Written by one thread. late: by how many steps a trigger may come after a state was added."""
 
-    def __init__(self, directory: Path, run: Mapping[str, Any], keep: int) -> None:
+    def __init__(self, directory: Path, run: Mapping[str, Any], keep: int, late: int) -> None:
         self.directory, self.folder, self.run, self.keep = directory, directory / "ring", run, keep
+        self._span = run["window"] + late
         self.frozen: list[Path] = []  # this run's, the oldest first
         self._digests: dict[str, str] = {}
         self._held: int | None = None  # the trigger whose window is still open
@@ -81,7 +82,7 @@ class Ring:
         """Drop what no window that ends at the newest step, or at the open trigger, needs."""
         end = newest if self._held is None else min(newest, self._held)
         states = numbered(self.folder, "state")
-        first = max((number for number in states if number < end - self.run["window"]), default=0)
+        first = max((number for number in states if number < end - self._span), default=0)
         for name in ("step", "state"):
             for number, path in numbered(self.folder, name).items():
                 if number < first:

@@ -53,17 +53,16 @@ class Transfer:
         if self.stream is None or not self._on_gpu(tensor):
             return tensor
         host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        there, here = _bytes(tensor), _bytes(host)
-        if self._stage is None:
-            self._stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-        for source, place in zip(there.split(STAGE_BYTES), here.split(STAGE_BYTES)):
-            part = self._stage[: len(source)]
-            with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):
+            if self._stage is None:
+                self._stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            arrived = torch.cuda.Event(blocking=True)  # sleeps: a thread that spins would take a core from training
+            for source, place in zip(_bytes(tensor).split(STAGE_BYTES), _bytes(host).split(STAGE_BYTES)):
+                part = self._stage[: len(source)]
                 part.copy_(source, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)  # sleeps: a thread that spins would take a core from training
-                event.record(self.stream)
-            event.synchronize()
-            place.copy_(part)
+                arrived.record(self.stream)
+                arrived.synchronize()
+                place.copy_(part)
         return host
 
     def moment(self) -> torch.cuda.Event | None:

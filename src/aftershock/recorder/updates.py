@@ -13,7 +13,6 @@ from ..core.adamw import Hyper
 from ..core.clipping import TORCH_EPSILON
 from ..errors import InvalidInput
 from .records import Fed, Forward, Record
-from .snapshot import Snapshot
 from .transfer import Landing
 
 
@@ -49,12 +48,13 @@ class Pending:
         return self.numbers.ready and self.batch.ready
 
     def wait(self) -> None:
-        self.numbers.wait()
-        self.batch.wait()
+        if not self.ready:
+            self.numbers.wait()
+            self.batch.wait()
 
 
 class Updates:
-    """A queue of updates and of states between them.
+    """A queue.
 
     step: the number of the loop's next update. counts: of updates, by the id of each parameter.
     """
@@ -63,33 +63,24 @@ class Updates:
         self.step = self._next = step  # of the loop's next update, and of the next that is read
         self.clip = clip
         self._counts = dict(counts)
-        self._pending: deque[Pending | Snapshot] = deque()
+        self._pending: deque[Pending] = deque()
         self._asked: str | None = None
 
     def add(self, made: Pending) -> None:
         self._pending.append(made)
         self.step += 1
 
-    def add_state(self, snapshot: Snapshot) -> None:
-        self._pending.append(snapshot)
-
-    def arrived(self, late: int) -> Iterator[tuple[Record, str | None] | Snapshot]:
-        """Records (and what was asked of them) and states, in order; waits where more than `late` are on their way."""
-        while self._pending:
-            oldest = self._pending[0]
-            if isinstance(oldest, Pending) and not oldest.ready:
-                if len(self._pending) <= late:
-                    return
-                oldest.wait()
-            self._pending.popleft()
-            if isinstance(oldest, Snapshot):
-                yield oldest
-            elif self._was_made(oldest):
-                asked, self._asked = oldest.asked or self._asked, None
+    def arrived(self, late: int) -> Iterator[tuple[Record, str | None]]:
+        """Records, and what was asked of them, in order; waits where more than `late` are on their way."""
+        while self._pending and (self._pending[0].ready or len(self._pending) > late):
+            oldest = self._pending.popleft()
+            oldest.wait()
+            asked, self._asked = oldest.asked or self._asked, None
+            if self._was_made(oldest):
                 yield self._record(oldest), asked
             else:
                 self.step -= 1
-                self._asked = oldest.asked or self._asked
+                self._asked = asked
 
     def _was_made(self, made: Pending) -> bool:
         """Not under GradScaler with a fused optimizer, which runs its hooks on skipped steps too."""
