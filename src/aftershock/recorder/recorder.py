@@ -381,4 +381,5 @@ def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) ->
         if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
             recorder.wait()
     found = open_flight(directory, step)
-    return found, LIVE.get(str(found.run["id"]))
+    live = LIVE.get(str(found.run["id"]))
+    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None

@@ -50,7 +50,7 @@ class Flight:
     run: Mapping[str, Any]  # its id, when it began, its window
     trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
-    missing: tuple[int, ...] = ()  # steps that were recorded and are lost: before or after those that are here
+    missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
 
     @property
     def last(self) -> int:
@@ -242,7 +242,8 @@ def _unbroken(
     low, high = min((*window.steps, *window.states)), max(window.steps)
     if high - low > LONGEST:
         raise InvalidFile(f"{window.folder} is no window of one run: its files are numbered from {low} to {high}")
-    missing = tuple(n for n in range(low, high + 1) if n not in records or n < min(begin, wanted + 1))
+    looked_at = range(max(low, wanted - run["window"]), high + 1)
+    missing = tuple(n for n in looked_at if n not in records or n < begin)
     if wanted < begin:
         because = next(iter(damaged.values()), "a state or a step before it is missing")
         raise InvalidFile(f"step {wanted} of {window.folder} cannot be replayed: {because}")
