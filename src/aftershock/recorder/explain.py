@@ -22,12 +22,12 @@ from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
-from .recorder import LIVE, FlightRecorder
+from .recorder import FlightRecorder, find_flight
 from .records import Source
 from .replay import Replay, replay
 from .reruns import Run
 from .stability import Amplification, Sharpness, amplification, sharpness
-from .store import Flight, open_flight
+from .store import Flight
 from .suspects import inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, try_all
@@ -75,8 +75,8 @@ def explain(
     proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
     with a treatment one per step after it.
     """
-    directory, code = _source(flight, model, loss_fn, dataset)
-    found = open_flight(directory, step)
+    found, recorder = find_flight(flight, step)
+    code = _code(found, recorder, model, loss_fn, dataset)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
@@ -156,24 +156,19 @@ class _Code:
     dataset: Any
 
 
-def _source(
-    flight: FlightRecorder | str | FilePath, model: nn.Module | None, loss_fn: Any, dataset: Any
-) -> tuple[FilePath, _Code]:
-    recorder = flight if isinstance(flight, FlightRecorder) else None
-    directory = flight.directory if isinstance(flight, FlightRecorder) else FilePath(flight).resolve()
-    if recorder is None:
-        recorder = LIVE.get(directory) or LIVE.get(directory.parent)
+def _code(
+    flight: Flight, recorder: FlightRecorder | None, model: nn.Module | None, loss_fn: Any, dataset: Any
+) -> _Code:
     if recorder is not None:
-        recorder.wait()
         model = recorder.model if model is None else model
         loss_fn = recorder.loss_fn if loss_fn is None else loss_fn
         dataset = recorder.dataset if dataset is None else dataset
     if model is None or loss_fn is None:
         raise InvalidInput(
-            f"{directory} was recorded by another process: explain() needs model= and loss_fn= as the training script "
-            "builds them (on the command line: --build module:function)"
+            f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
+            "script builds them (on the command line: --build module:function)"
         )
-    return directory, _Code(model, loss_fn, dataset)
+    return _Code(model, loss_fn, dataset)
 
 
 def _last_finite(flight: Flight, step: int) -> int:

@@ -94,8 +94,8 @@ def _group(found: FlightExplanation) -> str:
 def _own(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     return (
-        f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}. {_without(attrs['own_left']).capitalize()} "
-        f"without it, {_placebos(attrs)}."
+        f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}. "
+        f"{_without(attrs['own_left']).capitalize()} without it, {_placebos(attrs)}."
     )
 
 
