@@ -124,9 +124,11 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
 
 
 def guilty(facts: dict[str, Any]) -> list[int]:
-    """Steps to blame: those that remove half of it, where they are few. Where several do, no batch did it."""
+    """Steps to blame: those that remove half of it, where they are few and the event stays about as it is without
+    most others. Where several do, or where leaving out any step makes another event of it, no batch did it."""
     removing = [int(n) for n, left in facts["left"].items() if left <= HALF]
-    return removing if len(removing) <= FEW else []
+    kept = statistics.mean(HALF < left < 1 / HALF for left in facts["left"].values())
+    return removing if len(removing) <= FEW and kept >= 1 - THIRD else []
 
 
 def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[str, Any]) -> bool:

@@ -27,6 +27,11 @@ class Trial:
     def removes(self) -> bool:
         return self.left <= BARS.half
 
+    @property
+    def keeps(self) -> bool:
+        """The event is still there, and about as large."""
+        return BARS.half < self.left < 1 / BARS.half
+
 
 @dataclass
 class Inquiry:
@@ -39,14 +44,14 @@ class Inquiry:
 
     @property
     def share(self) -> float:
-        """Of the placebos: those that remove half of the event."""
-        return _share(self.placebos)
+        """Of the placebos: those that remove half of the event, or double it."""
+        return _changing(self.placebos)
 
     @property
     def blamed(self) -> tuple[int, ...]:
         """Steps without which half of it is gone, where that is so of hardly any other step."""
         if self.group is not None:
-            special = self.group.removes and _share(self.group_placebos) <= BARS.specific
+            special = self.group.removes and _changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
         guilty = sorted((t for t in self.suspects if t.removes), key=lambda t: t.left)
         if not self.placebos or self.share > BARS.specific or len(guilty) > BARS.together:
@@ -54,8 +59,8 @@ class Inquiry:
         return tuple(t.steps[0] for t in guilty)
 
 
-def _share(trials: Sequence[Trial]) -> float:
-    return sum(t.removes for t in trials) / len(trials) if trials else 1.0
+def _changing(trials: Sequence[Trial]) -> float:
+    return sum(not t.keeps for t in trials) / len(trials) if trials else 1.0
 
 
 def inquire(
@@ -69,8 +74,9 @@ def inquire(
 ) -> Inquiry:
     """Run again without each suspect, and without as many steps that nobody suspects as placebos are asked for.
 
-    Where one to three in eight placebos do what a suspect does, as many are drawn once more. Where no suspect alone
-    removes half, suspects are left out together, one more at a time.
+    Where some placebos change the event too, as many are drawn once more; one that removes it, where the others do
+    not, is a suspect from then on. Where no suspect alone removes half, suspects are left out together, one more at a
+    time.
     """
 
     def trials(sets: Sequence[tuple[int, ...]]) -> list[Trial]:
@@ -85,9 +91,12 @@ def inquire(
     if not suspected:
         return found
     found.placebos = trials([(i,) for i in innocent[:placebos]])
-    guilty = any(t.removes for t in found.suspects)
-    if guilty and 0 < found.share <= BARS.unspecific:
+    if 0 < found.share <= BARS.unspecific:
         found.placebos += trials([(i,) for i in innocent[placebos : 2 * placebos]])
+    if found.share <= BARS.specific:
+        found.suspects += [t for t in found.placebos if t.removes]
+        found.placebos = [t for t in found.placebos if not t.removes]
+    guilty = any(t.removes for t in found.suspects)
     if not guilty and found.share <= BARS.specific:
         found.group = _together(trials, found.suspects)
         if found.group is not None and found.group.removes:

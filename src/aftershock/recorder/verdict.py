@@ -68,10 +68,10 @@ def _without(left: float) -> str:
 
 
 def _placebos(attrs: dict[str, object]) -> str:
-    count, same = int(attrs["placebos"]), int(attrs["placebos_remove"])  # type: ignore[call-overload]
-    if same == 0:
+    count, other = int(attrs["placebos"]), int(attrs["placebos_change"])  # type: ignore[call-overload]
+    if other == 0:
         return f"and without any of {count} other steps it stays"
-    return f"and without {same} of {count} other steps too"
+    return f"and without {count - other} of {count} other steps it stays"
 
 
 def _group(found: FlightExplanation) -> str:
@@ -79,7 +79,7 @@ def _group(found: FlightExplanation) -> str:
     names = " and ".join([", ".join(map(str, found.blamed[:-1])), str(found.blamed[-1])])
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
-        kept = attrs["group_placebos"] - attrs["group_placebos_remove"]
+        kept = attrs["group_placebos"] - attrs["group_placebos_change"]
         return (
             f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
             f"without one of them most of it stays, and it stays without {kept} of {others}."
@@ -113,10 +113,10 @@ def _hyperparameter(found: FlightExplanation) -> str:
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     parts = ["No batch did this."]
-    if attrs["placebos_remove"]:
+    if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
-            f"Without {attrs['placebos_remove']} of {attrs['placebos']} steps that nobody suspects the spike is gone "
-            "as well: the run was so unstable that any change moves it."
+            f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
+            "spike or doubles it: the run was so unstable that any change moves it."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(_treated(found))
