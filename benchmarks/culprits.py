@@ -27,6 +27,7 @@ from rich.table import Table
 
 import aftershock as ak
 from aftershock.errors import AftershockError
+from aftershock.recorder.triggers import AtStep, usual
 
 from .culprit_runs import (
     RARE_EVERY,
@@ -205,14 +206,9 @@ def _trigger(plant: Plant, losses: list[float], delay: int) -> int:
     """When the rare shard comes back; else the first loss from the cause on that is high; else the next step."""
     if plant.waits or plant.name == NOT_ZEROED:
         return LEAD + delay
-    usual, sigma = _usual(losses[:LEAD])
-    high = [i for i in range(LEAD, LEAD + LONGEST + 1) if losses[i] > usual + SIGMAS * sigma]
+    middle, sigma = usual(losses[:LEAD])
+    high = [i for i in range(LEAD, LEAD + LONGEST + 1) if losses[i] > middle + SIGMAS * sigma]
     return high[0] if high else LEAD + 1
-
-
-def _usual(losses: list[float]) -> tuple[float, float]:
-    middle = statistics.median(losses)
-    return middle, 1.4826 * statistics.median(abs(x - middle) for x in losses)
 
 
 def _counts(case: Case) -> bool:
@@ -220,7 +216,7 @@ def _counts(case: Case) -> bool:
     if case.plant.name == NOT_ZEROED:
         return True
     event = Event.of(case.losses, case.trigger)
-    if not event.peak >= SIGMAS * event.sigma or event.area == 0:
+    if not case.losses[case.trigger] > event.usual + SIGMAS * event.sigma:
         return False
 
     def left(undone: tuple[int, ...]) -> float:
@@ -255,7 +251,8 @@ def judged(case: Case) -> Judged:
     began, steps = time.process_time(), case.planted.steps[: len(case.losses)]
     loop, norms, rates = warm(case.system, case.draw % 3).twin(), [], []
     with tempfile.TemporaryDirectory() as folder:
-        options = recorder_options(LEAD + LONGEST) | {"clip": case.system.clip, "triggers": [], "every": 1000}
+        asked = {"clip": case.system.clip, "triggers": [AtStep(WARM + case.trigger)]}
+        options = recorder_options(LEAD + LONGEST) | asked
         with ak.FlightRecorder(loop.model, loop.optimizer, case.system.loss_fn, folder, **options) as recorder:
             for i, step in enumerate(steps):
                 batch, loss = loop.step(WARM + i, step)
