@@ -5,7 +5,7 @@ rare shard comes back up to 40 steps later. A second run, in which nothing went 
 really did.
 
 What counts as a case is decided before anything is explained: the losses rise by 8 robust σ, and undoing the planted
-cause removes half of that (`_counts`). A draw that does not count is drawn again, with another delay and twice the
+cause removes half of that (`_counts`). A draw that does not count is drawn again, with another delay and more
 strength. Every case that counts is in the table.
 """
 
@@ -46,7 +46,7 @@ from .spikes import Said, recorder_options
 LEAD, LONGEST, AFTER = 24, 40, 16  # recorded steps before the cause, until the spike, and after it
 SIGMAS = 8.0
 LOUDER = 2.0  # times the bad batch's gradient: the harmless decoy's
-TRIES = 6  # on one system, each twice as strong as the one before; then the next system
+TRIES, STRONGER = 3, 3.0  # on one system, each so much stronger than the one before; then on the next system
 DELAYS = ((1, 3), (4, 10), (11, 20), (21, 40))
 
 
@@ -102,7 +102,7 @@ def two_together(system: System, steps: list[Step], strength: float, draw: int) 
 
 
 def rate_bump(system: System, steps: list[Step], strength: float, draw: int) -> Planted:
-    at = tuple(range(LEAD, LEAD + 1 + draw % 3))
+    at = tuple(range(LEAD, LEAD + 1 + draw % 2))
     settings = {"lr": 5 * strength * system.lr}
     return Planted(steps, _changed(steps, at, lambda step: replace(step, settings=settings)), at)
 
@@ -176,11 +176,12 @@ class Case:
 
 def drawn(plant: Plant, number: int) -> Case:
     """The first draw that counts."""
-    for attempt in range(TRIES * len(SYSTEMS)):
+    for attempt in range(2 * TRIES * len(SYSTEMS)):
         system = SYSTEMS[(number + attempt // TRIES) % len(SYSTEMS)]
-        draw, strength = 1000 * number + attempt, 2.0 ** (attempt % TRIES)
+        draw, strength = 1000 * number + attempt, STRONGER ** (attempt % TRIES)
         delay = max(plant.waits, 1 + (7 * number + 13 * attempt) % LONGEST) if plant.waits else RARE_EVERY
-        planted = plant.make(system, _clean(system, draw, delay), strength, draw)
+        count = LEAD + (delay if plant.waits else LONGEST) + AFTER + 1
+        planted = plant.make(system, _clean(system, draw, delay, count), strength, draw)
         losses = losses_of(system, draw, planted.steps)
         trigger = _trigger(plant, losses, delay)
         kept = dict(enumerate(losses[: trigger + AFTER + 1]))
@@ -190,15 +191,15 @@ def drawn(plant: Plant, number: int) -> Case:
     raise RuntimeError(f"{plant.name}, case {number}: no draw had an effect")
 
 
-def _clean(system: System, draw: int, delay: int) -> list[Step]:
+def _clean(system: System, draw: int, delay: int, count: int) -> list[Step]:
     """Usual steps; the rare shard comes now and then, and stays away for `delay` steps after step LEAD."""
-    generator, count = torch.Generator().manual_seed(draw), LEAD + LONGEST + AFTER + 1
+    generator = torch.Generator().manual_seed(draw)
     rare = {*range(LEAD, -1, -RARE_EVERY), *range(LEAD + delay, count, RARE_EVERY)}
     return [Step(system.draw(generator, i in rare)) for i in range(count)]
 
 
 def losses_of(system: System, draw: int, steps: list[Step]) -> list[float]:
-    loop = warm(system, draw % 3).twin()
+    loop = warm(system, draw % 2).twin()
     return [float(loop.step(WARM + i, step)[1]) for i, step in enumerate(steps)]
 
 
@@ -249,7 +250,7 @@ class Judged:
 
 def judged(case: Case) -> Judged:
     began, steps = time.process_time(), case.planted.steps[: len(case.losses)]
-    loop, norms, rates = warm(case.system, case.draw % 3).twin(), [], []
+    loop, norms, rates = warm(case.system, case.draw % 2).twin(), [], []
     with tempfile.TemporaryDirectory() as folder:
         asked = {"clip": case.system.clip, "triggers": [AtStep(WARM + case.trigger)]}
         options = recorder_options(LEAD + LONGEST) | asked

@@ -228,7 +228,8 @@ def verdicts(judged: list[Judged]) -> Table:
         blamed = ", ".join(map(str, one.said.blamed))
         table.add_row(
             one.window, f"{one.size:.0f}", f"{one.share:.0%}", ", ".join(map(str, one.guilty)),
-            str(len(one.prevented_by)), one.said.kind, blamed, one.said.treatment or "", "yes" if one.true else "NO", f"{one.cost:.0f}",
+            str(len(one.prevented_by)), one.said.kind, blamed, one.said.treatment or "",
+            "yes" if one.true else "NO", f"{one.cost:.0f}",
         )  # fmt: skip
     return table
 
