@@ -102,7 +102,7 @@ def two_together(system: System, steps: list[Step], strength: float, draw: int) 
 
 
 def rate_bump(system: System, steps: list[Step], strength: float, draw: int) -> Planted:
-    at = tuple(range(LEAD, LEAD + 1 + draw % 2))
+    at = tuple(range(LEAD, LEAD + 1 + draw % 3))
     settings = {"lr": 5 * strength * system.lr}
     return Planted(steps, _changed(steps, at, lambda step: replace(step, settings=settings)), at)
 
