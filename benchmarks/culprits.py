@@ -208,7 +208,8 @@ def _trigger(plant: Plant, losses: list[float], delay: int) -> int:
     if plant.waits or plant.name == NOT_ZEROED:
         return LEAD + delay
     middle, sigma = usual(losses[:LEAD])
-    high = [i for i in range(LEAD, LEAD + LONGEST + 1) if losses[i] > middle + SIGMAS * sigma]
+    first = LEAD if plant.kinds == ("shift",) else LEAD + 1  # a wrong update is seen one loss later
+    high = [i for i in range(first, LEAD + LONGEST + 1) if losses[i] > middle + SIGMAS * sigma]
     return high[0] if high else LEAD + 1
 
 
