@@ -81,6 +81,7 @@ class Judged:
     run: str
     size: float  # of the event's peak, in σ
     share: float  # of steps whose removal removes half
+    guilty: list[int]  # those steps, where they are few enough to be specific
     prevented_by: list[str]
     said: Said
     true: bool
@@ -113,12 +114,9 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
     prevents = {name for name, cure in facts["treatments"].items() if cure["prevents"]}
     if said.kind in BATCHES:
         return bool(said.blamed) and specific(said.blamed, window, loop, facts)
-    if said.kind == "instability":
-        nobody = not guilty(facts)
-        if said.treatment is None:
-            return nobody and not prevents
-        return nobody and any(names_treatment(said.treatment, name) for name in prevents)
-    if said.kind == "unknown":
+    if said.kind == "instability" and said.treatment is not None:
+        return any(names_treatment(said.treatment, name) for name in prevents)
+    if said.kind in ("instability", "unknown"):  # that nobody and nothing is to be found
         return not guilty(facts) and not prevents
     return False  # nothing was planted: no shift, no wrong setting; and every window holds a spike of finite losses
 
@@ -156,7 +154,8 @@ def examine(window: Window, cache: Path, data: Data) -> Judged:
     true = judge(said, window, window.loop(cache, data), facts)
     prevented_by = [name for name, cure in facts["treatments"].items() if cure["prevents"]]
     size = facts["event"]["peak"] / facts["event"]["sigma"]
-    return Judged(window.name, window.kind, size, facts["share"], prevented_by, said, true, spent / trained)
+    share, cost = facts["share"], spent / trained
+    return Judged(window.name, window.kind, size, share, guilty(facts), prevented_by, said, true, cost)
 
 
 def known_truth(window: Window, cache: Path, data: Data) -> dict[str, Any]:
@@ -226,13 +225,15 @@ def truths(windows: list[Window], facts: list[dict[str, Any]]) -> Table:
 
 def verdicts(judged: list[Judged]) -> Table:
     table = Table(title="spikes that happened by themselves")
-    for name in ("window", "event, σ", "steps that remove half", "said", "blamed", "treatment", "true?", "cost ×"):
+    columns = ("window", "event, σ", "steps that remove half", "specific", "treatments that prevent it", "said")
+    for name in (*columns, "blamed", "treatment", "true?", "cost ×"):
         table.add_column(name)
     for one in judged:
         blamed = ", ".join(map(str, one.said.blamed))
         table.add_row(
-            one.window, f"{one.size:.0f}", f"{one.share:.0%}", one.said.kind, blamed,
-            one.said.treatment or "", "yes" if one.true else "NO", f"{one.cost:.0f}",
+            one.window, f"{one.size:.0f}", f"{one.share:.0%}", ", ".join(map(str, one.guilty)),
+            str(len(one.prevented_by)), one.said.kind, blamed, one.said.treatment or "",
+            "yes" if one.true else "NO", f"{one.cost:.0f}",
         )  # fmt: skip
     return table
 
