@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import random
+import re
 import shutil
 import statistics
 import tempfile
@@ -37,6 +38,7 @@ from .spike_truth import HALF, Event, names_treatment, truth, without
 
 THIRD = 1 / 3
 FEW = 3  # steps that can each be called the one that did it
+TRIED = r"lr halved \d|Adam restarted [18]|(beta2 .*|clip|stable) 8"  # what an explanation tries by itself
 PLACEBOS = 12  # groups drawn to judge a blamed group
 BATCHES = ("batch", "group", "own batch")
 
@@ -116,16 +118,19 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
         return bool(said.blamed) and specific(said.blamed, window, loop, facts)
     if said.kind == "instability" and said.treatment is not None:
         return any(names_treatment(said.treatment, name) for name in prevents)
-    if said.kind in ("instability", "unknown"):  # that nobody and nothing is to be found
-        return not guilty(facts) and not prevents
+    if said.kind in ("instability", "unknown"):  # that nobody did it, and that nothing of what was tried prevents it
+        return not guilty(facts) and not any(re.fullmatch(TRIED, name) for name in prevents)
     return False  # nothing was planted: no shift, no wrong setting; and every window holds a spike of finite losses
 
 
 def guilty(facts: dict[str, Any]) -> list[int]:
-    """Steps to blame: those that remove half of it, where they are few and the event stays about as it is without
-    most others. Where several do, or where leaving out any step makes another event of it, no batch did it."""
-    removing = [int(n) for n, left in facts["left"].items() if left <= HALF]
-    kept = statistics.mean(HALF < left < 1 / HALF for left in facts["left"].values())
+    """Steps to blame: few, without which less than half of the event is left, and less than half of what is left
+    without nine in ten of the others. Where several do, or where leaving out any step makes another event of it, no
+    batch did it."""
+    left = {int(n): value for n, value in facts["left"].items()}
+    kept = statistics.mean(HALF < value < 1 / HALF for value in left.values())
+    others = sorted(left.values())[len(left) // 10]
+    removing = [n for n, value in left.items() if value <= HALF * min(1.0, max(others, HALF))]
     return removing if len(removing) <= FEW and kept >= 1 - THIRD else []
 
 

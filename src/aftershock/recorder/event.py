@@ -18,6 +18,7 @@ class Bars:
     half: float = 0.5  # of the event: what removes less does not explain it
     specific: float = 0.125  # of the placebos: if more of them do the same, the step is nothing special
     unspecific: float = 1 / 3  # of the placebos: from here on no more of them are asked
+    clear: float = 0.5  # of what the mildest placebo leaves: a culprit leaves less than that
     together: int = 3  # steps that may be blamed at once: more are no culprits but a run that anything changes
 
 

@@ -26,11 +26,11 @@ from .recorder import FlightRecorder, find_flight
 from .records import Source
 from .replay import Replay, replay
 from .reruns import Run
-from .stability import Amplification, Sharpness, amplification, sharpness
+from .stability import amplification, sharpness
 from .store import Flight
 from .suspects import inquire
 from .sweep import Swept, sweep
-from .treatments import Treatment, try_all
+from .treatments import Treatment, proved, try_all
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 PLACEBOS = 8
@@ -83,9 +83,10 @@ def explain(
     replayed = _replayed(found, target, window, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
     nan = _not_a_number(found, replayed, step, code) if step != target else None
-    swept, refused = _predicted(replayed, references)
-    findings = Findings(found, replayed, event, swept, refused, step, nan=nan)
-    if nan is None and event.is_one:
+    asking = nan is None and event.is_one
+    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), step, nan=nan)
+    _predict(findings, references, watched=asking)
+    if asking:
         _ask(findings, verify, placebos, treatments, seed)
     return FlightExplanation(labelled(findings, examples))
 
@@ -95,8 +96,6 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     replayed, event, trajectory = f.replayed, f.event, f.replayed.trajectory
     steps, last = trajectory.steps, replayed.last
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
-    if f.refused is None:
-        f.growth, f.sharp = _stability(replayed)
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
     f.data = data(trajectory, last, before, after)
@@ -109,13 +108,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
         f.inquiry = inquire(trajectory, event, suspected, placebos=placebos, seed=seed, tick=tick)
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
-    f.held, f.outcomes = outcomes[: len(held)], outcomes[len(held) :]
-
-
-def _stability(replayed: Replay) -> tuple[Amplification | None, Sharpness | None]:
-    if replayed.last < 2:
-        return None, None
-    return amplification(replayed.trajectory, replayed.last), sharpness(replayed.trajectory, replayed.last - 1)
+    f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
 
 
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
@@ -208,17 +201,28 @@ def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> N
     return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
 
 
-def _predicted(replayed: Replay, references: int) -> tuple[Swept, str | None]:
-    """Every step's contribution by one adjoint sweep, or why there are none."""
-    path, last = replayed.path, replayed.last
-    watch = path.watch(0, own_loss, last) if last else None
+def _layers(replayed: Replay) -> list[str]:
+    return Layers.of(replayed.trajectory.dynamics.layout).names
+
+
+def _predict(f: Findings, references: int, *, watched: bool) -> None:
+    """Every step's contribution by one adjoint sweep, or why there are none.
+
+    watched: first look at how fast the run amplifies; where no linear prediction can follow it, none is made.
+    """
+    path, last, trajectory = f.replayed.path, f.replayed.last, f.replayed.trajectory
+    if last < 2:
+        f.refused = "fewer than two steps before it are recorded"
+        return
+    watch = path.watch(0, own_loss, last)
     try:
-        if watch is None:
-            raise HiddenState("no step before it is recorded")
         path.require_linear(watch)
+        if watched:
+            f.growth, f.sharp = amplification(trajectory, last), sharpness(trajectory, last - 1)
+            if not f.growth.linear_ok:
+                f.refused = f.growth.sentence
+                return
         with progress("adjoint sweep", last) as tick:
-            readout = BentReadout.of(watch, directions=0)
-            return sweep(path.trajectory, last, readout, references=references, tick=tick), None
+            f.swept = sweep(trajectory, last, BentReadout.of(watch, directions=0), references=references, tick=tick)
     except (WrongHessian, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
-        layers = Layers.of(path.trajectory.dynamics.layout).names
-        return Swept.nothing(layers, last), str(error)
+        f.refused = str(error)

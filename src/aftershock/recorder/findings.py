@@ -42,9 +42,9 @@ class Findings:
     replayed: Replay
     event: Event
     swept: Swept
-    refused: str | None  # why nothing was predicted
     asked: int
     main: str = "skip"  # what a step is compared with
+    refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
     updates: UpdateSizes | None = None
     growth: Amplification | None = None
@@ -177,7 +177,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     group = inquiry.group
     return {
         **provenance(f.replayed.trajectory),
-        "check": f.refused or str(f.replayed.path.check()),
+        "check": f.refused if f.growth is None and f.refused else str(f.replayed.path.check()),
         "predicted": f.refused is None,
         "kind": "flight",
         "event": f.kind,

@@ -56,7 +56,8 @@ class Inquiry:
         guilty = sorted((t for t in self.suspects if t.removes), key=lambda t: t.left)
         if not self.placebos or self.share > BARS.specific or len(guilty) > BARS.together:
             return ()
-        return tuple(t.steps[0] for t in guilty)
+        least = min(t.left for t in self.placebos)
+        return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
 
 
 def _changing(trials: Sequence[Trial]) -> float:

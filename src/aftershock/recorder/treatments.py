@@ -74,6 +74,19 @@ def sufficient(outcomes: Sequence[Outcome]) -> Outcome | None:
     return min((o for o in outcomes if o.prevents), key=lambda o: o.treatment.changed, default=None)
 
 
+def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> list[Outcome]:
+    """The same, where the mildest that prevents it does so too from a start that differs by one rounding: in a run
+    that amplifies, the first may have been luck."""
+    found = list(outcomes)
+    while (best := sufficient(found)) is not None:
+        moved = replace(best.treatment.run, jittered=True)
+        (again,) = run_again(trajectory, [moved], event.last)
+        if event.prevented(again):
+            break
+        found[found.index(best)] = replace(best, left=max(best.left, event.left(again)), prevents=False, delays=False)
+    return found
+
+
 def possible(trajectory: Trajectory, event: Event) -> Iterator[Treatment]:
     """Half the rate for a few steps, Adam anew, and other rules for the steps around the event."""
     steps, onset = trajectory.steps, event.onset
