@@ -185,7 +185,7 @@ SAID = {
 }
 
 
-def _right(found: FlightExplanation, best: Culprit) -> bool:
+def right(found: FlightExplanation, best: Culprit) -> bool:
     """Was the step predicted well enough to speak of the parts of the prediction?"""
     return found.data.attrs["linear_ok"] and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
 
@@ -193,7 +193,7 @@ def _right(found: FlightExplanation, best: Culprit) -> bool:
 def _waited(found: FlightExplanation, best: Culprit) -> str:
     """Where the write waited, where the predicted parts have one sign and so are parts of something."""
     total = sum(best.channels.values())
-    if not _right(found, best) or not total > 0 or min(best.channels.values()) < -0.1 * total:
+    if not right(found, best) or not total > 0 or min(best.channels.values()) < -0.1 * total:
         return ""
     name, part = max(best.channels.items(), key=lambda item: item[1])
     if name == "theta":
