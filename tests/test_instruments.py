@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import Any
 
@@ -13,15 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core.adamw import Hyper
-from aftershock.core.batches import accumulate
 from aftershock.core.changes import Zero
 from aftershock.core.contributions import BentReadout, Layers
 from aftershock.core.probe import own_loss
-from aftershock.recorder.hyperparameters import HyperChange, hyperparameters
 from aftershock.recorder.instruments import data, update_sizes
-from aftershock.recorder.not_a_number import NotANumberFinding, not_a_number
-from aftershock.recorder.records import Forward, Record
 from aftershock.recorder.replay import rerun
 from aftershock.recorder.stability import amplification, sharpness
 from aftershock.recorder.sweep import sweep
@@ -113,11 +107,16 @@ def test_a_gradient_beyond_its_memory_is_large_and_an_ordinary_one_is_not() -> N
 def test_a_parameter_without_gradient_has_no_size() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    point = ak.capture(model, optimizer, lambda m, x: m["used"](x).square().mean())
-    found = update_sizes(point.follow([torch.randn(3, 2) for _ in range(3)]).trajectory)
-    assert found.by_layer[:, found.layers.index("idle")].isnan().all()
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
+        out = model["used"](batch[0]).square().mean()
+        return out + model["idle"](batch[0]).square().mean() if batch[1] else out
+
+    batches = [(torch.randn(3, 2), both) for both in (True, False, True)]
+    found = update_sizes(ak.capture(model, optimizer, loss_fn).follow(batches).trajectory)
+    assert found.by_layer[:, found.layers.index("idle")].isnan().tolist() == [False, True, False]
     assert float(found.whole[0]) == pytest.approx(1.0, rel=1e-6)  # the first gradient is all that v knows
-    assert found.leaders(0, 1)[0].name.startswith("used")
+    assert all(leader.name.startswith("used") for leader in found.leaders(1, 2))
 
 
 # --- amplification and sharpness
@@ -145,8 +144,8 @@ def test_growth_is_the_top_singular_value_of_the_dense_propagator(clip: float | 
     scale = ruler(path, [path.trajectory.state(2), path.trajectory.state(6)], 2)
     true = float(torch.linalg.svdvals(phi[:d, :d] * scale / scale[:, None])[0])
     assert true > 1.2  # it does grow
-    found = amplification(path.trajectory, 6, 4, iterations=80)
-    assert found.growth == pytest.approx(true, rel=1e-3)  # a gap of a few percent, to the 160th power
+    found = amplification(path.trajectory, 6, 4, iterations=60)
+    assert found.growth == pytest.approx(true, rel=1e-3)  # a gap of a few percent, to the 120th power
     assert found.per_step == pytest.approx(true**0.25, rel=1e-3)
     two = amplification(path.trajectory, 6, 4)
     assert 0.75 * true <= two.growth <= true * (1 + 1e-9)  # a lower bound, and near it
@@ -267,7 +266,7 @@ def regression(*, sigma: float = 0.3) -> tuple[nn.Module, torch.optim.AdamW, Any
     return model, optimizer, loss_fn, feed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("own", "after", "rate", "kind"),
     [
@@ -294,6 +293,30 @@ def test_own_batch_shift_and_weights_are_told_apart(
     assert found.own == pytest.approx(path.losses[24])
 
 
+def test_a_batch_that_is_high_on_these_weights_alone_is_not_bad_by_itself() -> None:
+    """Step 23 spoils the weight of a feature that only the batch of step 24 has as well."""
+    model = nn.ModuleDict({"common": nn.Linear(3, 1), "rare": nn.Linear(1, 1, bias=False)})
+    nn.init.zeros_(model["rare"].weight)
+    groups = [{"params": model["common"].parameters(), "lr": 1e-3}, {"params": model["rare"].parameters(), "lr": 3.0}]
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model["common"](batch[0]) + model["rare"](batch[1]), batch[2])
+
+    def feed(rare: float = 0.0, wrong: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.randn(16, 3), torch.full((16, 1), rare), torch.randn(16, 1) + wrong
+
+    batches = [feed() for _ in range(23)] + [feed(1.0, 5.0), feed(1.0)]
+    path = ak.capture(model, torch.optim.AdamW(groups), loss_fn).follow(batches)
+    found = data(path.trajectory, 24, batches[15:23], [feed() for _ in range(4)])
+    assert found.kind == "both", found
+    with torch.no_grad():
+        expected = [float(loss_fn(model, batches[24]))]  # the common part hardly moves, the rare one not at all
+    assert found.elsewhere == pytest.approx(expected * len(found.elsewhere), rel=0.1)
+    assert "neither is bad by itself" in found.sentence
+    everywhere = data(path.trajectory, 24, batches[15:23], [feed(1.0) for _ in range(4)])
+    assert everywhere.kind == "weights", everywhere  # fresh batches meet it too; on earlier weights none does
+
+
 def test_losses_on_the_same_weights_are_those_of_the_model_there() -> None:
     model, optimizer, loss_fn, feed = regression()
     batches, later = [feed() for _ in range(6)], [feed() for _ in range(2)]
@@ -305,236 +328,3 @@ def test_losses_on_the_same_weights_are_those_of_the_model_there() -> None:
     found = data(path.trajectory, 5, batches[:5], later)
     assert found.before == pytest.approx([float(loss_fn(model, b).detach()) for b in batches[:5]], rel=1e-12)
     assert found.after == pytest.approx([float(loss_fn(model, b).detach()) for b in later], rel=1e-12)
-
-
-# --- hyperparameters
-
-
-def records(first: int = 100, clip: list[float | None] | None = None, **series: Any) -> list[Record]:
-    """Records with the given series; a list of lists is one series per group."""
-    length = len(clip) if clip is not None else len(next(iter(series.values()))[0])
-    defaults = {"lr": 1e-3, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-    groups = max((len(s) for s in series.values()), default=1)
-    out = []
-    for i in range(length):
-        hypers = tuple(
-            Hyper(**{n: series[n][g][i] if n in series else x for n, x in defaults.items()}, decoupled=True)
-            for g in range(groups)
-        )
-        forward = Forward(False, torch.float32, ())
-        out.append(Record(first + i, (), 1.0, 1.0, 1.0, hypers, None if clip is None else clip[i], forward))
-    return out
-
-
-def only(found: list[HyperChange]) -> HyperChange:
-    assert len(found) == 1, found
-    return found[0]
-
-
-N = 32
-COSINE = [1e-3 * (1 + math.cos(math.pi * i / 60)) / 2 for i in range(N)]
-
-
-@pytest.mark.parametrize(
-    ("name", "series", "kind", "at", "until", "was", "now"),
-    [
-        ("lr", [1e-3] * 20 + [5e-3] * 12, "jump", 20, N, 1e-3, 5e-3),
-        ("lr", [1e-3] * 31 + [5e-3], "jump", 31, N, 1e-3, 5e-3),
-        ("lr", [1e-3] * 20 + [1e-2] + [1e-3] * 11, "excursion", 20, 21, 1e-3, 1e-2),
-        ("lr", [1e-3] * 20 + [2e-3, 4e-3, 3e-3] + [1e-3] * 9, "excursion", 20, 23, 1e-3, 4e-3),
-        ("weight_decay", [0.01] * 25 + [250.0] + [0.01] * 6, "excursion", 25, 26, 0.01, 250.0),
-        ("weight_decay", [0.0] * 25 + [0.1] * 7, "jump", 25, N, 0.0, 0.1),
-        ("beta1", [0.9] * 9 + [0.0] + [0.9] * 22, "excursion", 9, 10, 0.9, 0.0),
-        ("beta2", [0.999] * 9 + [0.9] * 23, "jump", 9, N, 0.999, 0.9),
-        ("eps", [1e-8] * 9 + [1e-12] * 23, "jump", 9, N, 1e-8, 1e-12),
-        ("lr", [1e-3 * 1.03**i for i in range(N)], "ramp", 1, N, 1e-3, 1e-3 * 1.03**31),
-        ("lr", [1e-3 + 1e-4 * i for i in range(N)], "ramp", 1, N, 1e-3, 4.1e-3),  # straight, but not from zero
-        ("weight_decay", [0.01 * (1 + i) for i in range(N)], "ramp", 1, N, 0.01, 0.32),
-        ("lr", [1e-5 * (i + 1) for i in range(N)], "warm-up", 1, N, 1e-5, 3.2e-4),
-        ("lr", [0.0] * 3 + [1e-5 * i for i in range(29)], "warm-up", 4, N, 0.0, 2.8e-4),
-        ("lr", [min(1e-4 * i, 1e-3) for i in range(N)], "warm-up", 1, N, 0.0, 1e-3),
-    ],
-)
-def test_one_change_is_found_and_named(
-    name: str, series: list[float], kind: str, at: int, until: int, was: float, now: float
-) -> None:
-    found = only(hyperparameters(records(first=3, **{name: [series]})))
-    assert (found.name, found.kind, found.at, found.until) == (name, kind, at, until)
-    assert (found.was[0], found.now[0]) == pytest.approx((was, now))
-    assert found.steps == (3 + at, 3 + until - 1)
-    assert name in found.sentence
-
-
-def test_what_every_schedule_does_is_no_event() -> None:
-    assert hyperparameters(records(lr=[[1e-3] * N])) == []
-    slow = [1e-3 * (1 + math.cos(math.pi * i / 3000)) / 2 for i in range(N)]
-    assert hyperparameters(records(lr=[slow])) == []
-    turning = [1e-3 * math.cos(math.pi * (i - 16) / 300) for i in range(N)]  # over the top of a one-cycle schedule
-    assert hyperparameters(records(lr=[turning])) == []
-    falls = only(hyperparameters(records(lr=[COSINE])))
-    assert falls.kind == "ramp"
-    middle_of_a_warm_up = only(hyperparameters(records(first=200, lr=[[1e-6 * (201 + 2 * i) for i in range(N)]])))
-    assert middle_of_a_warm_up.kind == "warm-up" or middle_of_a_warm_up.ratio > 1.2
-
-
-def test_a_restart_of_a_falling_rate() -> None:
-    found = hyperparameters(records(lr=[COSINE[:24] + COSINE[:8]]))
-    assert (found[0].kind, found[0].at, found[0].until) == ("restart", 24, N)
-
-
-def test_a_jump_inside_a_schedule_and_the_most_unusual_first() -> None:
-    series = [x * (3 if i >= 20 else 1) for i, x in enumerate(COSINE)]
-    decay = [0.01] * 28 + [250.0] + [0.01] * 3
-    found = hyperparameters(records(lr=[series], weight_decay=[decay]))
-    assert [(c.name, c.kind) for c in found[:2]] == [("weight_decay", "excursion"), ("lr", "restart")]
-    drop = hyperparameters(records(lr=[[1e-3] * 16 + [1e-4] * 16], beta2=[[0.999] * 20 + [0.99] * 12]))
-    assert [c.name for c in drop] == ["beta2", "lr"]  # smaller steps are the less likely cause
-
-
-def test_clipping_that_was_switched_off() -> None:
-    found = only(hyperparameters(records(clip=[1.0] * 20 + [None] * 12)))
-    assert (found.name, found.kind, found.at) == ("clip", "jump", 20)
-    assert "from 1 to off" in found.sentence
-    steps = ak.capture(*_tiny_run()).follow([torch.ones(1)] * 22, clip=None).steps
-    assert (found.hold(steps[19]).max_norm, found.hold(steps[20]).max_norm) == (None, 1.0)
-
-
-def _tiny_run() -> tuple[nn.Module, torch.optim.AdamW, Any]:
-    model = nn.Linear(1, 1)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), lambda m, x: m(x).square().mean()
-
-
-def test_groups_that_change_together_are_one_change_and_holding_it_is_a_run_without_it() -> None:
-    model = mlp(3, 4, 2)
-    parts = list(model.parameters())
-    groups = [{"params": parts[:2], "lr": 1e-3}, {"params": parts[2:], "lr": 4e-3}]
-    bump = [1.0] * 5 + [20.0] + [1.0] * 2
-    found = only(hyperparameters(records(lr=[[1e-3 * b for b in bump], [4e-3 * b for b in bump]])))
-    assert (found.groups, found.was, found.kind) == ((0, 1), (1e-3, 4e-3), "excursion")
-    batches = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in bump]
-    point = ak.capture(model, torch.optim.AdamW(groups), cross_entropy)
-    path = point.follow(batches)
-    bumped = [step if i != 5 else _with_rates(step, [2e-2, 8e-2]) for i, step in enumerate(path.steps)]
-    assert [float(h.lr) for h in bumped[5].hypers] == [2e-2, 8e-2]
-    assert [found.hold(step).hypers for step in bumped] == [step.hypers for step in path.steps]
-
-
-def _with_rates(step: Any, rates: list[float]) -> Any:
-    return dataclasses.replace(step, hypers=tuple(h.with_lr(rate) for h, rate in zip(step.hypers, rates)))
-
-
-# --- not a number
-
-
-class Trapped(nn.Module):
-    """log(0), masked: the loss is finite, its gradient is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), LogHead()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class LogHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        positive = self.out(x).abs()
-        return torch.where(positive > 0, torch.log(positive), 0.0)
-
-
-class Overflow(nn.Module):
-    """exp of a large input; and a mask of −∞ that every batch has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask, self.body, self.grow, self.head = Mask(), nn.Linear(3, 3), Exp(), nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.grow(self.body(x)).softmax(-1) + self.mask(x).exp())
-
-
-class Mask(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, -math.inf)
-
-
-class Exp(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(x)
-
-
-def judged(model: nn.Module, batch: Any, others: list[Any]) -> NotANumberFinding:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    point = ak.capture(model, optimizer, lambda m, x: m(x).square().mean())
-    captured = point.captured
-    before = {n: p.clone() for n, p in model.state_dict().items()}
-    found = not_a_number(captured.loss, captured.state, batch, captured.random, others)
-    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in captured.loss.model.modules())
-    return found
-
-
-def test_a_finite_loss_whose_gradient_is_not() -> None:
-    model = Trapped()
-    model.head.out.weight.data.fill_(1.0)
-    model.head.out.bias.data.zero_()
-    model.body.weight.data.fill_(1.0)
-    model.body.bias.data.zero_()
-    good, trap = torch.rand(5, 3) + 0.1, torch.rand(5, 3) + 0.1
-    trap[2] = 0.0
-    loss = model(trap).square().mean()
-    loss.backward()
-    bad = [n for n, p in model.named_parameters() if not p.grad.isfinite().all()]
-    assert math.isfinite(float(loss.detach()))
-    assert bad
-    found = judged(model, trap, [good, good + 1])
-    assert (found.kind, found.module, found.operation, found.others) == ("batch", "head", "log", (True, True))
-    assert list(found.parameters) == bad
-    assert found.loss == pytest.approx(float(loss.detach()))
-    assert found.sentence.startswith(
-        f"the loss is {float(loss.detach()):.4g}, and the gradient is not finite from `log`"
-    )
-    assert judged(model, trap, [trap, good, trap]).kind == "weights"
-    assert judged(model, trap, []).kind == "unknown"
-    inside = judged(model, accumulate([good, trap]), [good])
-    assert (inside.kind, inside.module, inside.operation) == ("batch", "head", "log")
-
-
-def test_a_loss_that_is_not_finite_names_the_module_and_not_the_mask() -> None:
-    model = Overflow()
-    good, bad = torch.randn(4, 3), torch.randn(4, 3)
-    bad[1] = 1e5 * torch.sign(model.body.weight.detach()[0])
-    found = judged(model, bad, [good])
-    assert not found.loss_finite
-    assert (found.kind, found.module) == ("batch", "grow")
-    assert "module `grow`" in found.sentence
-
-
-def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
-    model = mlp(3, 4, 1)
-    good = torch.randn(4, 3)
-    bad = good.clone()
-    bad[0, 0] = math.nan
-    found = judged(model, bad, [good])
-    assert (found.kind, found.module) == ("batch values", "0")
-    assert "itself holds values" in found.sentence
-    assert judged(model, good, [good]).kind == "finite"
-    model[2].weight.data[0, 0] = math.inf
-    found = judged(model, good, [good])
-    assert (found.kind, found.parameters) == ("weights values", ("2.weight",))
-
-
-def test_a_loss_function_that_divides_by_zero_is_no_module() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    point = ak.capture(model, optimizer, lambda m, x: (m(x).square() / x.sum()).mean())
-    found = not_a_number(
-        point.captured.loss, point.captured.state, torch.zeros(3, 2), point.captured.random, [torch.ones(3, 2)]
-    )
-    assert (found.kind, found.module) == ("batch", None)
-    assert "loss_fn, after the model's last module" in found.sentence

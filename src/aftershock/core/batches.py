@@ -67,6 +67,14 @@ def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[Batch, C
     return iter([(batch, lambda loss: loss)])
 
 
+def added(losses: Sequence[Tensor]) -> Tensor:
+    """Losses of micro-batches one after another, as a loop adds them: another order has other bits."""
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
 def example_count(batch: Batch) -> int:
     """How many examples a batch holds: the first dimension of its first tensor."""
     leaves = flatten(batch)[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, UnsupportedModel, WrongHessian
+from .batches import Accumulated
 from .dynamics import Heads, Step
 from .hooks import Hook, Hooks
 from .loss import LossFunction
@@ -71,7 +72,9 @@ class LiveLoop:
         if self.computed_in is None or loss.autocast.enabled:
             return
         place, dtype = self.computed_in
-        found = loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where).grads[place]
+        # a sum over micro-batches has longer numbers than each of them
+        batch = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
+        found = loss.gradient(state.theta, state.buffers, batch, step.random, step.where).grads[place]
         if found is None or low_precision(found) is not None or int(found.count_nonzero()) < ENOUGH:
             return
         raise InvalidInput(

@@ -28,7 +28,7 @@ from ..errors import (
     UnsupportedAttention,
     UnsupportedModel,
 )
-from .batches import Batch, example_count, micro_batches
+from .batches import Batch, added, example_count, micro_batches
 from .carried import Found, refuse_carried
 from .clipping import global_norm
 from .keeper import Keeper, Left
@@ -162,7 +162,7 @@ class LossFunction:
         def program(model: nn.Module) -> Tensor:
             # parameters and gradients as in training: a penalty differentiates inside, a decay sums what is trainable
             micro = micro_batches(batch, self.layout.device)
-            return torch.stack([share(self.raw(model, b, where)).detach() for b, share in micro]).sum()
+            return added([share(self.raw(model, b, where)).detach() for b, share in micro])
 
         loss, after, random = self.call(self.leaves(theta), buffers, random, program, evaluating=evaluating)
         if not torch.isfinite(loss):

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import NotFinite, OutOfMemory
-from .batches import Accumulated, Batch, micro_batches
+from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
 from .randomness import RandomState
 from .reductions import equal, row_norms
@@ -325,7 +325,7 @@ def _over_parameters(
                 with torch.no_grad():
                     values, state = _mapped_over((0, 0), one)(list(parameters), state)
             totals.append(values.detach())
-        return torch.stack(totals).sum(0), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
+        return added(totals), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
 
     return program
 

@@ -68,7 +68,7 @@ class Event:
     @cached_property
     def onset(self) -> int:
         """The first step of the stretch whose loss is not usual."""
-        return next((i for i in range(self.first, self.last + 1) if self.losses[i] > self.level), self.step)
+        return next((i for i in self.places if self.losses[i] > self.level), self.step)
 
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
@@ -87,16 +87,21 @@ class Event:
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained loss is usual."""
         theirs = self._joined(run)
-        late = max(range(self.first, self.last + 1), key=lambda i: theirs[i])
-        was = max(range(self.first, self.last + 1), key=lambda i: self.losses[i])
+        late, was = (max(self.places, key=some.__getitem__) for some in (theirs, self.losses))
         return not self.prevented(run) and late > was and theirs[self.step] <= self.level
 
     def _joined(self, run: Mapping[int, float]) -> list[float]:
         found = [run.get(i, loss) for i, loss in enumerate(self.losses)]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The steps of the stretch. One before the explained step with a larger loss is another event."""
+        before = [i for i in range(self.first, self.step) if self.losses[i] <= self.losses[self.step]]
+        return (*before, *range(self.step, self.last + 1))
+
     def _stretch(self, losses: Sequence[float], without: frozenset[int] | None) -> list[float]:
-        return [losses[i] for i in range(self.first, self.last + 1) if i not in (without or ())]
+        return [losses[i] for i in self.places if i not in (without or ())]
 
     def _excess(self, losses: Sequence[float], without: frozenset[int] | None) -> float:
         return sum(max(0.0, loss - self.level) for loss in self._stretch(losses, without))

@@ -101,6 +101,8 @@ def _ask(f: Findings, verify: int | Sequence[int], references: int, placebos: in
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
     f.data = data(trajectory, last, before, after)
     f.changes = [c for c in hyperparameters(replayed.records[: last + 1]) if c.kind != "warm-up"][:HELD]
+    if f.data.kind in ("own batch", "shift"):
+        return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(trajectory.steps, change, event) for change in f.changes]
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:

@@ -26,6 +26,7 @@ LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps 
 LEADERS = 3
 ORDINARY = 5.0  # robust σ above the usual loss; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
+NEWEST, OLDEST = 4, 16  # how many steps before a batch's own its loss is looked at again
 LEAST_AFTER = 2  # high batches in a row after the spike that make a shift: one may be bad by itself
 
 
@@ -130,64 +131,80 @@ def _tiny(x: Tensor) -> float:
 
 @dataclass(frozen=True)
 class DataFinding:
-    """The spike's batch beside others on the same weights, those before its step.
+    """The spike's batch beside others on the same weights, and on the weights of earlier steps.
 
-    kind: "own batch" (others are ordinary), "shift" (those that follow are as high, earlier ones ordinary), "weights"
-    (earlier batches are high too), "ordinary" (the batch itself is not high).
+    kind: "own batch" (high on any weights, others are ordinary), "shift" (those that follow are as high, earlier ones
+    ordinary), "weights" (other batches are high too), "both" (this batch, and on these weights only: neither is bad by
+    itself), "ordinary" (the batch is not high).
     """
 
     kind: str
     own: float
     usual: float  # the median of the losses before it, as they were trained on
     sigma: float
-    before: tuple[float, ...]
-    after: tuple[float, ...]
+    before: tuple[float, ...]  # earlier batches on the weights before the step
+    after: tuple[float, ...]  # the following ones there
+    elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps
 
     @property
     def sentence(self) -> str:
         seen = f"its loss is {self.own:.3g} (usual {self.usual:.3g})"
-        earlier = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.kind == "ordinary":
             return f"{seen}, within the usual spread"
-        if self.kind == "weights":
-            return f"{seen}, and {earlier}: the weights are bad, not the batch"
-        later = f"the {len(self.after)} batches after it {statistics.median(self.after):.3g}" if self.after else ""
-        if self.kind == "shift":
-            return f"{seen}; {earlier}, {later}: the data changed here, and what follows is like it"
+        others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
-            return f"{seen}; {earlier} and {later}: it is this batch alone"
-        return f"{seen}; {earlier}: it is this batch, or the first of other data (what follows was not recorded)"
+            others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
+        before = f"on earlier weights it has {statistics.median(self.elsewhere):.3g} itself"
+        unsure = "" if self.after else " (or the first of other data: what follows was not recorded)"
+        meaning = {
+            "weights": "the weights are bad, not the batch",
+            "both": f"{before}, so that neither is bad by itself",
+            "shift": f"{before}: the data changed here, and what follows is like it",
+            "own batch": f"{before}: it is this batch{unsure}",
+        }
+        return f"{seen}; {others}; {meaning[self.kind]}"
 
 
 def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequence[Batch] = ()) -> DataFinding:
-    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch.
+    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch, and a few more.
 
-    A batch is high when it has half of the spike: the spike is beyond 5 σ of the losses that the run had, so that half
-    of it separates the two, and a median over batches does not follow one odd batch among them. A shift takes at
-    least two high batches after it, half of all: one may be bad by itself.
+    A loss is high when it has half of the spike: the spike is beyond 5 σ of the losses that the run had, so that half
+    of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
+    it, half of all: one may be bad by itself. Where a run is unstable, weights are often bad for a batch that is
+    ordinary on all others: data are to blame only if they are high on earlier weights too.
     """
-    if not before:
-        raise InvalidInput("a batch is judged beside others on the same weights: give at least one earlier batch")
-    own = trajectory.steps[at].loss
+    if not before or not at:
+        raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
+    step = trajectory.steps[at]
     earlier, later = (tuple(_loss_on(trajectory, at, batch) for batch in some) for some in (before, after))
-    middle, sigma = usual([step.loss for step in trajectory.steps[:at]] or earlier)
+    elsewhere = tuple(_loss_on(trajectory, time, step.batch) for time in _earlier_times(trajectory, at))
+    middle, sigma = usual([step.loss for step in trajectory.steps[:at]])
     sigma = max(sigma, FLATTEST * abs(middle))
 
     def high(loss: float) -> bool:
-        return loss - middle >= HALF * (own - middle)
+        return loss - middle >= HALF * (step.loss - middle)
 
-    highs = sum(map(high, later))
-    if own - middle <= ORDINARY * sigma:
+    follows = sum(map(high, later)) >= max(LEAST_AFTER, len(later) / 2)
+    if step.loss - middle <= ORDINARY * sigma:
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
+    elif not high(statistics.median(elsewhere)):
+        kind = "weights" if follows else "both"  # batches that were just trained on may still do well
     else:
-        kind = "shift" if highs >= max(LEAST_AFTER, len(later) / 2) else "own batch"
-    return DataFinding(kind, own, middle, sigma, earlier, later)
+        kind = "shift" if follows else "own batch"
+    return DataFinding(kind, step.loss, middle, sigma, earlier, later, elsewhere)
 
 
-def _loss_on(trajectory: Trajectory, at: int, batch: Batch) -> float:
+def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
+    """States some steps before, not so old that the run had learned less; those in memory are free."""
+    first, last = max(0, at - OLDEST), max(0, at - NEWEST)
+    kept = [time for time in range(first, last + 1) if trajectory.kept(time) is not None]
+    return kept or [last]
+
+
+def _loss_on(trajectory: Trajectory, time: int, batch: Batch) -> float:
     try:
-        return own_value(trajectory, at, batch)
+        return own_value(trajectory, time, batch)
     except NotFinite:
         return math.inf

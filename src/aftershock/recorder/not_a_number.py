@@ -182,12 +182,12 @@ def _node_number() -> int:
 
 @contextlib.contextmanager
 def _watching_gradients(value: Tensor, seen: _Seen) -> Iterator[None]:
-    """Note each operation that turns a finite gradient into one that is not."""
+    """Note each operation whose gradient is not finite; what it comes from was noted before it."""
     handles = []
     for node in _nodes(value.grad_fn):
 
         def after(inner: Sequence[Tensor | None], outer: Sequence[Tensor | None], node: Node = node) -> None:
-            if _finite(outer) and not _finite(inner):
+            if not _finite(inner):
                 seen.operations.append((_operation(node), node._sequence_nr()))
 
         handles.append(node.register_hook(after))

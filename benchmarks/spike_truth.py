@@ -1,0 +1,218 @@
+"""The truth about a spike, from plain torch alone: the run without each step, and with each treatment.
+
+An event is measured over a stretch: from the first high loss before the trigger to the window's end. `left` is what
+remains of it in another run: the larger of the shares of its area and of its peak.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .spike_runs import Loop, Window
+
+HALF, LITTLE, SIGMAS = 0.5, 0.2, 3.0
+BACK = (1, 2, 4, 8)
+QUANTILE = 0.9
+
+Losses = Mapping[int, float]  # by step; a step that was left out has none
+
+
+@dataclass(frozen=True)
+class Event:
+    """A stretch of high losses against the usual ones before it."""
+
+    onset: int
+    last: int
+    usual: float
+    sigma: float
+    area: float
+    peak: float
+
+    @classmethod
+    def of(cls, losses: Losses, trigger: int) -> Event:
+        """Of a run's losses, from its first step to its last."""
+        first, last, onset = min(losses), max(losses), trigger
+        for _ in range(2):  # once with all losses before the trigger, then with those before the onset
+            usual, sigma = _usual([losses[n] for n in range(first, onset)])
+            onset = trigger
+            while onset - 1 > first + 1 and losses[onset - 1] > usual + SIGMAS * sigma:
+                onset -= 1
+        stretch = range(onset, last + 1)
+        area = sum(max(0.0, losses[n] - usual - SIGMAS * sigma) for n in stretch)
+        return cls(onset, last, usual, sigma, area, max(losses[n] - usual for n in stretch))
+
+    def left(self, losses: Losses) -> float:
+        """Of its area or its peak, the larger share; infinite where the other run breaks."""
+        high = [losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses]
+        if not all(map(math.isfinite, high)):
+            return math.inf
+        area = sum(max(0.0, x - SIGMAS * self.sigma) for x in high)
+        return max(area / self.area, max(high) / self.peak)
+
+    def prevented(self, losses: Losses) -> bool:
+        high = [losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses]
+        return all(map(math.isfinite, high)) and max(high) <= max(SIGMAS * self.sigma, LITTLE * self.peak)
+
+
+def _usual(losses: Sequence[float]) -> tuple[float, float]:
+    middle = statistics.median(losses)
+    return middle, 1.4826 * statistics.median(abs(x - middle) for x in losses)
+
+
+# --- the run without some steps
+
+
+def without(loop: Loop, first: int, last: int, steps: Sequence[int]) -> dict[int, float]:
+    """Losses from `first` on; these steps never come."""
+    return {number: loop.step(number) for number in range(first, last + 1) if number not in steps}
+
+
+def leave_one_out(window: Window, loop: Loop, event: Event) -> dict[int, float]:
+    """What is left of the event without each step up to the trigger."""
+    found = {}
+    for number in range(window.start, window.trigger + 1):
+        losses = {n: window.losses[n - window.start] for n in range(event.onset, number)}
+        losses |= without(loop.twin(), number, event.last, [number])
+        found[number] = event.left(losses)
+        assert loop.step(number) == window.losses[number - window.start], "the plain loop does not repeat itself"
+    return found
+
+
+# --- treatments
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """A change of the loop from step `first` on, until before step `stop` where it ends."""
+
+    name: str
+    first: int
+    stop: int
+    update: Callable[[Loop, int], None]
+
+
+def halved(loop: Loop, number: int) -> None:
+    loop.optimizer.param_groups[0]["lr"] = loop.rate(number) / 2
+    loop.optimizer.step()
+
+
+def another_beta2(beta2: float) -> Callable[[Loop, int], None]:
+    def update(loop: Loop, number: int) -> None:
+        loop.optimizer.param_groups[0]["betas"] = (0.9, beta2)
+        loop.update(number)
+
+    return update
+
+
+def clipped(largest: float) -> Callable[[Loop, int], None]:
+    def update(loop: Loop, number: int) -> None:
+        nn.utils.clip_grad_norm_(loop.model.parameters(), largest)
+        loop.update(number)
+
+    return update
+
+
+def restarted(first: int) -> Callable[[Loop, int], None]:
+    """Adam begins anew: m, v and count are gone."""
+
+    def update(loop: Loop, number: int) -> None:
+        if number == first:
+            loop.optimizer.state.clear()
+        loop.update(number)
+
+    return update
+
+
+def stable(loop: Loop, number: int) -> None:
+    """Each tensor's update divided by max(1, RMS of g/√v̂), as StableAdamW has it."""
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    loop.update(number)
+    with torch.no_grad():
+        for p, was in zip(loop.model.parameters(), before):
+            p.copy_(was + (p - was) / max(1.0, _rms(loop, p)))
+
+
+def _rms(loop: Loop, p: Tensor) -> float:
+    state, group = loop.optimizer.state[p], loop.optimizer.param_groups[0]
+    v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+    assert p.grad is not None
+    return float((p.grad**2 / v.clamp(min=group["eps"] ** 2)).mean().sqrt())
+
+
+def treatments(window: Window, loop: Loop, event: Event) -> list[Treatment]:
+    """Each from 1, 2, 4, 8 steps before the onset on; halved rates end with the onset or, also, with the trigger."""
+    largest = _quantile_norm(window, loop.twin(), event)
+    found = []
+    for k in BACK:
+        first = max(event.onset - k, window.start)
+        end = window.last + 1
+        found += [
+            Treatment(f"lr halved {k}", first, event.onset, halved),
+            Treatment(f"Adam restarted {k}", first, end, restarted(first)),
+            Treatment(f"beta2 0.95 {k}", first, end, another_beta2(0.95)),
+            Treatment(f"beta2 0.9 {k}", first, end, another_beta2(0.9)),
+            Treatment(f"clip {k}", first, end, clipped(largest)),
+            Treatment(f"stable {k}", first, end, stable),
+        ]
+        if event.onset < window.trigger:
+            first = max(window.trigger - k, window.start)
+            found.append(Treatment(f"lr halved before the trigger {k}", first, window.trigger, halved))
+    return found
+
+
+def _quantile_norm(window: Window, loop: Loop, event: Event) -> float:
+    """Of the gradient norms before the event."""
+    norms = []
+    for number in range(window.start, event.onset):
+        loop.backward(number)
+        norms.append(float(torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None]).norm()))
+        loop.update(number)
+    return float(torch.tensor(norms).quantile(QUANTILE))
+
+
+def treated(loop: Loop, first: int, last: int, treatment: Treatment) -> dict[int, float]:
+    losses = {}
+    for number in range(first, last + 1):
+        _, loss = loop.backward(number)
+        losses[number] = float(loss)
+        (treatment.update if treatment.first <= number < treatment.stop else Loop.update)(loop, number)
+    return losses
+
+
+# --- all of it
+
+
+def truth(window: Window, loop: Loop) -> dict[str, Any]:
+    """JSON: the event, what is left without each step, and what each treatment does."""
+    event, early, cures = Event.of(window.by_step, window.trigger), loop.twin(), {}
+    first = max(window.start, event.onset - max(BACK))
+    without(early, window.start, first - 1, [])
+    for treatment in treatments(window, loop.twin(), event):
+        losses = treated(early.twin(), first, window.last, treatment)
+        cures[treatment.name] = {"left": event.left(losses), "prevents": event.prevented(losses)}
+    left = leave_one_out(window, loop.twin(), event)
+    return {
+        "event": {"onset": event.onset, "usual": event.usual, "sigma": event.sigma, "peak": event.peak},
+        "left": {str(number): value for number, value in left.items()},
+        "share": statistics.mean(value <= HALF for value in left.values()),
+        "treatments": cures,
+    }
+
+
+def names_treatment(said: str, known: str) -> bool:
+    """Does a verdict's treatment mean this one? The family by a word of its name, and the number of steps."""
+    families = {
+        "lr halved": r"lr|rate", "Adam restarted": r"restart", "beta2 0.95": r"(β2|beta2)\D*0\.95",
+        "beta2 0.9": r"(β2|beta2)\D*0\.9(?!\d)", "clip": r"clip", "stable": r"stable|rms",
+    }  # fmt: skip
+    family = next(name for name in families if known.startswith(name))
+    steps = re.findall(r"(?<![\d.])\d+(?![\d.])", said)
+    return re.search(families[family], said, re.IGNORECASE) is not None and known.split()[-1] in (steps[-1:] or ["1"])

@@ -1,0 +1,237 @@
+"""`python -m benchmarks.spikes`: spikes that happen by themselves, and whether what is said about them is true.
+
+Small models at hot learning rates, independent batches, nothing planted; the recorder's own trigger says what is a
+spike. The truth comes from plain torch: the run without each of the steps, and with each treatment. A sentence is true
+if a blamed step removes half of the event and at most a third of all steps do so too, or if the treatment that it names
+prevents the event.
+
+Windows and truths are kept in a folder, with the text and the images that they were made with, and are not computed
+again. Only what explains is under test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import aftershock as ak
+from aftershock.recorder.triggers import Spike
+
+from .spike_runs import AFTER, KINDS, WINDOW, Data, Loop, Window, find, loss_fn
+from .spike_truth import HALF, Event, names_treatment, truth, without
+
+THIRD = 1 / 3
+PLACEBOS = 12  # groups drawn to judge a blamed group
+BATCHES = ("batch", "group", "own batch")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an explanation says, as far as it can be true or false."""
+
+    kind: str
+    blamed: tuple[int, ...]
+    treatment: str | None
+    hyperparameter: str | None
+    verdict: str
+
+    @classmethod
+    def of(cls, found: Any) -> Said:
+        if hasattr(found, "kind"):
+            return cls(found.kind, tuple(found.blamed), found.treatment, found.hyperparameter, found.verdict)
+        return cls.before_kinds(found)
+
+    @classmethod
+    def before_kinds(cls, found: Any) -> Said:
+        """For explanations that have no kind yet."""
+        steps = {str(index): int(step) for step, indices in found.data.attrs["batches"].items() for index in indices}
+        blamed = tuple(sorted({steps[str(index)] for index in found.skip}))
+        own = blamed == (found.data.attrs["step"],)
+        kind = (
+            ("own batch" if own else "batch")
+            if blamed
+            else "hyperparameter"
+            if "rate change" in found.verdict
+            else "unknown"
+        )
+        return cls(kind, blamed, None, "lr" if kind == "hyperparameter" else None, found.verdict)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One window: its truth, what was said, whether that is so, and what it cost in times of training the window."""
+
+    window: str
+    run: str
+    size: float  # of the event's peak, in σ
+    share: float  # of steps whose removal removes half
+    prevented_by: list[str]
+    said: Said
+    true: bool
+    cost: float
+
+
+# --- recording and judging
+
+
+def recorder_options(window: int) -> dict[str, Any]:
+    """With `after`, where the recorder knows it."""
+    known = inspect.signature(ak.FlightRecorder).parameters
+    return {"window": window} | ({"after": AFTER} if "after" in known else {})
+
+
+def recorded(loop: Loop, window: Window, folder: Path) -> ak.FlightRecorder:
+    """The window's steps again, with a recorder."""
+    options = recorder_options(WINDOW) | {"triggers": [Spike("loss")]}
+    with ak.FlightRecorder(loop.model, loop.optimizer, loss_fn, folder, **options) as recorder:
+        for number in range(window.start, window.last + 1):
+            batch, loss = loop.backward(number)
+            loop.update(number)
+            recorder.step(batch, loss)
+            assert float(loss) == window.losses[number - window.start], "the recorded run is another one"
+    return recorder
+
+
+def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool:
+    """Is the sentence true?"""
+    prevents = {name for name, cure in facts["treatments"].items() if cure["prevents"]}
+    if said.kind in BATCHES:
+        return bool(said.blamed) and specific(said.blamed, window, loop, facts)
+    if said.kind == "instability":
+        nobody = not guilty(facts)
+        if said.treatment is None:
+            return nobody and not prevents
+        return nobody and any(names_treatment(said.treatment, name) for name in prevents)
+    if said.kind == "unknown":
+        return not guilty(facts) and not prevents
+    return False  # nothing was planted: no shift, no wrong setting; and every window holds a spike of finite losses
+
+
+def guilty(facts: dict[str, Any]) -> list[int]:
+    """Steps to blame: those that remove half where at most a third do."""
+    return [int(n) for n, left in facts["left"].items() if left <= HALF] if 0 < facts["share"] <= THIRD else []
+
+
+def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[str, Any]) -> bool:
+    """Does leaving these steps out remove half of the event, and leaving out others not?"""
+    if len(blamed) == 1:
+        return facts["left"].get(str(blamed[0]), math.inf) <= HALF and facts["share"] <= THIRD
+    event, draw = Event.of(window.by_step, window.trigger), random.Random(0)
+    others = [n for n in range(window.start, window.trigger + 1) if n not in blamed]
+    groups = [blamed, *(tuple(draw.sample(others, len(blamed))) for _ in range(PLACEBOS))]
+    left = [event.left(without(loop.twin(), window.start, window.last, group)) <= HALF for group in groups]
+    return left[0] and statistics.mean(left[1:]) <= THIRD
+
+
+def examine(window: Window, cache: Path, data: Data) -> Judged:
+    facts = known_truth(window, cache, data)
+    loop = window.loop(cache, data)
+    began = time.process_time()
+    without(loop, window.start, window.last, [])
+    trained = time.process_time() - began
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = recorded(window.loop(cache, data), window, Path(folder))
+        began = time.process_time()
+        said = Said.of(ak.explain(recorder, step=window.trigger))
+        spent = time.process_time() - began
+    true = judge(said, window, window.loop(cache, data), facts)
+    prevented_by = [name for name, cure in facts["treatments"].items() if cure["prevents"]]
+    size = facts["event"]["peak"] / facts["event"]["sigma"]
+    return Judged(window.name, window.kind, size, facts["share"], prevented_by, said, true, spent / trained)
+
+
+def known_truth(window: Window, cache: Path, data: Data) -> dict[str, Any]:
+    path = cache / f"{window.name}.truth.json"
+    if not path.is_file():
+        path.write_text(json.dumps(truth(window, window.loop(cache, data)), indent=1))
+    return json.loads(path.read_text())
+
+
+# --- the table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spikes", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("spikes"), help="where windows and truths are kept")
+    parser.add_argument("--each", type=int, default=4, help="windows of each kind of run")
+    parser.add_argument("--only", help="kinds of runs whose name holds this")
+    parser.add_argument("--text", type=Path, help="a text for the language models; default: a made-up one")
+    parser.add_argument("--data", type=Path, help="cifar10.npz for the others; default: made-up images")
+    parser.add_argument("--truth", action="store_true", help="stop before anything is explained")
+    parser.add_argument("--out", type=Path, help="write every window as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    data = Data.read(_kept(options.cache / "text.txt", options.text), _kept(options.cache / "images.npz", options.data))
+    began, console = time.perf_counter(), Console(width=200)
+    kinds = [kind for kind in KINDS if not options.only or options.only in kind.name]
+    windows = [window for kind in kinds for window in find(kind, options.each, data, options.cache)]
+    facts = [known_truth(window, options.cache, data) for window in windows]
+    console.print(truths(windows, facts))
+    if options.truth:
+        return
+    judged = [examine(window, options.cache, data) for window in windows]
+    if options.out:
+        options.out.write_text(json.dumps([asdict(one) for one in judged], indent=1, ensure_ascii=False))
+    console.print(verdicts(judged))
+    right, costs = sum(one.true for one in judged), [one.cost for one in judged]
+    console.print(
+        f"{right} of {len(judged)} verdicts are true; explaining cost {statistics.median(costs):.1f} × training the "
+        f"window (median; most {max(costs):.1f}); {time.perf_counter() - began:.0f} s."
+    )
+
+
+def _kept(place: Path, given: Path | None) -> Path | None:
+    """A file that the windows of this folder depend on: copied beside them, so that it stays the same."""
+    if given is not None and not place.is_file():
+        if any(place.parent.glob("*.json")):
+            raise SystemExit(f"{place.parent} holds windows that were made without {given}; take another --cache")
+        shutil.copyfile(given, place)
+    return place if place.is_file() else None
+
+
+def truths(windows: list[Window], facts: list[dict[str, Any]]) -> Table:
+    """What is so, before anybody explains it."""
+    share = statistics.median(fact["share"] for fact in facts)
+    none = sum(not guilty(fact) for fact in facts)
+    table = Table(
+        title=f"{len(windows)} spikes: {share:.0%} of the steps remove half (median); no step to blame in {none}"
+    )
+    table.add_column("treatment")
+    table.add_column("prevents", justify="right")
+    counts = Counter(name for fact in facts for name, cure in fact["treatments"].items() if cure["prevents"])
+    for name in facts[0]["treatments"] | dict(counts):
+        table.add_row(name, str(counts[name]))
+    return table
+
+
+def verdicts(judged: list[Judged]) -> Table:
+    table = Table(title="spikes that happened by themselves")
+    for name in ("window", "event, σ", "steps that remove half", "said", "blamed", "treatment", "true?", "cost ×"):
+        table.add_column(name)
+    for one in judged:
+        blamed = ", ".join(map(str, one.said.blamed))
+        table.add_row(
+            one.window, f"{one.size:.0f}", f"{one.share:.0%}", one.said.kind, blamed,
+            one.said.treatment or "", "yes" if one.true else "NO", f"{one.cost:.0f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()

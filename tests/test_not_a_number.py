@@ -1,0 +1,139 @@
+"""A loss or gradient that is not finite: models and batches whose fault is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.core.batches import accumulate
+from aftershock.recorder.not_a_number import NotANumberFinding, not_a_number
+
+from .cases import mlp
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Trapped(nn.Module):
+    """log(0), masked: the loss is finite, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), LogHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class LogHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = self.out(x).abs()
+        return torch.where(positive > 0, torch.log(positive), 0.0)
+
+
+class Overflow(nn.Module):
+    """exp of a large input; and a mask of −∞ that every batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.body, self.grow, self.head = Mask(), nn.Linear(3, 3), Exp(), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = self.mask(x).exp()
+        return self.head(self.grow(self.body(x)).softmax(-1) + nothing)
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, -math.inf)
+
+
+class Exp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
+
+
+def judged(model: nn.Module, batch: Any, others: list[Any]) -> NotANumberFinding:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    point = ak.capture(model, optimizer, lambda m, x: m(x).square().mean())
+    captured = point.captured
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    found = not_a_number(captured.loss, captured.state, batch, captured.random, others)
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in captured.loss.model.modules())
+    return found
+
+
+def test_a_finite_loss_whose_gradient_is_not() -> None:
+    model = Trapped()
+    model.head.out.weight.data.fill_(1.0)
+    model.head.out.bias.data.zero_()
+    model.body.weight.data.fill_(1.0)
+    model.body.bias.data.zero_()
+    good, trap = torch.rand(5, 3) + 0.1, torch.rand(5, 3) + 0.1
+    trap[2] = 0.0
+    loss = model(trap).square().mean()
+    loss.backward()
+    bad = [n for n, p in model.named_parameters() if not p.grad.isfinite().all()]
+    assert math.isfinite(float(loss.detach()))
+    assert bad
+    found = judged(model, trap, [good, good + 1])
+    assert (found.kind, found.module, found.operation, found.others) == ("batch", "head", "log", (True, True))
+    assert list(found.parameters) == bad
+    assert found.loss == pytest.approx(float(loss.detach()))
+    assert found.sentence.startswith(
+        f"the loss is {float(loss.detach()):.4g}, and the gradient is not finite from `log`"
+    )
+    assert judged(model, trap, [trap, good, trap]).kind == "weights"
+    assert judged(model, trap, []).kind == "unknown"
+    inside = judged(model, accumulate([good, trap]), [good])
+    assert (inside.kind, inside.module, inside.operation) == ("batch", "head", "log")
+
+
+def test_a_loss_that_is_not_finite_names_the_module_and_not_the_mask() -> None:
+    model = Overflow()
+    good, bad = torch.randn(4, 3), torch.randn(4, 3)
+    bad[1] = 1e5 * torch.sign(model.body.weight.detach()[0])
+    found = judged(model, bad, [good])
+    assert not found.loss_finite
+    assert (found.kind, found.module) == ("batch", "grow")
+    assert "module `grow`" in found.sentence
+
+
+def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
+    model = mlp(3, 4, 1)
+    good = torch.randn(4, 3)
+    bad = good.clone()
+    bad[0, 0] = math.nan
+    found = judged(model, bad, [good])
+    assert (found.kind, found.module) == ("batch values", "0")
+    assert "itself holds values" in found.sentence
+    assert judged(model, good, [good]).kind == "finite"
+    model[2].weight.data[0, 0] = math.inf
+    found = judged(model, good, [good])
+    assert (found.kind, found.parameters) == ("weights values", ("2.weight",))
+
+
+def test_a_loss_function_that_divides_by_zero_is_no_module() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    point = ak.capture(model, optimizer, lambda m, x: (m(x).square() / x.sum()).mean())
+    found = not_a_number(
+        point.captured.loss, point.captured.state, torch.zeros(3, 2), point.captured.random, [torch.ones(3, 2)]
+    )
+    assert (found.kind, found.module) == ("batch", None)
+    assert "loss_fn, after the model's last module" in found.sentence
