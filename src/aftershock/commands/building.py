@@ -1,8 +1,10 @@
-"""The user's own code, named on the command line: `module:function` builds what a file cannot hold."""
+"""The user's own code, named on the command line: `module:function` or `train.py:function` builds what a file cannot
+hold."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -41,11 +43,16 @@ class Built:
 
 
 def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:
-    """Import `module:function` as a script in this folder would, call it, and read what it returns."""
-    name, _, function = reference.partition(":")
+    """Import a module as a script in this folder would, or a file as if it were run, call its function, and read what
+    it returns."""
+    name, _, function = reference.rpartition(":")
     if not name or not function.isidentifier():
-        raise InvalidInput(f"{reference!r} names no build function: write module:function, such as train:build")
-    made = _called(reference, _imported(name), function)
+        raise InvalidInput(
+            f"{reference!r} names no build function: write module:function or path/to/file.py:function, such as "
+            "train.py:build"
+        )
+    module = _loaded(Path(name)) if name.endswith(".py") else _imported(name)
+    made = _called(reference, module, function)
     if isinstance(made, tuple | list) and len(made) in SHAPES:
         made = dict(zip(SHAPES[len(made)], made))
     known = {field.name for field in fields(Built)}
@@ -77,6 +84,28 @@ def _imported(name: str) -> Any:
         raise InvalidInput(f"importing {name!r} failed: {error}") from error
     except Exception as error:
         raise InvalidInput(f"importing {name!r} failed: {_first_line(error)}") from error
+
+
+def _loaded(file: Path) -> Any:
+    """A file's module, under its whole path, so that it hides no other of its name; its folder is searched first."""
+    name = str(file.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise InvalidInput(f"there is no file {file}")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InvalidInput(f"{file} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InvalidInput(f"running {file} failed: {_first_line(error)}") from error
+    return module
 
 
 def _called(reference: str, module: Any, function: str) -> Any:

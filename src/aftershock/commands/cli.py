@@ -176,27 +176,39 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
 @app.command()
 def explain(
     flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
-    build: Annotated[str, typer.Option(help="module:function that returns (model, loss_fn) as training builds them.")],
+    build: Annotated[
+        str,
+        typer.Option(help="module:function or train.py:function; it returns (model, loss_fn) as training builds them."),
+    ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the one that triggered.")] = None,
     window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
-    top: Annotated[int, typer.Option(min=0, help="How many steps to verify by running again without them.")] = 5,
+    verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
+    placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
+    no_treatments: Annotated[bool, typer.Option("--no-treatments", help="Do not try what would prevent it.")] = False,
     out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("flight.html"),
     skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
 ) -> None:
-    """Name the batch that raised a recorded loss, prove it by running again without it, and write a page."""
+    """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page."""
     from ..recorder.explain import explain as explain_flight
-    from ..report.flight_page import flight_text, write_flight_page
     from .building import build as built_by
 
     with _plain_errors(f"cannot read {flight}"):
         built = built_by(build)
         found = explain_flight(
-            flight, step, model=built.model, loss_fn=built.loss_fn, dataset=built.dataset, window=window, verify=top
+            flight,
+            step,
+            model=built.model,
+            loss_fn=built.loss_fn,
+            dataset=built.dataset,
+            window=window,
+            verify=verify,
+            placebos=placebos,
+            treatments=not no_treatments,
         )
-    typer.echo(flight_text(found))
+    typer.echo(str(found))
     page = out / "flight.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
-        typer.echo(f"\nwrote {write_flight_page(found, page)}")
+        typer.echo(f"\nwrote {found.report(page)}")
     if skip_list is not None:
         with _plain_errors(f"cannot write {skip_list}"):
             typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
@@ -205,7 +217,10 @@ def explain(
 @app.command()
 def doctor(
     build: Annotated[
-        str, typer.Argument(help="module:function that returns model, optimizer, loss_fn, batch and train_step.")
+        str,
+        typer.Argument(
+            help="module:function or train.py:function; returns model, optimizer, loss_fn, batch, train_step."
+        ),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly."""

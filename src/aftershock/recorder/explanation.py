@@ -144,9 +144,9 @@ class FlightExplanation:
         return write_flight_page(self, Path(path))
 
     def _repr_html_(self) -> str:
-        from html import escape
+        from ..report.flight_page import notebook_view
 
-        return f"<pre>{escape(str(self))}</pre>"
+        return notebook_view(self)
 
     def __str__(self) -> str:
         blocks = [self.verdict, "How far to trust this:\n" + str(self.certificate), self._treatments(), self._steps()]
@@ -157,9 +157,11 @@ class FlightExplanation:
         if not data.sizes["treatment"]:
             return ""
         lines = ["What would have prevented it (each run again over the whole event):"]
-        for i, name in enumerate(data["treatment"].values):
+        names = [str(name) for name in data["treatment"].values]
+        width = max(map(len, names))
+        for i, name in enumerate(names):
             word = words.outcome(data, i)
-            lines.append(f"  {name!s:<58} {word:<13} loss after it {float(data['treatment_after'][i]):.4g}")
+            lines.append(f"  {name:<{width}}  {word:<14} loss after it {float(data['treatment_after'][i]):.4g}")
         return "\n".join(lines)
 
     def _steps(self) -> str:

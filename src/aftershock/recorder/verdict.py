@@ -9,7 +9,9 @@ from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS
 
 if TYPE_CHECKING:
-    from .explanation import FlightExplanation
+    import xarray as xr
+
+    from .explanation import Culprit, FlightExplanation
 
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
@@ -126,6 +128,130 @@ def _instruments(attrs: dict[str, object]) -> list[str]:
     said = []
     if attrs["update_large"]:
         said.append(str(attrs["update"]))
+    if not attrs["linear_ok"]:
+        said.append(str(attrs["growth"]).partition(":")[0])
+    if "above" in str(attrs["sharpness"]):
+        said.append(str(attrs["sharpness"]))
+    return said
+
+
+def _treated(found: FlightExplanation) -> str:
+    if found.treatment is not None:
+        return f"It would not have happened with {found.treatment} (replayed)."
+    if found.data.sizes["treatment"]:
+        return "None of the treatments that were tried prevents it."
+    return ""
+
+
+def _unknown(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    tried = int((found.data["role"] == "suspect").sum())
+    if not tried:
+        return (
+            f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
+            f"{_treated(found)}"
+        ).strip()
+    least = min(c.left for c in found.culprits if c.role == "suspect")
+    return (
+        f"What caused {_spike(found)} is not known: without each of the {tried} most suspected steps at least "
+        f"{least:.0%} of it stays. {_treated(found)}"
+        + (
+            f" {attrs['after']} step(s) after it were recorded; more would tell more."
+            if attrs["after"] < ENOUGH
+            else ""
+        )
+    ).strip()
+
+
+def _not_a_number(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    opening = (
+        f"The loss or gradient of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one"
+    )
+    said = attrs["not_a_number"]
+    return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
+
+
+def _no_spike(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    return (
+        f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
+        f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+    )
+
+
+SAID = {
+    "batch": _batch,
+    "group": _group,
+    "own batch": _own,
+    "shift": _shift,
+    "hyperparameter": _hyperparameter,
+    "instability": _instability,
+    "unknown": _unknown,
+    "not a number": _not_a_number,
+    "no spike": _no_spike,
+}
+
+
+def right(found: FlightExplanation, best: Culprit) -> bool:
+    """Was the step predicted well enough to speak of the parts of the prediction?"""
+    return found.data.attrs["linear_ok"] and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
+
+
+def _waited(found: FlightExplanation, best: Culprit) -> str:
+    """Where the write waited, where the predicted parts have one sign and so are parts of something."""
+    total = sum(best.channels.values())
+    if not right(found, best) or not total > 0 or min(best.channels.values()) < -0.1 * total:
+        return ""
+    name, part = max(best.channels.items(), key=lambda item: item[1])
+    if name == "theta":
+        return f"; {min(part / total, 1):.0%} of it was in θ at once"
+    return f"; {min(part / total, 1):.0%} of it waited in {NAMES[name]}"
+
+
+def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
+    shares = [share for _, share in best.examples]
+    if not shares:
+        note = found.data.attrs["examples"].get(str(best.step), "")
+        return [f"Its examples were not ranked: {note}."] if note else []
+    total = sum(abs(share) for share in shares)
+    few = [(i, share) for i, share in best.examples[:FEW] if share > 0.5 * shares[0] > 0]
+    carried = sum(share for _, share in few) / total if total else 0.0
+    if len(shares) <= FEW or carried < NOTABLE:
+        return ["Inside it no few examples stand out."]
+    names = " and ".join(str(i) for i, _ in sorted(few))
+    return [
+        f"Inside it, example{'s' if len(few) > 1 else ''} {names} carr{'y' if len(few) > 1 else 'ies'} {carried:.0%}."
+    ]
+
+
+def outcome(data: xr.Dataset, i: int) -> str:
+    """What became of the event under a treatment."""
+    if bool(data["treatment_prevents"][i]):
+        return "prevents it"
+    left = float(data["treatment_left"][i])
+    if bool(data["treatment_delays"][i]):
+        return "delays it"
+    return f"leaves {left:.0%}" if left < 10 else "makes it worse"
+
+
+def certificate(found: FlightExplanation) -> Certificate:
+    """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
+    attrs = found.data.attrs
+    deviation = float(found.data["replay_deviation"])
+    findings = [Finding("care" if deviation else "ok", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
+    if attrs["scatter"]:
+        sentence = (
+            f"Every measured number is ± {attrs['scatter']:.2g}: replays of the unchanged run differ by that much."
+        )
+        findings.append(Finding("care", "scatter", "loss", attrs["scatter"], 0.0, sentence))
+    if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
+        sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
+        findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))
+    if attrs["linear_ok"] and not attrs["predicted"]:
+        sentence = f"Nothing is predicted: {attrs['check']}"
+        return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
+    findings.append(Finding("ok", "Hessian products", "check", None, None, attrs["check"]))
     if not attrs["linear_ok"]:
         growth = attrs["growth"]
         said = f"{growth[0].upper()}{growth[1:]}, and none is predicted. Measured numbers are of real runs."

@@ -1,161 +1,294 @@
-"""Pictures of an explained flight: the loss, what each step added to it, when, through which memory and layer."""
+"""Pictures of an explained flight: its course, the runs that differ, suspects and placebos, and inside a blamed step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .figures import COLOURS, FAINT, INK, VEIL, WIDE, gaps, key_above, style
+from ..recorder.event import BARS
+from .figures import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from ..recorder.explanation import Culprit, FlightExplanation
+    from .flight_runs import OtherRun
 
-SHOWN = 8  # batches or layers in one picture
-RAISES, LOWERS = COLOURS[0], COLOURS[1]
+RAISES, LOWERS, SPARED = COLOURS[0], COLOURS[1], COLOURS[2]
 CHANNELS = {"theta": ("θ", "#2f6db3"), "m": ("m", "#7b4fa3"), "v": ("v", "#b07c10")}
-KINDS = {
-    "replace": "against its neighbours",
-    "zero": "against a zero gradient",
-    "skip": "against no step",
-    "lr": "against the old learning rate",
-    "reset m": "against an empty m",
-    "reset v": "against an empty v",
-}
-FRAME = 1.6  # times the largest effect of the first step: what leaves the frame must not flatten it
+BAND = "rgba(107, 114, 128, 0.14)"  # what is usual
+EVENT = "rgba(200, 67, 43, 0.07)"  # the stretch of the event
+USUAL_UPDATE = (0.5, 1.2)  # RMS of g/√v̂ of ordinary steps
+BACK = 16  # steps before the event in the picture of treatments: the earliest that one of them touches
+LAYERS = 16
+MOST_LEFT = 2.0  # of the event: runs that leave more have an arrow for a mark
+FRAME = 1.6  # times the largest measured effect: a prediction beyond it is not drawn
 
 
-def loss_figure(found: FlightExplanation, marked: Culprit | None) -> Figure:
-    """The recorded loss of the window and the step that is explained, the usual level and the culprit."""
-    import plotly.graph_objects as go
+def course_figure(found: FlightExplanation) -> Figure:
+    """The loss with its usual band and the event, and under it gradient norm, learning rate and update size."""
+    from plotly.subplots import make_subplots
 
-    attrs, data = found.data.attrs, found.data
-    steps = [*data["step"].values.tolist(), attrs["step"]]
-    more = np.stack([data["norm"].values, data["lr"].values, data["batch_index"].values], axis=-1).tolist()
-    figure = go.Figure()
+    data, attrs = found.data, found.data.attrs
+    rows = [("gradient norm", data["norm"].values), ("learning rate", data["lr"].values)]
+    if np.isfinite(data["update_size"].values).any():
+        rows.append(("RMS of g/√v̂", data["update_size"].values))
+    heights = [2.6, *([1.0] * len(rows))]
+    figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=heights)
+    _add_losses(figure, found)
+    steps = data["place"].values.tolist()
+    for row, (name, values) in enumerate(rows, start=2):
+        figure.add_scatter(
+            x=steps,
+            y=gaps(values),
+            mode="lines+markers",
+            line={"color": FAINT, "width": 1.5},
+            marker={"size": 3},
+            hovertemplate=f"step %{{x}}: {name} %{{y:.4g}}<extra></extra>",
+            row=row,
+            col=1,
+        )
+    _styled_rows(figure, ["loss", *(name for name, _ in rows)], 360 + 115 * len(rows))
+    for row, values in enumerate([data["loss"].values, *(values for _, values in rows)], start=1):
+        _scaled(figure, values, row)
+    if len(rows) == 3:
+        figure.add_hrect(
+            y0=USUAL_UPDATE[0], y1=USUAL_UPDATE[1], line_width=0, fillcolor=BAND, layer="below", row=4, col=1
+        )
+    if attrs["event"] not in ("no spike", "not a number"):
+        _shade_event(figure, attrs, "all")
+    _mark_steps(figure, found)
+    return figure
+
+
+def _add_losses(figure: Figure, found: FlightExplanation) -> None:
+    data, attrs = found.data, found.data.attrs
+    losses = data["loss"].values
     figure.add_scatter(
-        x=steps,
-        y=[*data["loss"].values.tolist(), attrs["loss"]],
-        customdata=[*more, [None, None, attrs["batches"][str(attrs["step"])][0]]],
+        x=data["place"].values.tolist(),
+        y=gaps(losses),
+        customdata=data["batch_index"].values.tolist(),
         mode="lines+markers",
         line={"color": INK, "width": 1.5},
         marker={"size": 4},
-        name="loss",
-        hovertemplate=(
-            "step %{x}, batch %{customdata[2]}<br>loss %{y:.4g}<br>gradient norm %{customdata[0]:.3g}"
-            "<br>learning rate %{customdata[1]:.3g}<extra></extra>"
-        ),
+        hovertemplate="step %{x}, batch %{customdata}: loss %{y:.4g}<extra></extra>",
+        row=1,
+        col=1,
     )
     figure.add_scatter(
         x=[attrs["step"]],
-        y=[attrs["loss"]],
+        y=[attrs["value"]],
         mode="markers",
         marker={"size": 13, "color": "rgba(0,0,0,0)", "line": {"color": RAISES, "width": 2.5}},
-        name="explained",
         hoverinfo="skip",
+        row=1,
+        col=1,
     )
-    low = max(attrs["baseline"] - 3 * attrs["sigma"], min(data["loss"].values))
-    high = attrs["baseline"] + 3 * attrs["sigma"]
-    figure.add_hrect(
-        y0=low,
-        y1=high,
-        line_width=0,
-        fillcolor="rgba(107, 114, 128, 0.12)",
-        layer="below",
+    low = max(attrs["usual"] - BARS.gone * attrs["sigma"], float(np.nanmin(losses)))
+    high = attrs["usual"] + BARS.gone * attrs["sigma"]
+    figure.add_hrect(y0=low, y1=high, line_width=0, fillcolor=BAND, layer="below", row=1, col=1)
+
+
+def _mark_steps(figure: Figure, found: FlightExplanation) -> None:
+    """An upright line at each step that the verdict names, its number above the frame."""
+    attrs = found.data.attrs
+    marks = {step: f"step {step}" for step in found.blamed}
+    if found.kind == "not a number":
+        marks = {attrs["asked"]: f"step {attrs['asked']}: not finite"}
+    for i, (step, text) in enumerate(sorted(marks.items())):
+        figure.add_vline(x=step, line={"color": RAISES, "width": 1.5, "dash": "dash"}, row="all", col=1)
+        late = step > float(np.mean(found.data["place"].values))
+        figure.add_annotation(
+            x=step,
+            y=1,
+            yref="y domain",
+            text=text,
+            showarrow=False,
+            xanchor="right" if late else "left",
+            yanchor="bottom",
+            yshift=15 * i,
+            font={"color": RAISES, "size": 12},
+        )
+
+
+def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figure:
+    """The losses of the run as it was, and of the runs that are spared the event."""
+    import plotly.graph_objects as go
+
+    attrs = found.data.attrs
+    steps = found.data["place"].values.tolist()
+    start = max(0, steps.index(attrs["stretch"][0]) - BACK)
+    figure = go.Figure()
+    others = [run for run in runs if not run.chosen]
+    for i, run in enumerate(others):
+        figure.add_scatter(
+            x=steps[start:],
+            y=gaps(run.losses[start:]),
+            mode="lines",
+            line={"color": SPARED, "width": 1},
+            opacity=0.45,
+            name="others that prevent it",
+            legendgroup="others",
+            showlegend=i == 0,
+            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    figure.add_scatter(
+        x=steps[start:],
+        y=gaps(found.data["loss"].values[start:]),
+        mode="lines+markers",
+        marker={"size": 4},
+        line={"color": INK, "width": 1.5},
+        name="as it was",
+        hovertemplate="as it was, step %{x}: %{y:.4g}<extra></extra>",
     )
-    if marked is not None:
-        _upright(figure, marked.step, f"step {marked.step}")
-    style(figure, "step", "loss", height=340)
-    losses = data["loss"].values
-    if losses.min() > 0 and losses.max() > WIDE * attrs["baseline"]:
+    for run in (run for run in runs if run.chosen):
+        figure.add_scatter(
+            x=steps[start:],
+            y=gaps(run.losses[start:]),
+            mode="lines",
+            line={"color": SPARED, "width": 3},
+            name=_folded(escape(run.name)),
+            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    style(figure, "step", "loss", height=380)
+    losses = np.array([found.data["loss"].values[start:], *(run.losses[start:] for run in runs)])
+    if _wide(losses):
         figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    _shade_event(figure, attrs, None)
     key_above(figure)
-    return figure
-
-
-def contribution_figure(found: FlightExplanation) -> Figure:
-    """What each step added to the explained loss, signed, for one kind of change at a time; a menu chooses it."""
-    import plotly.graph_objects as go
-
-    kinds = [kind for kind in KINDS if _says_something(found, kind)]
-    steps = found.data["step"].values.tolist()
-    figure = go.Figure()
-    for i, kind in enumerate(kinds):
-        total = found.data["contribution"].sel({"change": kind}).sum("channel").values
-        figure.add_bar(
-            x=steps,
-            y=gaps(total),
-            marker={"color": [RAISES if value > 0 else LOWERS for value in total]},
-            name="predicted",
-            visible=i == 0,
-            hovertemplate="step %{x}: predicted %{y:+.4g}<extra></extra>",
-        )
-        figure.add_scatter(
-            x=steps,
-            y=gaps(found.data["measured"].sel({"change": kind}).values),
-            mode="markers",
-            marker={"symbol": "diamond-open", "size": 10, "color": INK, "line": {"width": 2}},
-            name="measured by running again",
-            visible=i == 0,
-            hovertemplate="step %{x}: measured %{y:+.4g}<extra></extra>",
-        )
-    style(figure, "step", "added to the loss", height=400)
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    _menu(figure, kinds)
-    figure.update_layout(bargap=0.15, showlegend=False, margin={"t": 56})
-    return figure
-
-
-def emergence_figure(found: FlightExplanation) -> Figure:
-    """How much of each verified step's effect had arrived at each later step, measured."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for i, step in enumerate(found.data.attrs["order"][:SHOWN]):
-        curve = found.data["emergence"].sel({"step": step}).values
-        curve = curve[: found.data.attrs["step"] - step]
-        figure.add_scatter(
-            x=[step + 1 + h for h in range(len(curve))],
-            y=gaps(curve),
-            mode="lines+markers",
-            marker={"size": 5},
-            line={"color": COLOURS[i % len(COLOURS)], "width": 2},
-            name=f"step {step}",
-            hovertemplate=f"step {step} added %{{y:+.4g}} to the loss of step %{{x}}<extra></extra>",
-        )
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    style(figure, "step whose loss it is", "added to that loss", height=360)
     figure.update_layout(showlegend=True)
-    curves = found.data["emergence"].sel({"step": found.data.attrs["order"]}).values
-    limit = FRAME * float(np.nanmax(np.abs(curves[0])))
-    low, high = max(-limit, float(np.nanmin(curves))), min(limit, float(np.nanmax(curves)))
-    if np.isfinite(limit) and high > low:
-        figure.update_yaxes(range=[min(low, 0) - 0.06 * (high - low), high + 0.06 * (high - low)])
+    return figure
+
+
+def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: Sequence[Culprit]) -> Figure:
+    """Runs without one step: what is left of the event, and under it what the step added to the explained loss.
+
+    drawn: the steps whose predictions are drawn.
+    """
+    from plotly.subplots import make_subplots
+
+    tried = any(c.role for c in culprits)
+    heights = [1.15, 1.0] if tried else [1.0]
+    figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=heights)
+    if tried:
+        _add_left(figure, found, culprits)
+    _add_parts(figure, culprits, drawn, len(heights))
+    titles = ["left of the event"] if tried else []
+    _styled_rows(figure, [*titles, f"added at step {found.data.attrs['step']}"], 200 + 190 * len(heights))
+    if tried:
+        most = max([1.0, *(min(c.left, MOST_LEFT) for c in culprits if not math.isnan(c.left))])
+        figure.update_yaxes(range=[-0.05, 1.1 * most], tickformat=".0%", row=1, col=1)
+    figure.update_layout(barmode="overlay", showlegend=tried)
     key_above(figure)
     return figure
 
 
-def channel_figure(found: FlightExplanation) -> Figure:
-    """Where the effect of the top steps lay right after them: in the weights, or waiting in m or v."""
+def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culprit]) -> None:
+    blamed = set(found.blamed)
+    kinds: list[tuple[str, list[Culprit], dict[str, Any]]] = [
+        ("placebo", [c for c in culprits if c.role == "placebo"], {"symbol": "diamond-open", "color": FAINT}),
+        (
+            "suspect",
+            [c for c in culprits if c.role == "suspect" and c.step not in blamed],
+            {"symbol": "circle", "color": LOWERS},
+        ),
+        ("blamed", [c for c in culprits if c.role and c.step in blamed], {"symbol": "circle", "color": RAISES}),
+    ]
+    for name, some, marker in kinds:
+        if some:
+            beyond = [not c.left <= MOST_LEFT for c in some]
+            figure.add_scatter(
+                x=[c.step for c in some],
+                y=[MOST_LEFT if far else c.left for c, far in zip(some, beyond)],
+                customdata=[f"more than {MOST_LEFT:.0%}" if far else f"{c.left:.0%}" for c, far in zip(some, beyond)],
+                mode="markers",
+                marker={
+                    **marker,
+                    "size": 10,
+                    "line": {"width": 2},
+                    "symbol": ["triangle-up-open" if far else marker["symbol"] for far in beyond],
+                },
+                name=f"without a {name}" if name != "blamed" else "without a blamed step",
+                hovertemplate=f"without step %{{x}} ({name}): %{{customdata}} is left<extra></extra>",
+                row=1,
+                col=1,
+            )
+    figure.add_hline(
+        y=BARS.half,
+        line={"color": SPARED, "width": 1.5, "dash": "dash"},
+        annotation={"text": "half is gone below", "font": {"color": "#1f6b54", "size": 12}, "bgcolor": VEIL},
+        annotation_position="bottom left",
+        row=1,
+        col=1,
+    )
+    figure.add_hline(y=1, line={"color": FAINT, "width": 1, "dash": "dot"}, row=1, col=1)
+
+
+def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culprit], row: int) -> None:
+    """Measured numbers as bars, predictions behind them."""
+    measured = [c for c in culprits if math.isfinite(c.measured)]
+    for name, some, width, opacity in (("predicted", drawn, 0.9, 0.28), ("measured", measured, 0.5, 1.0)):
+        values = [c.predicted if name == "predicted" else c.measured for c in some]
+        figure.add_bar(
+            x=[c.step for c in some],
+            y=values,
+            width=width,
+            opacity=opacity,
+            marker={"color": [RAISES if value > 0 else LOWERS for value in values]},
+            showlegend=False,
+            name=name,
+            hovertemplate=f"step %{{x}}: {name} %{{y:+.4g}}<extra></extra>",
+            row=row,
+            col=1,
+        )
+    figure.add_hline(y=0, line={"color": FAINT, "width": 1}, row=row, col=1)
+
+
+def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:
+    """The steps whose prediction has a size that may be drawn beside what is measured."""
+    measured = [abs(c.measured) for c in culprits if math.isfinite(c.measured)]
+    limit = max([found.size, *(FRAME * value for value in measured)])
+    return [c for c in culprits if abs(c.predicted) <= limit]
+
+
+def emergence_figure(found: FlightExplanation, step: int) -> Figure:
+    """What a step had added to each later loss, measured."""
     import plotly.graph_objects as go
 
-    top = found.culprits[:SHOWN]
+    curve = found.data["emergence"].sel({"step": step}).values
+    curve = curve[np.isfinite(curve)]
     figure = go.Figure()
-    for name, (label, colour) in CHANNELS.items():
-        figure.add_bar(
-            x=[f"step {c.step}" for c in top],
-            y=[c.channels[name] for c in top],
-            name=f"in {label}",
-            marker={"color": colour},
-            hovertemplate=f"%{{x}}, in {label}: %{{y:+.4g}}<extra></extra>",
-        )
-    style(figure, "", "added to the loss (predicted)", height=340)
+    figure.add_scatter(
+        x=[step + 1 + h for h in range(len(curve))],
+        y=curve.tolist(),
+        mode="lines+markers",
+        marker={"size": 5},
+        line={"color": RAISES, "width": 2},
+        hovertemplate=f"step {step} added %{{y:+.4g}} to the loss of step %{{x}}<extra></extra>",
+    )
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    figure.update_layout(barmode="relative", bargap=0.35)
-    key_above(figure)
+    style(figure, "step whose loss it is", "added to that loss", height=340)
+    return figure
+
+
+def channel_figure(culprit: Culprit) -> Figure:
+    """Where the effect of a step lay right after it: in the weights, or waiting in m or v."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    figure.add_bar(
+        y=[f"in {label}" for label, _ in CHANNELS.values()][::-1],
+        x=[culprit.channels[name] for name in CHANNELS][::-1],
+        orientation="h",
+        marker={"color": [colour for _, colour in CHANNELS.values()][::-1]},
+        hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
+    )
+    style(figure, "added to the loss (predicted)", "", height=200)
+    figure.add_vline(x=0, line={"color": FAINT, "width": 1})
     return figure
 
 
@@ -164,7 +297,7 @@ def layer_figure(found: FlightExplanation, step: int) -> Figure:
     import plotly.graph_objects as go
 
     values = found.data["layer_contribution"].sel({"change": found.data.attrs["ranked_by"], "step": step})
-    order = np.argsort(-np.abs(values.values))[: 2 * SHOWN][::-1]
+    order = np.argsort(-np.abs(values.values))[:LAYERS][::-1]
     names = [str(values["layer"].values[i]) for i in order]
     figure = go.Figure()
     figure.add_bar(
@@ -198,29 +331,43 @@ def example_figure(culprit: Culprit) -> Figure:
     return figure
 
 
-def _says_something(found: FlightExplanation, kind: str) -> bool:
-    values = found.data["contribution"].sel({"change": kind}).values
-    return bool(np.any(np.isfinite(values) & (values != 0)))
+# --- how to show it
 
 
-def _menu(figure: Figure, kinds: list[str]) -> None:
-    """One entry per kind; each shows its own bars and marks."""
-    buttons: list[dict[str, Any]] = [
-        {
-            "label": KINDS[kind],
-            "method": "restyle",
-            "args": [{"visible": [i // 2 == shown for i in range(2 * len(kinds))]}],
-        }
-        for shown, kind in enumerate(kinds)
-    ]
-    place = {"x": 0, "xanchor": "left", "y": 1.04, "yanchor": "bottom", "pad": {"l": 0, "t": 0}}
-    figure.update_layout(updatemenus=[{"buttons": buttons, "bgcolor": "white", "bordercolor": "#c9ced6", **place}])
+def _styled_rows(figure: Figure, titles: Sequence[str], height: int) -> None:
+    """Every row with its own title, one x axis for all."""
+    style(figure, "", "", height=height)
+    axis = {"gridcolor": RULE, "linecolor": FAINT, "zeroline": False, "ticks": "outside", "tickcolor": FAINT}
+    figure.update_xaxes(**axis)
+    figure.update_xaxes(title_text="step", row=len(titles), col=1)
+    for row, title in enumerate(titles, start=1):
+        figure.update_yaxes(
+            **axis, automargin=True, nticks=6 if row == 1 else 4, title={"text": title, "standoff": 8}, row=row, col=1
+        )
+    figure.update_layout(showlegend=False)
 
 
-def _upright(figure: Figure, x: float, text: str) -> None:
-    figure.add_vline(
-        x=x,
-        line={"color": RAISES, "width": 1.5, "dash": "dash"},
-        annotation={"text": text, "font": {"color": RAISES, "size": 12}, "bgcolor": VEIL},
-        annotation_position="top left",
-    )
+def _scaled(figure: Figure, values: np.ndarray, row: int) -> None:
+    if _wide(values):
+        figure.update_yaxes(type="log", dtick=1, exponentformat="power", row=row, col=1)
+    elif row > 1:
+        figure.update_yaxes(rangemode="tozero", row=row, col=1)
+
+
+def _wide(values: np.ndarray) -> bool:
+    """Do these need a logarithmic axis?"""
+    known = values[np.isfinite(values)]
+    return bool(known.size and known.min() > 0 and known.max() > WIDE * np.median(known))
+
+
+def _shade_event(figure: Figure, attrs: dict[str, Any], rows: str | None) -> None:
+    first, last = attrs["stretch"]
+    where = {} if rows is None else {"row": rows, "col": 1}
+    figure.add_vrect(x0=first - 0.5, x1=last + 0.5, line_width=0, fillcolor=EVENT, layer="below", **where)
+
+
+def _folded(name: str, width: int = 42) -> str:
+    """A name of a legend on lines that a small screen holds."""
+    import textwrap
+
+    return "<br>".join(textwrap.wrap(name, width))

@@ -1,4 +1,4 @@
-"""An explained flight as one self-contained page, and the same in the terminal."""
+"""An explained flight as one self-contained page, and in short for a notebook."""
 
 from __future__ import annotations
 
@@ -8,169 +8,298 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..recorder.event import BARS
+from ..recorder.verdict import right
 from . import flight_figures as figures
-from .shell import findings, number, plot, provenance_table, section, write_page
+from .flight_runs import OtherRun, loss_after, other_runs
+from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation
 
 ROWS = 30  # steps in the page's table
-LINES = 8  # layers and examples in the terminal
-HIDDEN = ("batches", "examples", "order", "jump", "kind", "replay", "check", "not_a_number_in_batch")
-COLUMNS = ("step", "delay", "batch", "predicted", "measured", "in θ", "in m", "in v")
+CALM = ("no spike", "not a number")  # kinds in which no event was looked into
+COMPARED = {
+    "replace": "against the mean of the ordinary batches around it",
+    "skip": "against no step",
+}
+INSTRUMENTS = {
+    "not_a_number": "What is not a number",
+    "data": "The data",
+    "update": "The update against its memory",
+    "growth": "How fast the run amplifies",
+    "sharpness": "How sharp the loss is",
+}
+SAID = (  # elsewhere on the page
+    *INSTRUMENTS,
+    *("kind", "event", "batches", "examples", "changes", "blamed", "group", "group_left", "placebos"),
+    *("placebos_remove", "group_placebos", "group_placebos_remove", "treatment", "hyperparameter", "missing"),
+    *(
+        "hyperparameter_said",
+        "hyperparameter_left",
+        "update_large",
+        "linear_ok",
+        "batch_is_bad",
+        "repeats",
+        "predicted",
+    ),
+    *("scatter", "replay", "check"),
+)
 STYLE = """
-.sortable tr.verified td.number { color: var(--ink); font-weight: 500; }
+header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
+header .certificate strong { line-height: 1.5; flex-basis: 78px; }
+header h2 { font-size: 15px; margin-bottom: 8px; }
+.runs { width: 100%; font-variant-numeric: tabular-nums; margin-bottom: 20px; }
+.runs thead th { border-bottom: 2px solid #c9ced6; }
+.runs td + td, .runs th { white-space: nowrap; }
+.runs tr.prevents td:nth-child(2) { color: #1f6b54; font-weight: 600; }
+.runs tr.chosen { background: #eff8f4; }
+.instruments dt { font-weight: 600; } .instruments dd { margin: 0 0 10px; max-width: 60em; }
+.sortable tr.tried td.number { color: var(--ink); font-weight: 500; }
+@media (max-width: 600px) { main { padding: 24px 16px 40px; } .verdict { font-size: 21px; }
+  .certificate li { flex-direction: column; gap: 0; } header .certificate strong { flex-basis: auto; }
+  th, td { padding: 5px 6px; } }
 """
 
 
 def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str | None = None) -> Path:
-    """Write verdict, loss, contributions, emergence, memory, layers, examples and certificate as one HTML file."""
-    step = found.data.attrs["step"]
-    title = f"What raised the loss at step {step}" if title is None else title
+    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file."""
+    title = _title(found) if title is None else title
+    culprits = found.culprits
     sections = [
-        f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(found.verdict)}</p></header>",
-        *_pictures(found),
-        section("Every step, in numbers", _table(found)),
-        section("How far to trust it", findings(found.certificate)),
+        f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(found.verdict)}</p>\n"
+        f"<h2>How far to trust this</h2>\n{findings(found.certificate)}</header>",
+        _course(found),
+        *_treatments(found),
+        *_trials(found, culprits),
+        *_inside(found, culprits),
+        *_instruments(found),
+        section("Every step, in numbers", _table(found, culprits)),
         section(
             "Where this comes from",
-            provenance_table({key: value for key, value in found.data.attrs.items() if key not in HIDDEN}),
+            provenance_table({key: value for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
     return write_page(Path(path), title, sections, style=STYLE)
 
 
-def flight_text(found: FlightExplanation) -> str:
-    """The page in words: verdict, table and certificate, then layers, examples and other runs of the first step."""
-    first = found.culprits[0]
-    blocks = [str(found)]
-    layers = found.data["layer_contribution"].sel({"change": found.data.attrs["ranked_by"], "step": first.step})
-    order = sorted(zip(layers.values, layers["layer"].values), key=lambda pair: -abs(pair[0]))[:LINES]
-    blocks.append(_listed(f"Step {first.step} acted through:", [(str(name), value) for value, name in order]))
-    if first.examples:
-        shares = [(f"example {place}", value) for place, value in first.examples[:LINES]]
-        blocks.append(_listed(f"Inside step {first.step}:", shares))
-    if others := _other_runs(found, first):
-        blocks.append(_listed(f"Step {first.step} in other runs (measured):", others))
-    return "\n\n".join(blocks)
+def notebook_view(found: FlightExplanation) -> str:
+    """Verdict, trust and treatments as a piece of HTML."""
+    trust = "".join(
+        f"<li><b>{WORDS[finding.level]}</b>: {escape(finding.sentence)}</li>" for finding in found.certificate.findings
+    )
+    return (
+        f"<div><p style='font-size: 1.15em'><b>{escape(found.verdict)}</b></p>\n<ul>{trust}</ul>\n{_runs(found)}</div>"
+    )
 
 
-def _listed(heading: str, rows: Sequence[tuple[str, float]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([heading, *(f"  {name:<{width}}  {value:+.3g}" for name, value in rows)])
-
-
-def _other_runs(found: FlightExplanation, culprit: Culprit) -> list[tuple[str, float]]:
-    """The culprit skipped, and m or v emptied right after it: what each takes from the loss."""
-    measured = found.data["measured"]
-    runs = [("skipped", "skip", culprit.step)]
-    runs += [(f"{name} emptied right after it", f"reset {name}", culprit.step + 1) for name in ("m", "v")]
-    steps = set(measured["step"].values.tolist())
-    rows = [(label, float(measured.sel({"change": change, "step": at}))) for label, change, at in runs if at in steps]
-    return [(label, value) for label, value in rows if not math.isnan(value)]
+def _title(found: FlightExplanation) -> str:
+    attrs = found.data.attrs
+    if found.kind == "not a number":
+        return f"What is not a number at step {attrs['asked']}"
+    return f"The {'loss' if found.kind == 'no spike' else 'spike'} at step {attrs['step']}"
 
 
 # --- the page's parts
 
 
-def _pictures(found: FlightExplanation) -> list[str]:
+def _course(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    first = found.culprits[0]
-    main = figures.KINDS[attrs["ranked_by"]]
-    parts = [
-        section(
-            "The loss",
-            plot(
-                figures.loss_figure(found, first if attrs["order"] else None),
-                "loss",
-                f"The window before step {attrs['step']}. The band is what was usual (median ± 3 robust σ); the ring "
-                "is the loss that is explained.",
-                f"The loss by step. {found.verdict}",
-            ),
+    caption = (
+        f"Grey: what was usual (the loss: median ± {BARS.gone:g} robust σ; the update, RMS of g/√v̂: "
+        f"{figures.USUAL_UPDATE[0]:g}–{figures.USUAL_UPDATE[1]:g}). The ring is the loss of step {attrs['step']}."
+    )
+    if found.kind not in CALM:
+        caption += f" Red: the event, steps {attrs['stretch'][0]}–{attrs['stretch'][1]}."
+    if found.blamed:
+        caption += " Dashed: what the verdict blames."
+    return section(
+        "The course of the run",
+        plot(
+            figures.course_figure(found),
+            "course",
+            caption,
+            f"Loss, gradient norm, learning rate and update size by step. {found.verdict}",
         ),
-        section(
-            "What each step added to it",
-            plot(
-                figures.contribution_figure(found),
-                "contribution",
-                "Predicted by one sweep back from the loss; red raised it, blue lowered it. Diamonds are measured by "
-                "running again. The menu says against what a step is compared: at first the mean of the ordinary "
-                "steps around it.",
-                f"Bars of each step's contribution, {main}.",
-            ),
-        ),
-    ]
-    if attrs["order"]:
+    )
+
+
+def _treatments(found: FlightExplanation) -> list[str]:
+    runs = other_runs(found)
+    if not runs:
+        return []
+    drawn = [run for run in runs if run.losses and (run.chosen or run.prevents)]
+    parts = [f"<div class='wide'>{_runs(found)}</div>"]
+    if drawn:
         parts.append(
-            section(
-                "When it arrived",
-                plot(
-                    figures.emergence_figure(found),
-                    "emergence",
-                    "The loss as it was, less the loss of the run without the step: measured at every step on the "
-                    "way. Double-click to see curves that leave the frame.",
-                    "Curves of the measured effect of each verified step on the losses after it.",
-                ),
+            plot(
+                figures.treatment_figure(found, drawn),
+                "treatments",
+                "Real runs, from the same state with the same batches. Those that do not prevent it are in the table.",
+                "The loss as it was and in the runs that are spared the event.",
             )
         )
-    parts.append(
+    else:
+        parts.append("<p class='story'>None of those that were tried prevents it.</p>")
+    return [section("What would have prevented it", *parts)]
+
+
+def _runs(found: FlightExplanation) -> str:
+    """Each run that differs: what becomes of the event, and what it costs."""
+    runs, control = other_runs(found), loss_after(found)
+    if not runs:
+        return ""
+    heads = ("done otherwise", "the event", "loss after", "change")
+    head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{name}</th>' for i, name in enumerate(heads))
+    rows = "\n".join(_run(run, control) for run in runs)
+    return (
+        "<table class='runs'>\n<caption>Each was run again over the whole event. Loss after: the mean of the last losses "
+        f"of the window; change: against {control:.4g}, that of the run as it was.</caption>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{rows}\n</tbody>\n</table>"
+    )
+
+
+def _run(run: OtherRun, control: float) -> str:
+    marks = " ".join(word for word, is_so in (("prevents", run.prevents), ("chosen", run.chosen)) if is_so)
+    known = math.isfinite(run.after)
+    after = f"{run.after:.4g}" if known else "" if math.isnan(run.after) else "not finite"
+    against = f"{run.after - control:+.3g}" if known else ""
+    cells = [escape(run.name), escape(run.word)]
+    numbers = "".join(f"<td class='number'>{text}</td>" for text in (after, against))
+    return f"<tr class='{marks}'>{''.join(f'<td>{cell}</td>' for cell in cells)}{numbers}</tr>"
+
+
+def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
+    attrs = found.data.attrs
+    if found.kind in CALM:
+        return []
+    predicted = [c for c in culprits if not math.isnan(c.predicted)]
+    drawn = figures.drawable(found, predicted) if attrs["linear_ok"] else []
+    if not drawn and not any(c.role for c in culprits):
+        return []
+    words = ["Above: what is left of the event in the run without each step; placebos are steps that nobody suspects."]
+    words += [
+        f"Below: what each step added to the loss of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}; measured, "
+        "and behind it, lighter, predicted."
+    ]
+    if not any(c.role for c in culprits):
+        words = ["Nothing was run again without a step: these are predictions, not proofs."]
+    if predicted and not attrs["linear_ok"]:
+        words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
+    elif len(drawn) < len(predicted):
+        words.append(f"{len(predicted) - len(drawn)} predictions are off the scale and not drawn.")
+    return [
         section(
-            "Where it waited",
+            "Who did it, and the placebo",
             plot(
-                figures.channel_figure(found),
+                figures.trial_figure(found, culprits, drawn),
+                "trials",
+                " ".join(words),
+                f"What is left of the event without each suspect and each placebo. {found.verdict}",
+            ),
+        )
+    ]
+
+
+def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
+    """When, where and through what the blamed step acted, where its prediction was right."""
+    blamed = [c for c in culprits if c.step in found.blamed]
+    if not blamed:
+        return []
+    known = next((c for c in blamed if right(found, c)), None)
+    if known is None:
+        told = (
+            f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: "
+            "its prediction was wrong, and the parts of it would be too."
+        )
+        return [section(f"Inside step {blamed[0].step}", f"<p class='story'>{told}</p>")]
+    step = known.step
+    return [
+        section(
+            f"When step {step} did harm",
+            plot(
+                figures.emergence_figure(found, step),
+                "emergence",
+                "The loss as it was, less the loss of the run without the step: measured at every step on the way.",
+                f"What step {step} added to each later loss.",
+            ),
+        ),
+        section(
+            f"Where step {step} waited",
+            plot(
+                figures.channel_figure(known),
                 "channels",
-                f"The predicted contribution ({main}) by where it lay right after the step: in the weights at once, or "
-                "in AdamW's moments m and v.",
-                "Bars of the contribution of the top steps, split by θ, m and v.",
+                "Its predicted part by where it lay right after it: in the weights at once, or in AdamW's moments.",
+                f"Bars of the part of step {step} in θ, m and v.",
             ),
-        )
-    )
-    parts.append(
-        section(
-            f"Through which layers step {first.step} acted",
             plot(
-                figures.layer_figure(found, first.step),
+                figures.layer_figure(found, step),
                 "layers",
-                "The predicted contribution by the layer whose weights and moments carried it.",
-                f"Bars of the contribution of step {first.step} by layer.",
+                "The same by the layer whose weights and moments carried it.",
+                f"Bars of the part of step {step} by layer.",
             ),
-        )
-    )
-    return [*parts, _examples(found, first)]
+        ),
+        _examples(found, known),
+    ]
 
 
-def _examples(found: FlightExplanation, first: Culprit) -> str:
-    heading, note = f"Inside the batch of step {first.step}", found.data.attrs["examples"].get(str(first.step), "")
-    if not first.examples:
-        reason = note or "its examples were not looked at: nothing was verified"
+def _examples(found: FlightExplanation, culprit: Culprit) -> str:
+    heading = f"Inside the batch of step {culprit.step}"
+    note = found.data.attrs["examples"].get(str(culprit.step), "")
+    if not culprit.examples:
+        reason = note or "they were not looked at"
         return section(heading, f"<p class='story'>The examples were not ranked: {escape(reason)}.</p>")
     return section(
         heading,
         plot(
-            figures.example_figure(first),
+            figures.example_figure(culprit),
             "examples",
-            f"Each example's share of the predicted contribution ({note}).",
-            f"Bars of the shares of {len(first.examples)} examples.",
+            f"Each example's share of the predicted part ({note}).",
+            f"Bars of the shares of {len(culprit.examples)} examples.",
         ),
     )
 
 
-def _table(found: FlightExplanation) -> str:
-    heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in COLUMNS)
-    rows = "\n".join(_row(culprit) for culprit in found.culprits[:ROWS])
-    others = "; ".join(f"{label}: {value:+.3g}" for label, value in _other_runs(found, found.culprits[0]))
-    told = f" Step {found.culprits[0].step} in other runs, measured: {escape(others)}." if others else ""
+def _instruments(found: FlightExplanation) -> list[str]:
+    attrs = found.data.attrs
+    told = [(name, str(attrs[key])) for key, name in INSTRUMENTS.items() if attrs[key]]
+    if found.kind not in CALM:
+        told.append(("Hyperparameters", "; ".join(attrs["changes"]) or "none changed in the window"))
+    if not told:
+        return []
+    rows = "\n".join(f"<dt>{name}</dt><dd>{escape(text[0].upper() + text[1:])}.</dd>" for name, text in told)
+    return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>")]
+
+
+def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
+    attrs = found.data.attrs
+    tried = any(c.role for c in culprits)
+    channels = [label for label, _ in figures.CHANNELS.values()]
+    columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else []), "predicted"]
+    columns += [f"in {label}" for label in channels]
+    heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
+    rows = "\n".join(_row(culprit, tried) for culprit in culprits[:ROWS])
+    order = "The blamed first, then by what is left of the event, then as predicted." if tried else "As predicted."
     return (
-        "<div class='wide'><table class='sortable'>\n<caption>Positive numbers raised the loss. Measured: by running "
-        f"again with the step changed.{told} Click a column to sort.</caption>\n"
+        f"<div class='wide'><table class='sortable'>\n<caption>What each step added to the loss of step {attrs['step']}, "
+        f"{COMPARED[attrs['ranked_by']]}; positive numbers raised it. {order} Click a column to sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
 
 
-def _row(culprit: Culprit) -> str:
-    numbers = [culprit.predicted, culprit.measured, *(culprit.channels[name] for name in figures.CHANNELS)]
+def _row(culprit: Culprit, tried: bool) -> str:
     cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
-    cells += [number(value, "" if math.isnan(value) else None) for value in numbers]
-    tags = "".join(cells)
-    return f"<tr class='{'verified' if math.isfinite(culprit.measured) else 'predicted'}'>{tags}</tr>"
+    if tried:
+        cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
+        cells += [number(culprit.left, _share(culprit.left)), _number(culprit.measured)]
+    cells += [_number(culprit.predicted), *(_number(culprit.channels[name]) for name in figures.CHANNELS)]
+    return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
+
+
+def _number(value: float) -> str:
+    return number(value, "" if math.isnan(value) else "off scale" if math.isinf(value) else None)
+
+
+def _share(left: float) -> str:
+    return "" if math.isnan(left) else f"{left:.0%}" if left < 10 else "> 10×"

@@ -1,0 +1,88 @@
+"""The runs in which something was done otherwise: what became of the event, and what it cost afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..recorder.event import BARS
+from ..recorder.treatments import TAIL
+from ..recorder.verdict import outcome
+
+if TYPE_CHECKING:
+    from ..recorder.explanation import FlightExplanation
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """One thing done otherwise. `losses`: by place of the path, none where they were not kept."""
+
+    name: str
+    word: str  # what became of the event
+    prevents: bool
+    losses: tuple[float, ...]
+    after: float  # mean of the last losses
+    chosen: bool  # the one that the verdict speaks of
+
+
+def other_runs(found: FlightExplanation) -> list[OtherRun]:
+    """Without the blamed steps, then every treatment, as they were tried."""
+    return [*_left_out(found), *_treated(found)]
+
+
+def loss_after(found: FlightExplanation) -> float:
+    """The mean of the last losses of the run as it was."""
+    return _mean_of_last(found, found.data["loss"].values)
+
+
+def _mean_of_last(found: FlightExplanation, losses: np.ndarray) -> float:
+    explained = found.data["place"].values.tolist().index(found.data.attrs["step"])
+    return float(np.mean(losses[max(explained, len(losses) - TAIL) :]))
+
+
+def _left_out(found: FlightExplanation) -> list[OtherRun]:
+    data, attrs = found.data, found.data.attrs
+    if found.kind not in ("batch", "group"):
+        return []
+    if attrs["group"]:
+        name = f"the batches of steps {', '.join(map(str, found.blamed))} left out together"
+        return [_without(name, attrs["group_left"], (), np.nan)]
+    runs, numbers = [], data["place"].values.tolist()
+    for step in found.blamed:
+        losses, at = data["loss"].values.copy(), numbers.index(step)
+        losses[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(losses) - at - 1]
+        left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, losses)
+        runs.append(_without(f"the batch of step {step} left out", left, tuple(losses.tolist()), after))
+    return runs
+
+
+def _without(name: str, left: float, losses: tuple[float, ...], after: float) -> OtherRun:
+    prevents = left <= BARS.little
+    return OtherRun(name, "prevents it" if prevents else f"leaves {left:.0%}", prevents, losses, after, chosen=True)
+
+
+def _treated(found: FlightExplanation) -> list[OtherRun]:
+    data, chosen = found.data, _chosen(found)
+    return [
+        OtherRun(
+            name,
+            outcome(data, i),
+            bool(data["treatment_prevents"][i]),
+            tuple(data["treatment_loss"].values[i].tolist()),
+            float(data["treatment_after"][i]),
+            name == chosen,
+        )
+        for i, name in enumerate(map(str, data["treatment"].values))
+    ]
+
+
+def _chosen(found: FlightExplanation) -> str | None:
+    """The treatment that the verdict names: the former value of a hyperparameter, or the mildest that prevents it."""
+    if found.kind in ("batch", "group"):
+        return None
+    if found.hyperparameter is None:
+        return found.treatment
+    held = f"{found.hyperparameter} held at its former value"
+    return next((name for name in map(str, found.data["treatment"].values) if name.startswith(held)), None)
