@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faults`: kill −9 at random moments, mutated bytes and truncations, a full disk.
+"""`python -m benchmarks.faults`: kill −9 at random moments, mutated bytes and truncations, a full or read-only disk.
 
 The truth is the same loop without a recorder. After every fault a flight opens to records that are equal to it, to the
 bit, or it is refused with a reason; a step that is lost is said.
@@ -214,10 +214,10 @@ def _nursery() -> None:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of a few hundred kilobytes; needs the right to mount one."""
+def mounted(folder: Path, option: str) -> Iterator[Path]:
+    """A small disk; needs the right to mount one."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
@@ -227,13 +227,23 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def full_disk(folder: Path) -> str:
     """Training goes on when the disk is full, and what was written before is whole."""
     truth = Loop().run(STEPS)
-    with small_disk(folder / "disk") as disk:
+    with mounted(folder / "disk", f"size={DISK}") as disk:
         (disk / "ballast").write_bytes(bytes(300_000))
         with warnings.catch_warnings(record=True) as said, quiet():
             warnings.simplefilter("always")
             recorder = record(disk / "flight")
         assert [w for w in said if "No space left" in str(w.message)], "the disk was not full"
         return judge(recorder.directory, None, truth)
+
+
+def read_only(folder: Path) -> str:
+    """Training goes on where nothing can be written."""
+    with mounted(folder / "read-only", "ro") as disk, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recorder = record(disk / "flight")
+        assert [w for w in said if "has stopped, training goes on" in str(w.message)], "nothing was said"
+        assert not recorder.recent
+    return "said"
 
 
 @contextmanager
@@ -258,8 +268,9 @@ def main() -> None:
         print(f"{options.kills} × 2 kills:", dict(kills(options.kills, Path(folder), options.seed)))
         try:
             print("a full disk:", full_disk(Path(folder)))
+            print("a read-only folder:", read_only(Path(folder)))
         except (subprocess.CalledProcessError, FileNotFoundError):
-            print("a full disk: not tried, since no small one can be mounted here")
+            print("a full disk, a read-only folder: not tried, since no disk can be mounted here")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -191,27 +190,26 @@ def test_recording_on_the_gpu_is_equal_to_the_bit(name: str, tmp_path: Path) -> 
 
 
 def test_a_recorded_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
-    """torch's own alarm for calls that wait, around the whole loop."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # a wait would stop the recorder
-            model = torch.nn.Linear(64, 64, device="cuda")
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            torch.cuda.set_sync_debug_mode("default")  # the first copy may wait
-            recorder = ak.FlightRecorder(model, optimizer, lambda m, x: m(x).square().mean(), tmp_path, window=4)
-            with recorder:
-                torch.cuda.set_sync_debug_mode("error")
-                for _ in range(7):  # fewer than may be late
-                    x = torch.ones(16, 64, device="cuda")
-                    loss = model(x).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    recorder.step(x, loss)
-                torch.cuda.set_sync_debug_mode("default")
-                assert recorder.recording
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    """torch's own alarm for calls that wait, around the loop; a wait would stop the recorder."""
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=4) as recorder:
+        recorder.wait()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(7):  # fewer than may be late; a state is taken among them
+                x = torch.ones(16, 64, device="cuda")
+                loss = loss_fn(model, x)
+                loss.backward()
+                optimizer.step()
+                recorder.step(x, loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert recorder.recording
     assert open_flight(tmp_path).last == 6
 
 

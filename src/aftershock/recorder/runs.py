@@ -41,7 +41,8 @@ def claim(directory: Path) -> tuple[Path, str]:
 
 
 def release(folder: Path) -> None:
-    (folder / LOCK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a lock that stays is stale when the process ends
+        (folder / LOCK).unlink()
 
 
 def run_folders(directory: Path) -> list[Path]:

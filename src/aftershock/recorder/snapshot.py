@@ -73,7 +73,7 @@ class Snapshots:
                 layout.join([moment.get("exp_avg") for moment in moments]),
                 layout.join([moment.get("exp_avg_sq") for moment in moments]),
             ),
-            counts=_stacked(steps, layout.device) if on_device else tuple(int(step) for step in steps),
+            counts=_stacked(steps, self.layout.device) if on_device else tuple(int(step) for step in steps),
             buffers={_plain(name): _owned(buffer, layout) for name, buffer in self.model.named_buffers()},
             constants={name: _owned(parameter, layout) for name, parameter in live.items() if name not in trained},
             hypers=tuple(read_hyper(group, self.optimizer) for group in self.optimizer.param_groups),
@@ -88,8 +88,14 @@ def _owned(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _stacked(steps: list[Tensor | int], device: torch.device) -> Tensor:
-    """Counts that live on the GPU (fused or capturable AdamW)."""
-    return torch.stack([torch.as_tensor(step, dtype=torch.float64, device=device).reshape(()) for step in steps])
+    """Counts of which some live on the GPU (fused or capturable AdamW), together there: nothing waits for it."""
+
+    def there(step: Tensor | int) -> Tensor:
+        if isinstance(step, Tensor) and step.device == device:
+            return step.double().reshape(())
+        return torch.full((), float(step), dtype=torch.float64, device=device)
+
+    return torch.stack([there(step) for step in steps])
 
 
 def _plain(name: str) -> str:
