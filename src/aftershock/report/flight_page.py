@@ -33,7 +33,7 @@ INSTRUMENTS = {
 SAID = (  # elsewhere on the page
     *INSTRUMENTS,
     *("kind", "event", "batches", "examples", "changes", "blamed", "group", "group_left", "placebos"),
-    *("placebos_remove", "group_placebos", "group_placebos_remove", "treatment", "hyperparameter", "missing"),
+    *("placebos_change", "group_placebos", "group_placebos_change", "treatment", "hyperparameter", "missing"),
     *(
         "hyperparameter_said",
         "hyperparameter_left",
