@@ -217,7 +217,10 @@ def explain(
 @app.command()
 def doctor(
     build: Annotated[
-        str, typer.Argument(help="module:function or train.py:function; returns model, optimizer, loss_fn, batch, train_step.")
+        str,
+        typer.Argument(
+            help="module:function or train.py:function; returns model, optimizer, loss_fn, batch, train_step."
+        ),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly."""
