@@ -1,4 +1,4 @@
-"""Pictures of an explained flight: its course, the runs that differ, suspects and placebos, and inside a blamed step."""
+"""Pictures of an explained flight: its course, the runs that differ, suspects and placebos, inside a blamed step."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             line={"color": SPARED, "width": 1},
             opacity=0.45,
             name="others that prevent it",
+            legendrank=3,
             legendgroup="others",
             showlegend=i == 0,
             hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
@@ -143,6 +144,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
         marker={"size": 4},
         line={"color": INK, "width": 1.5},
         name="as it was",
+        legendrank=1,
         hovertemplate="as it was, step %{x}: %{y:.4g}<extra></extra>",
     )
     for run in (run for run in runs if run.chosen):
@@ -152,6 +154,8 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             mode="lines",
             line={"color": SPARED, "width": 3},
             name=_folded(escape(run.name)),
+            legendrank=2,
+            connectgaps=True,
             hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
         )
     style(figure, "step", "loss", height=380)
@@ -342,7 +346,12 @@ def _styled_rows(figure: Figure, titles: Sequence[str], height: int) -> None:
     figure.update_xaxes(title_text="step", row=len(titles), col=1)
     for row, title in enumerate(titles, start=1):
         figure.update_yaxes(
-            **axis, automargin=True, nticks=6 if row == 1 else 4, title={"text": title, "standoff": 8}, row=row, col=1
+            **axis,
+            automargin=True,
+            nticks=6 if row == 1 else 4,
+            title={"text": title, "standoff": 8, "font": {"size": 12}},
+            row=row,
+            col=1,
         )
     figure.update_layout(showlegend=False)
 

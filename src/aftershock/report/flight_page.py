@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ header h2 { font-size: 15px; margin-bottom: 8px; }
 .sortable tr.tried td.number { color: var(--ink); font-weight: 500; }
 @media (max-width: 600px) { main { padding: 24px 16px 40px; } .verdict { font-size: 21px; }
   .certificate li { flex-direction: column; gap: 0; } header .certificate strong { flex-basis: auto; }
-  th, td { padding: 5px 6px; } }
+  th, td { padding: 5px 6px; } .runs { font-size: 13px; } .runs th, .runs td + td { white-space: normal; } }
 """
 
 
@@ -77,7 +77,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         section("Every step, in numbers", _table(found, culprits)),
         section(
             "Where this comes from",
-            provenance_table({key: value for key, value in found.data.attrs.items() if key not in SAID}),
+            provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
     return write_page(Path(path), title, sections, style=STYLE)
@@ -153,9 +153,9 @@ def _runs(found: FlightExplanation) -> str:
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{name}</th>' for i, name in enumerate(heads))
     rows = "\n".join(_run(run, control) for run in runs)
     return (
-        "<table class='runs'>\n<caption>Each was run again over the whole event. Loss after: the mean of the last losses "
-        f"of the window; change: against {control:.4g}, that of the run as it was.</caption>\n<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{rows}\n</tbody>\n</table>"
+        "<table class='runs'>\n<caption>Each was run again over the whole event. Loss after: the mean of the last "
+        f"losses of the window; change: against {control:.4g}, that of the run as it was.</caption>\n"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
 
 
@@ -179,15 +179,15 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         return []
     words = ["Above: what is left of the event in the run without each step; placebos are steps that nobody suspects."]
     words += [
-        f"Below: what each step added to the loss of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}; measured, "
-        "and behind it, lighter, predicted."
+        f"Below: what each step added to the loss of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}: measured"
     ]
+    words[-1] += ", and behind it, lighter, predicted." if drawn else "."
     if not any(c.role for c in culprits):
         words = ["Nothing was run again without a step: these are predictions, not proofs."]
     if predicted and not attrs["linear_ok"]:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
     elif len(drawn) < len(predicted):
-        words.append(f"{len(predicted) - len(drawn)} predictions are off the scale and not drawn.")
+        words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
     return [
         section(
             "Who did it, and the placebo",
@@ -208,10 +208,12 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         return []
     known = next((c for c in blamed if right(found, c)), None)
     if known is None:
-        told = (
-            f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: "
+        why = (
             "its prediction was wrong, and the parts of it would be too."
+            if found.data.attrs["linear_ok"]
+            else "the run amplifies too fast for predictions, and for their parts, to mean anything."
         )
+        told = f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: {why}"
         return [section(f"Inside step {blamed[0].step}", f"<p class='story'>{told}</p>")]
     step = known.step
     return [
@@ -274,27 +276,32 @@ def _instruments(found: FlightExplanation) -> list[str]:
 def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     attrs = found.data.attrs
     tried = any(c.role for c in culprits)
-    channels = [label for label, _ in figures.CHANNELS.values()]
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else []), "predicted"]
-    columns += [f"in {label}" for label in channels]
+    channels = figures.CHANNELS if attrs["linear_ok"] else {}  # parts of what means nothing would not either
+    columns += [f"in {label}" for label, _ in channels.values()]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
-    rows = "\n".join(_row(culprit, tried) for culprit in culprits[:ROWS])
+    rows = "\n".join(_row(culprit, tried, channels) for culprit in culprits[:ROWS])
     order = "The blamed first, then by what is left of the event, then as predicted." if tried else "As predicted."
     return (
-        f"<div class='wide'><table class='sortable'>\n<caption>What each step added to the loss of step {attrs['step']}, "
-        f"{COMPARED[attrs['ranked_by']]}; positive numbers raised it. {order} Click a column to sort.</caption>\n"
+        "<div class='wide'><table class='sortable'>\n<caption>What each step added to the loss of step "
+        f"{attrs['step']}, {COMPARED[attrs['ranked_by']]}; positive numbers raised it. {order} Click a column to "
+        "sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
 
 
-def _row(culprit: Culprit, tried: bool) -> str:
+def _row(culprit: Culprit, tried: bool, channels: Iterable[str]) -> str:
     cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
         cells += [number(culprit.left, _share(culprit.left)), _number(culprit.measured)]
-    cells += [_number(culprit.predicted), *(_number(culprit.channels[name]) for name in figures.CHANNELS)]
+    cells += [_number(culprit.predicted), *(_number(culprit.channels[name]) for name in channels)]
     return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _number(value: float) -> str:

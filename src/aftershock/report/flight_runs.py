@@ -52,6 +52,7 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     runs, numbers = [], data["place"].values.tolist()
     for step in found.blamed:
         losses, at = data["loss"].values.copy(), numbers.index(step)
+        losses[at] = np.nan  # its batch was not seen
         losses[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(losses) - at - 1]
         left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, losses)
         runs.append(_without(f"the batch of step {step} left out", left, tuple(losses.tolist()), after))
