@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,10 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
     assert held.name.startswith("lr held at its former value")
     assert held.prevents
     losses = dict(zip(rate.data["place"].values.tolist(), held.losses))
-    assert held.after == pytest.approx(losses[SPIKE])  # the event ends with the explained step
+    assert held.after == pytest.approx((losses[SPIKE] + losses[SPIKE + 1]) / 2)  # one step after it was recorded
     html = rate._repr_html_()
-    assert f"{held.after:.4g}</td><td class='number'>{held.after - rate.data.attrs['value']:+.3g}<" in html
+    change = held.after - float(rate.data["loss"][-2:].mean())
+    assert f"{held.after:.4g}</td><td class='number'>{change:+.3g}<" in html
     assert rate.verdict in html
 
 
@@ -320,6 +322,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code" / "beside.py").write_text(SCRIPT)
     (tmp_path / "code" / "fails.py").write_text("raise ValueError('no data here')\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # what a command adds to it goes with the test
     return tmp_path
 
 

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core.changes import Zero
 from aftershock.core.contributions import BentReadout, Layers
 from aftershock.core.probe import own_loss
 from aftershock.recorder.instruments import data, update_sizes
-from aftershock.recorder.replay import rerun
+from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.stability import amplification, sharpness
 from aftershock.recorder.sweep import sweep
 
@@ -113,7 +112,7 @@ def test_a_parameter_without_gradient_has_no_size() -> None:
         return out + model["idle"](batch[0]).square().mean() if batch[1] else out
 
     batches = [(torch.randn(3, 2), both) for both in (True, False, True)]
-    found = update_sizes(ak.capture(model, optimizer, loss_fn).follow(batches).trajectory)
+    found = update_sizes(ak.capture(model, optimizer, loss_fn, unused="skip").follow(batches).trajectory)
     assert found.by_layer[:, found.layers.index("idle")].isnan().tolist() == [False, True, False]
     assert float(found.whole[0]) == pytest.approx(1.0, rel=1e-6)  # the first gradient is all that v knows
     assert all(leader.name.startswith("used") for leader in found.leaders(1, 2))
@@ -222,8 +221,9 @@ def test_where_perturbations_grow_too_fast_predictions_do_not_rank_the_steps(lr:
     path = ak.capture(model, optimizer, cross_entropy).follow([feed() for _ in range(25)])
     trajectory, last = path.trajectory, 24
     bent = BentReadout.of(path.watch(0, own_loss, last), directions=0)
-    predicted = sweep(trajectory, last, bent, references=0, jump=None).total("zero")
-    true = torch.tensor([trajectory.steps[last].loss - rerun(trajectory, i, Zero(), last)[-1] for i in range(last)])
+    predicted = sweep(trajectory, last, bent, references=0).total("skip")
+    runs = run_again(trajectory, [Run(i, {i: None}) for i in range(last)], last)
+    true = torch.tensor([trajectory.steps[last].loss - losses[last] for losses in runs])
     found = amplification(trajectory, last)
     assert found.linear_ok == found.steady == follows
     assert (spearman(predicted, true) > 0.7) == follows

@@ -185,7 +185,7 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
 
     def write(folder: Path) -> None:
         path = folder / "ring" / "step-00000011.safetensors"
-        tensors, header = read_tensors(path, "recorded step", "aftershock-step-1")
+        tensors, header = read_tensors(path, "recorded step", "aftershock-step-2")
         change(header)
         write_tensors(path, tensors, header)
 

@@ -75,8 +75,10 @@ class Event:
         whose losses it does not have.
         """
         theirs, ours = self._stretch(run, without), self._stretch({}, frozenset())
+        # an event that hardly passes the level has hardly any excess to compare with
+        whole = max(_excess(ours, self.level), BARS.half * self.peak)
         pairs = (
-            (_excess(theirs, self.level), _excess(ours, self.level)),
+            (_excess(theirs, self.level), whole),
             (max(theirs, default=self.usual) - self.usual, self.peak),
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
