@@ -16,11 +16,14 @@ from .models import System, cnn_system, loss_fn
 from .table import Row
 
 WINDOW = 64
+SENTENCES, TOKENS = 16, 1024
 OVERHEAD_BAR, EXPLAIN_BAR = 1.03, 5.0
 
 
 def recording(device: torch.device, full: bool) -> list[Row]:
     """Steps of two twins in turn, one of them recorded; then the window explained without references and proofs."""
+    if device.type == "cuda":
+        return [_language_overhead(device, 8 if full else 4), _explain(cnn_system(device))]
     return [_overhead(cnn_system(device), 4 * WINDOW if full else WINDOW), _explain(cnn_system(device))]
 
 
@@ -49,6 +52,62 @@ def _overhead(system: System, steps: int) -> Row:
     note = f"steps of {1e3 * usual:.0f} ms; {total:.2f} over all, states included"
     grows = "a batch and a norm per step, a state per window"
     return Row("recording, CNN–ReLU", ratio, OVERHEAD_BAR, "× a step without it", grows, note)
+
+
+class Language(torch.nn.Module):
+    """A transformer of GPT-2's width and depth: 124 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(50257, 768), torch.nn.Embedding(TOKENS, 768)
+        layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.layers(x, mask=mask, is_causal=True) @ self.words.weight.T
+
+
+def _next_token(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _language_overhead(device: torch.device, rounds: int) -> Row:
+    """Windows of steps with and without a recorder in turn, each to its end on the GPU; no step reads a number."""
+    model = Language().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = [torch.randint(0, 50257, (SENTENCES, TOKENS), device=device) for _ in range(8)]
+
+    def window(recorder: ak.FlightRecorder | None) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for i in range(WINDOW):
+            batch = tokens[i % len(tokens)]
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = _next_token(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if recorder is not None:
+                recorder.step(batch, loss)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    window(None)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = []
+        for _ in range(rounds):
+            plain = window(None)
+            with ak.FlightRecorder(model, optimizer, _next_token, folder) as recorder:
+                recorder.wait()
+                window(recorder)  # the first takes pinned memory from the system
+                pairs.append((plain, window(recorder)))
+                assert recorder.recording, "the recorder stopped"
+    ratio = statistics.median(recorded / plain for plain, recorded in pairs)
+    usual = statistics.median(plain for plain, _ in pairs) / WINDOW
+    note = f"steps of {1e3 * usual:.0f} ms, bfloat16, a state per {WINDOW} steps included"
+    return Row("recording, GPT-2 124M", ratio, OVERHEAD_BAR, "× a step without it", "a norm and a batch per step", note)
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import random
+import re
 import shutil
 import statistics
 import tempfile
@@ -36,6 +37,8 @@ from .spike_runs import AFTER, KINDS, WINDOW, Data, Loop, Window, find, loss_fn
 from .spike_truth import HALF, Event, names_treatment, truth, without
 
 THIRD = 1 / 3
+FEW = 3  # steps that can each be called the one that did it
+TRIED = r"lr halved \d|Adam restarted [18]|(beta2 .*|clip|stable) 8"  # what an explanation tries by itself
 PLACEBOS = 12  # groups drawn to judge a blamed group
 BATCHES = ("batch", "group", "own batch")
 
@@ -80,6 +83,7 @@ class Judged:
     run: str
     size: float  # of the event's peak, in σ
     share: float  # of steps whose removal removes half
+    guilty: list[int]  # those steps, where they are few enough to be specific
     prevented_by: list[str]
     said: Said
     true: bool
@@ -112,19 +116,22 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
     prevents = {name for name, cure in facts["treatments"].items() if cure["prevents"]}
     if said.kind in BATCHES:
         return bool(said.blamed) and specific(said.blamed, window, loop, facts)
-    if said.kind == "instability":
-        nobody = not guilty(facts)
-        if said.treatment is None:
-            return nobody and not prevents
-        return nobody and any(names_treatment(said.treatment, name) for name in prevents)
-    if said.kind == "unknown":
-        return not guilty(facts) and not prevents
+    if said.kind == "instability" and said.treatment is not None:
+        return any(names_treatment(said.treatment, name) for name in prevents)
+    if said.kind in ("instability", "unknown"):  # that nobody did it, and that nothing of what was tried prevents it
+        return not guilty(facts) and not any(re.fullmatch(TRIED, name) for name in prevents)
     return False  # nothing was planted: no shift, no wrong setting; and every window holds a spike of finite losses
 
 
 def guilty(facts: dict[str, Any]) -> list[int]:
-    """Steps to blame: those that remove half where at most a third do."""
-    return [int(n) for n, left in facts["left"].items() if left <= HALF] if 0 < facts["share"] <= THIRD else []
+    """Steps to blame: few, without which less than half of the event is left, and less than half of what is left
+    without nine in ten of the others. Where several do, or where leaving out any step makes another event of it, no
+    batch did it."""
+    left = {int(n): value for n, value in facts["left"].items()}
+    kept = statistics.mean(HALF < value < 1 / HALF for value in left.values())
+    others = sorted(left.values())[len(left) // 10]
+    removing = [n for n, value in left.items() if value <= HALF * min(1.0, max(others, HALF))]
+    return removing if len(removing) <= FEW and kept >= 1 - THIRD else []
 
 
 def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[str, Any]) -> bool:
@@ -152,7 +159,8 @@ def examine(window: Window, cache: Path, data: Data) -> Judged:
     true = judge(said, window, window.loop(cache, data), facts)
     prevented_by = [name for name, cure in facts["treatments"].items() if cure["prevents"]]
     size = facts["event"]["peak"] / facts["event"]["sigma"]
-    return Judged(window.name, window.kind, size, facts["share"], prevented_by, said, true, spent / trained)
+    share, cost = facts["share"], spent / trained
+    return Judged(window.name, window.kind, size, share, guilty(facts), prevented_by, said, true, cost)
 
 
 def known_truth(window: Window, cache: Path, data: Data) -> dict[str, Any]:
@@ -222,13 +230,15 @@ def truths(windows: list[Window], facts: list[dict[str, Any]]) -> Table:
 
 def verdicts(judged: list[Judged]) -> Table:
     table = Table(title="spikes that happened by themselves")
-    for name in ("window", "event, σ", "steps that remove half", "said", "blamed", "treatment", "true?", "cost ×"):
+    columns = ("window", "event, σ", "steps that remove half", "specific", "treatments that prevent it", "said")
+    for name in (*columns, "blamed", "treatment", "true?", "cost ×"):
         table.add_column(name)
     for one in judged:
         blamed = ", ".join(map(str, one.said.blamed))
         table.add_row(
-            one.window, f"{one.size:.0f}", f"{one.share:.0%}", one.said.kind, blamed,
-            one.said.treatment or "", "yes" if one.true else "NO", f"{one.cost:.0f}",
+            one.window, f"{one.size:.0f}", f"{one.share:.0%}", ", ".join(map(str, one.guilty)),
+            str(len(one.prevented_by)), one.said.kind, blamed, one.said.treatment or "",
+            "yes" if one.true else "NO", f"{one.cost:.0f}",
         )  # fmt: skip
     return table
 

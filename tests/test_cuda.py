@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import torch
 import aftershock as ak
 from aftershock.core import fused
 from aftershock.core.state import Cotangent, Tangent
+from aftershock.recorder.store import open_flight
+from aftershock.recorder.triggers import AtStep
 
 from .cases import CASES, Case, cross_entropy, make, mlp
 from .test_path import assert_same_bits
@@ -122,3 +126,116 @@ def test_fused_steps_are_the_plain_arithmetic(
             slow = after(step)
         for a, b in zip(quick, slow):
             assert (a - b).abs().max() <= 8 * torch.finfo(dtype).eps * b.abs().max()
+
+
+# --- the flight recorder
+
+
+def gpu_loop(
+    directory: Path | None, steps: int = 24, scaled: bool = False, clip: float | None = None, **adamw: Any
+) -> tuple[torch.nn.Module, list[torch.Tensor], ak.FlightRecorder | None]:
+    """Training whose batches lie in one buffer that every step overwrites, and which never reads a number."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 3))
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
+    scale = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=scaled)
+    data = [torch.randn(32, 8) for _ in range(steps)]
+    x, y = torch.empty(32, 8, device="cuda"), (torch.arange(32) % 3).cuda()
+    recorder = None
+    if directory is not None:
+        options: dict[str, Any] = {"window": 8, "every": 4, "clip": clip, "triggers": [AtStep(18)], "after": 2}
+        recorder = ak.FlightRecorder(model, optimizer, cross_entropy, directory, **options)
+        recorder.__enter__()
+    losses = []
+    for step in range(steps):
+        x.copy_(data[step])
+        loss = cross_entropy(model, (x, y))
+        scale.scale(loss * float("inf") if scaled and step == 5 else loss).backward()
+        scale.unscale_(optimizer) if scaled else None
+        norm = None if clip is None else torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scale.step(optimizer)
+        scale.update()
+        optimizer.zero_grad()
+        if recorder is not None:
+            recorder.step((x, y), loss, norm=norm)
+        losses.append(loss.detach())
+    if recorder is not None:
+        recorder.__exit__(None, None, None)
+        assert [torch.equal(r.fed[0].tensors[0], data[r.fed[0].index]) for r in recorder.recent] == [True] * 8
+    return model, losses, recorder
+
+
+GPU_LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+    "clipped": {"clip": 0.1},
+    "scaler, fused": {"scaled": True, "fused": True},
+    "scaler": {"scaled": True},
+}
+
+
+@pytest.mark.parametrize("name", list(GPU_LOOPS))
+def test_recording_on_the_gpu_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+    plain, losses, _ = gpu_loop(None, **GPU_LOOPS[name])
+    model, seen, recorder = gpu_loop(tmp_path, **GPU_LOOPS[name])
+    assert all(torch.equal(a, b) for a, b in zip(losses, seen))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters()))
+    assert recorder is not None
+    flight = open_flight(tmp_path)
+    assert (flight.trigger, flight.after, flight.missing) == (18, 2, ())
+    found = ak.explain(recorder, verify=0, references=0)
+    assert "to the bit" in str(found.certificate)
+
+
+def test_a_recorded_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    """torch's own alarm for calls that wait, around the loop; a wait would stop the recorder."""
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=4) as recorder:
+        recorder.wait()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(7):  # fewer than may be late; a state is taken among them
+                x = torch.ones(16, 64, device="cuda")
+                loss = loss_fn(model, x)
+                loss.backward()
+                optimizer.step()
+                recorder.step(x, loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert recorder.recording
+    assert open_flight(tmp_path).last == 6
+
+
+def test_a_state_takes_its_own_size_of_gpu_memory_and_no_more(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    size = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).square().mean()
+
+    def peak(recorder: ak.FlightRecorder | None) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(12):
+            x = torch.ones(2, 4096, device="cuda")
+            loss = loss_fn(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if recorder is not None:
+                recorder.step(x, loss)
+        return torch.cuda.max_memory_allocated()
+
+    plain = peak(None)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=4, every=2, triggers=()) as recorder:
+        recorder.wait()
+        recorded = peak(recorder)
+        assert recorder.recording
+    assert recorded - plain < 1.1 * size  # a tenth for batches and norms

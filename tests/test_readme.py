@@ -23,13 +23,13 @@ def test_the_python_of_the_readme_runs(
     case = make("tanh_mlp")
     monkeypatch.chdir(tmp_path)
 
-    def train_step(batch: object) -> torch.Tensor:
+    def train_step(batch: object) -> tuple[torch.Tensor, torch.Tensor]:
         loss = case.loss_fn(case.model, batch)
         case.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
         case.optimizer.step()
-        return loss
+        return loss, norm
 
     names = {
         "model": case.model,

@@ -142,7 +142,7 @@ def test_the_loop_never_sees_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*arguments: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aftershock.recorder.store.write_tensors", full)
+    monkeypatch.setattr("aftershock.recorder.ring.write_tensors", full)
     with pytest.warns(RuntimeWarning, match="No space left on device") as seen:
         model, _, with_recorder, _ = train(tmp_path / "full")
     assert len(seen) == 1
@@ -194,7 +194,7 @@ def test_triggers_keep_windows(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGUSR1)
     triggers = [AtStep(5), OnSignal(signal.SIGUSR1), NotANumber()]
-    _, _, _, recorder = train(tmp_path, steps=30, window=8, feed=feed, triggers=triggers)
+    _, _, _, recorder = train(tmp_path, steps=30, window=8, after=3, feed=feed, triggers=triggers)
     assert signal.getsignal(signal.SIGUSR1) is before
     assert recorder is not None
     names = [path.name for path in recorder.flights]
@@ -218,21 +218,8 @@ def test_a_trigger_fires_once_per_spike() -> None:
     assert robust_z(10.0, [1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx(7 / 1.4826)
 
 
-def test_an_earlier_runs_ring_is_kept(tmp_path: Path) -> None:
-    train(tmp_path, triggers=())
-    train(tmp_path, steps=3, triggers=())
-    flight = open_flight(tmp_path, STEPS - 1)
-    assert flight.reason == "left by an earlier run"
-    assert flight.last == STEPS - 1
-    assert open_flight(tmp_path, 2).folder.name == "ring"
-
-
-def test_a_ring_that_is_broken_or_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
-    _, _, losses, _ = train(tmp_path, triggers=())
-    last = tmp_path / "ring" / f"step-{STEPS - 1:08d}.safetensors"
-    last.write_bytes(last.read_bytes()[:20])
-    train(tmp_path, steps=3, triggers=())
-    assert open_flight(tmp_path, STEPS - 2).last == STEPS - 2
+def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
+    _, _, losses, _ = train(None)
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="has stopped, training goes on"):
         _, _, with_recorder, _ = train(tmp_path / "file" / "flight")

@@ -27,7 +27,9 @@ def recorded(directory: Path, steps: int = 12) -> ak.FlightRecorder:
     torch.manual_seed(0)
     model = mlp(4, 5, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    recorder = ak.FlightRecorder(model, optimizer, cross_entropy, directory, window=8, every=4, triggers=[AtStep(9)])
+    recorder = ak.FlightRecorder(
+        model, optimizer, cross_entropy, directory, window=8, every=4, after=0, triggers=[AtStep(9)]
+    )
     with recorder:
         for _ in range(steps):
             batch = torch.randn(6, 4), torch.randint(0, 3, (6,))

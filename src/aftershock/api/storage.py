@@ -21,7 +21,7 @@ from ..core.outside import Outside
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState
 from ..errors import InvalidFile
-from ..results.files import read_tensors, write_tensors
+from ..results.files import malformed, read_tensors, write_tensors
 
 FORMAT = "aftershock-point-2"
 
@@ -63,6 +63,13 @@ def load_captured(
     constant: Sequence[nn.Module] = (),
 ) -> Captured:
     """The point in `path` with the code of `model`."""
+    with malformed(path, "saved point"):
+        return _load(path, model, loss_fn, constant)
+
+
+def _load(
+    path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], constant: Sequence[nn.Module]
+) -> Captured:
     tensors, header = read_tensors(path, "saved point", FORMAT)
     said = header["loop"]
     model = unwrapped(model)

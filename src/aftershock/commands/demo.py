@@ -251,12 +251,11 @@ def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, conso
             if step == size.bump:
                 training.set_rate(BUMP * size.lr)
             recorder.step(batch, training.update(batch))
-        recorder.wait()
-        console.print(f"{'step':>6}  {'loss':>6}")
-        for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
-            console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
-        found = [explain(flight, verify=size.verify) for flight in recorder.flights]
-        found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify)]
+    console.print(f"{'step':>6}  {'loss':>6}")
+    for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
+        console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
+    found = [explain(flight, verify=size.verify) for flight in recorder.flights]
+    found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify)]
     flown = Flown(found, before, (good, bad))
     for each in found:
         console.print("", each.verdict, sep="\n", style="bold")

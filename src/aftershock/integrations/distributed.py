@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..core.batches import Batch
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
-from ..recorder.recorder import FlightRecorder, Observer
+from ..recorder.observing import Observer
+from ..recorder.recorder import FlightRecorder
 from ..recorder.records import Fed, encode
 
 FAILED = -1  # in the place of a message's length
@@ -138,6 +139,7 @@ class RankRecorder:
     def _stop(self, reason: str) -> None:
         self.recording = False
         if self.recorder is not None:
+            self.recorder._settle_all()
             self.recorder.recording = False
         warnings.warn(
             f"the flight recorder of rank {self.rank} has stopped, training goes on: "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
-from ..core.hooks import Hooks
 from ..errors import InvalidInput, UnsupportedClipping
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Trigger
@@ -38,8 +37,8 @@ class FlightCallback(lightning.Callback):
     """Record a Lightning run: `Trainer(callbacks=[FlightCallback("flight", window=64)])`.
 
     Automatic optimization with one AdamW; accumulation, clipping by norm, schedulers and precision are the
-    Trainer's. The recorder is `callback.recorder`; under DDP every rank has one, and rank 0 writes. A
-    `training_step` that reads `self.trainer` cannot be replayed.
+    Trainer's. `others` (after, keep, on_trigger) are the recorder's, which is `callback.recorder`; under DDP every
+    rank has one, and rank 0 writes. A `training_step` that reads `self.trainer` cannot be replayed.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class FlightCallback(lightning.Callback):
         window: int = 64,
         every: int | None = None,
         triggers: Sequence[Trigger] | None = None,
-        hooks: Hooks | None = None,
+        **others: Any,
     ) -> None:
         self.directory = directory
-        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, "hooks": hooks}
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, **others}
         self.recorder: FlightRecorder | RankRecorder | None = None
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None

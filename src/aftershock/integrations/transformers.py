@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..core.batches import Batch
-from ..core.hooks import Hooks
 from ..errors import InvalidInput
-from ..recorder.recorder import FlightRecorder, Observer, guarded
-from ..recorder.triggers import Trigger
+from ..recorder.observing import Observer, guarded
+from ..recorder.recorder import FlightRecorder
+from ..recorder.triggers import Drift, NotANumber, Spike, Trigger
 
 
 def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
@@ -36,8 +36,8 @@ class FlightCallback(TrainerCallback):
     """Record a Trainer's run: `Trainer(…, callbacks=[FlightCallback("flight", window=64)])`.
 
     The loss is the model's own; label smoothing, `compute_loss_func` and an overridden `compute_loss` are not seen.
-    Gradients arrive already clipped by `max_grad_norm`, so spikes of the gradient norm show in the loss only. The
-    recorder is `callback.recorder`.
+    Gradients arrive already clipped by `max_grad_norm`, so that their norm is not watched. `others` (after, keep,
+    on_trigger) are the recorder's, which is `callback.recorder`.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class FlightCallback(TrainerCallback):
         window: int = 64,
         every: int | None = None,
         triggers: Sequence[Trigger] | None = None,
-        hooks: Hooks | None = None,
+        **others: Any,
     ) -> None:
         self.directory = directory
-        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, "hooks": hooks}
+        triggers = (Spike("loss"), Drift(), NotANumber()) if triggers is None else triggers
+        self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, **others}
         self.recorder: FlightRecorder | None = None
         self._inputs: Batch = None
         self._losses: list[Tensor] = []

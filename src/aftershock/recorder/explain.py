@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
@@ -23,15 +22,15 @@ from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
-from .recorder import LIVE, FlightRecorder
+from .recorder import FlightRecorder, find_flight
 from .records import Source
 from .replay import Replay, replay
 from .reruns import Run
-from .stability import Amplification, Sharpness, amplification, sharpness
-from .store import Flight, open_flight
+from .stability import amplification, sharpness
+from .store import Flight
 from .suspects import inquire
 from .sweep import Swept, sweep
-from .treatments import Treatment, try_all
+from .treatments import Treatment, proved, try_all
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 PLACEBOS = 8
@@ -48,7 +47,7 @@ def explain(
     loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     dataset: Any = None,
     window: int | None = None,
-    references: int = 4,
+    references: int = 0,
     verify: int | Sequence[int] = VERIFY,
     placebos: int = PLACEBOS,
     treatments: bool = True,
@@ -62,7 +61,8 @@ def explain(
     step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
         last finite one before it explained.
     window: how many steps back to look; default: as recorded.
-    references: neighbours whose mean gradient stands for an ordinary batch.
+    references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
+        beside those against no step: as many gradients per step.
     verify: how many steps to run again without: the highest predicted, and some with the largest gradients; or the
         numbers of the steps.
     placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
@@ -71,53 +71,44 @@ def explain(
     examples: in how many of the blamed steps to look inside.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
-    the last state before the window, 2–3 per step for one adjoint sweep, `references` per step, about 10 for each
+    the last state before the window, 2–3 per step for one adjoint sweep, about 10 for each
     proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
     with a treatment one per step after it.
     """
-    directory, code = _source(flight, model, loss_fn, dataset)
-    found = open_flight(directory, step)
+    found, recorder = find_flight(flight, step)
+    code = _code(found, recorder, model, loss_fn, dataset)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
     replayed = _replayed(found, target, window, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
     nan = _not_a_number(found, replayed, step, code) if step != target else None
-    swept, refused = _predicted(replayed, references)
-    findings = Findings(found, replayed, event, swept, refused, step, "replace" if references else "skip", nan=nan)
-    if nan is None and event.is_one:
-        _ask(findings, verify, references, placebos, treatments, seed)
+    asking = nan is None and event.is_one
+    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), step, nan=nan)
+    _predict(findings, references, watched=asking)
+    if asking:
+        _ask(findings, verify, placebos, treatments, seed)
     return FlightExplanation(labelled(findings, examples))
 
 
-def _ask(f: Findings, verify: int | Sequence[int], references: int, placebos: int, treatments: bool, seed: int) -> None:
+def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
     """The instruments, then the runs with something changed."""
     replayed, event, trajectory = f.replayed, f.event, f.replayed.trajectory
     steps, last = trajectory.steps, replayed.last
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
-    if f.refused is None:
-        f.growth, f.sharp = _stability(replayed)
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
     f.data = data(trajectory, last, before, after)
     f.changes = [c for c in hyperparameters(replayed.records[: last + 1]) if c.kind != "warm-up"][:HELD]
-    if f.data.kind in ("own batch", "shift"):
+    if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
-    held = [_held(trajectory.steps, change, event) for change in f.changes]
+    held = [_held(steps, change, event) for change in f.changes]
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
-        f.inquiry = inquire(
-            trajectory, event, suspected, references=references, placebos=placebos, seed=seed, tick=tick
-        )
+        f.inquiry = inquire(trajectory, event, suspected, placebos=placebos, seed=seed, tick=tick)
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
-    f.held, f.outcomes = outcomes[: len(held)], outcomes[len(held) :]
-
-
-def _stability(replayed: Replay) -> tuple[Amplification | None, Sharpness | None]:
-    if replayed.last < 2:
-        return None, None
-    return amplification(replayed.trajectory, replayed.last), sharpness(replayed.trajectory, replayed.last - 1)
+    f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
 
 
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
@@ -128,21 +119,22 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
 
 def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     """Which steps to run without: those asked for, or the highest predicted and, for a third of the places, those with
-    the largest gradients: a prediction is linear, and a batch that was bad enough is not."""
-    numbers = [record.step for record in f.replayed.records[: f.replayed.last]]
+    the largest gradients: a prediction is linear, and a batch that was bad enough is not. The explained step itself
+    comes last, where its own batch is high."""
+    last = f.replayed.last
+    numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
         unknown = [number for number in verify if number not in numbers]
         if unknown:
             raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
         return [numbers.index(number) for number in verify]
-    steps = f.replayed.trajectory.steps[: len(numbers)]
-    scores = f.swept.total(f.main)
-    loud = sorted(range(len(steps)), key=lambda i: -steps[i].clip.norm)
-    if not bool(torch.isfinite(scores).any()):
-        return loud[:verify]
-    loudest = loud[: verify // 3]
-    highest = [i for i in scores.nan_to_num(-math.inf).argsort(descending=True).tolist() if i not in loudest]
-    return loudest + highest[: verify - len(loudest)]
+    steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
+    loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
+    predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
+    loudest = loud[: verify // 3] if predicted else loud[:verify]
+    highest = [i for i in predicted if i not in loudest]
+    own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
+    return loudest + highest[: verify - len(loudest)] + own
 
 
 # --- replay
@@ -157,24 +149,19 @@ class _Code:
     dataset: Any
 
 
-def _source(
-    flight: FlightRecorder | str | FilePath, model: nn.Module | None, loss_fn: Any, dataset: Any
-) -> tuple[FilePath, _Code]:
-    recorder = flight if isinstance(flight, FlightRecorder) else None
-    directory = flight.directory if isinstance(flight, FlightRecorder) else FilePath(flight).resolve()
-    if recorder is None:
-        recorder = LIVE.get(directory) or LIVE.get(directory.parent)
+def _code(
+    flight: Flight, recorder: FlightRecorder | None, model: nn.Module | None, loss_fn: Any, dataset: Any
+) -> _Code:
     if recorder is not None:
-        recorder.wait()
         model = recorder.model if model is None else model
         loss_fn = recorder.loss_fn if loss_fn is None else loss_fn
         dataset = recorder.dataset if dataset is None else dataset
     if model is None or loss_fn is None:
         raise InvalidInput(
-            f"{directory} was recorded by another process: explain() needs model= and loss_fn= as the training script "
-            "builds them (on the command line: --build module:function)"
+            f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
+            "script builds them (on the command line: --build module:function)"
         )
-    return directory, _Code(model, loss_fn, dataset)
+    return _Code(model, loss_fn, dataset)
 
 
 def _last_finite(flight: Flight, step: int) -> int:
@@ -214,17 +201,28 @@ def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> N
     return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
 
 
-def _predicted(replayed: Replay, references: int) -> tuple[Swept, str | None]:
-    """Every step's contribution by one adjoint sweep, or why there are none."""
-    path, last = replayed.path, replayed.last
-    watch = path.watch(0, own_loss, last) if last else None
+def _layers(replayed: Replay) -> list[str]:
+    return Layers.of(replayed.trajectory.dynamics.layout).names
+
+
+def _predict(f: Findings, references: int, *, watched: bool) -> None:
+    """Every step's contribution by one adjoint sweep, or why there are none.
+
+    watched: first look at how fast the run amplifies; where no linear prediction can follow it, none is made.
+    """
+    path, last, trajectory = f.replayed.path, f.replayed.last, f.replayed.trajectory
+    if last < 2:
+        f.refused = "fewer than two steps before it are recorded"
+        return
+    watch = path.watch(0, own_loss, last)
     try:
-        if watch is None:
-            raise HiddenState("no step before it is recorded")
         path.require_linear(watch)
+        if watched:
+            f.growth, f.sharp = amplification(trajectory, last), sharpness(trajectory, last - 1)
+            if not f.growth.linear_ok:
+                f.refused = f.growth.sentence
+                return
         with progress("adjoint sweep", last) as tick:
-            readout = BentReadout.of(watch, directions=0)
-            return sweep(path.trajectory, last, readout, references=references, tick=tick), None
+            f.swept = sweep(trajectory, last, BentReadout.of(watch, directions=0), references=references, tick=tick)
     except (WrongHessian, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
-        layers = Layers.of(path.trajectory.dynamics.layout).names
-        return Swept.nothing(layers, last), str(error)
+        f.refused = str(error)

@@ -42,9 +42,9 @@ class Findings:
     replayed: Replay
     event: Event
     swept: Swept
-    refused: str | None  # why nothing was predicted
     asked: int
-    main: str  # what a step is compared with
+    main: str = "skip"  # what a step is compared with
+    refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
     updates: UpdateSizes | None = None
     growth: Amplification | None = None
@@ -64,10 +64,12 @@ class Findings:
             return "no spike"
         if self.hyperparameter(ABRUPT) is not None:
             return "hyperparameter"
-        if self.data is not None and self.data.kind in ("shift", "own batch"):
-            return self.data.kind
+        if self.data is not None and self.data.kind == "shift":
+            return "shift"
         if self.inquiry.blamed:
-            return "batch" if len(self.inquiry.blamed) == 1 else "group"
+            own = self.inquiry.blamed == (self.replayed.last,) and self.data is not None
+            alone = "own batch" if own and self.data.kind == "own batch" else "batch"  # type: ignore[union-attr]
+            return alone if len(self.inquiry.blamed) == 1 else "group"
         if self.hyperparameter(("ramp",)) is not None:
             return "hyperparameter"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
@@ -91,9 +93,7 @@ class Findings:
     @property
     def blamed(self) -> tuple[int, ...]:
         """Places in the path of the steps that did it."""
-        if self.kind == "own batch":
-            return (self.replayed.last,)
-        return self.inquiry.blamed if self.kind in ("batch", "group") else ()
+        return self.inquiry.blamed if self.kind in ("batch", "group", "own batch") else ()
 
 
 def labelled(f: Findings, examples: int) -> xr.Dataset:
@@ -160,6 +160,8 @@ def _measured(f: Findings) -> tuple[Tensor, Tensor, list[str], Tensor]:
     for role, trials in (("suspect", f.inquiry.suspects), ("placebo", f.inquiry.placebos)):
         for trial in trials:
             (at,) = trial.steps
+            if at == last:
+                continue  # the explained step itself: its loss is what is explained
             roles[at], left[at] = role, trial.left
             for i in range(at + 1, count):
                 emergence[at, i - at - 1] = f.event.losses[i] - trial.losses[i]
@@ -175,7 +177,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     group = inquiry.group
     return {
         **provenance(f.replayed.trajectory),
-        "check": f.refused or str(f.replayed.path.check()),
+        "check": f.refused if f.growth is None and f.refused else str(f.replayed.path.check()),
         "predicted": f.refused is None,
         "kind": "flight",
         "event": f.kind,
@@ -186,17 +188,17 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "usual": event.usual,
         "sigma": event.sigma,
         "peak": event.peak,
-        "stretch": [numbers[event.first], numbers[event.last]],
+        "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
-        "onset": numbers[event.onset],
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
+        "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
         "group": [] if group is None else [numbers[i] for i in group.steps],
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
-        "placebos_remove": sum(t.removes for t in inquiry.placebos),
+        "placebos_change": sum(not t.keeps for t in inquiry.placebos),
         "group_placebos": len(inquiry.group_placebos),
-        "group_placebos_remove": sum(t.removes for t in inquiry.group_placebos),
+        "group_placebos_change": sum(not t.keeps for t in inquiry.group_placebos),
         "treatment": None if best is None else best.treatment.name,
         "hyperparameter": None if change is None else f.changes[change].name,
         "hyperparameter_said": None if change is None else f.changes[change].sentence,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
+import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ..api.point import TrainingPoint
 from ..api.schedule import LearningRate
 from ..core import capture as reading
-from ..core.adamw import Hyper
 from ..core.batches import Batch
-from ..core.clipping import TORCH_EPSILON, global_norm
+from ..core.clipping import global_norm
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
@@ -29,72 +28,24 @@ from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from .forecast import Forecast, forecast
-from .records import Fed, Forward, Record, Source, encode
-from .store import Ring
-from .triggers import Trigger, default_triggers
+from .observing import Observer, guarded, parts_of
+from .records import Fed, Forward, Record, Source, describe
+from .ring import Ring
+from .runs import claim, release
+from .snapshot import Snapshots
+from .store import Flight, open_flight
+from .transfer import Landing, Transfer
+from .triggers import Trigger, Triggered, default_triggers
+from .updates import Pending, Update, Updates
+from .windows import Windows, say
 from .writer import Writer
 
-Arguments = ParamSpec("Arguments")
-LIVE: WeakValueDictionary[Path, FlightRecorder] = WeakValueDictionary()  # by directory, so that a path finds its model
-
-
-def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Nothing that fails in here may reach the training loop: the recorder stops and says so once."""
-
-    @functools.wraps(method)
-    def safe(*arguments: Arguments.args, **options: Arguments.kwargs) -> None:
-        recorder: Any = arguments[0]
-        if not recorder.recording:
-            return
-        try:
-            method(*arguments, **options)
-        except Exception as error:
-            recorder._stop(f"{type(error).__name__}: {error}")
-
-    return safe
-
-
-def clip_factor(norm: float, clip: float | None) -> float:
-    """c = min(1, max_norm / (n + 1e-6)), as `clip_grad_norm_` has it."""
-    return 1.0 if clip is None else min(1.0, clip / (norm + TORCH_EPSILON))
-
-
-class Observer:
-    """A hook of which a copy or a pickle of what it watches keeps nothing: loops copy models (moving averages)."""
-
-    def __init__(self, watch: Callable[..., None] | None = None) -> None:
-        self.watch = watch
-
-    def __call__(self, *arguments: Any) -> None:
-        if self.watch is not None:
-            self.watch(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
-        return Observer()
-
-    def __reduce__(self) -> tuple[type[Observer], tuple[()]]:
-        return Observer, ()
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """What loss_fn may call instead of the model; the inside of a compiled part stays as it is."""
-    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    if not compiled and not isinstance(module, torch.jit.ScriptModule):
-        for child in module.children():
-            yield child
-            yield from _parts(child)
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What the optimizer's hook saw of one update."""
-
-    norm: Tensor | None  # None where the loop tells it
-    hypers: tuple[Hyper, ...]
+LIVE: WeakValueDictionary[str, FlightRecorder] = WeakValueDictionary()  # by run, so that a flight finds its model
+LATE = 8  # steps by which the GPU may be behind before the loop waits for it: it never runs out of work
 
 
 class FlightRecorder:
-    """Record a training loop; when something happens, the window before it can be replayed and explained.
+    """Record a training loop; when something happens, the window around it can be replayed and explained.
 
         with ak.FlightRecorder(model, optimizer, loss_fn, "flight", clip=1.0) as recorder:
             for batch in loader:
@@ -106,14 +57,20 @@ class FlightRecorder:
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
         state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
+    directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
-    triggers: what keeps a window; default: spikes of the loss and the gradient norm, and NaN.
+    after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it.
+    keep: windows of this run that are kept on disk; the oldest goes first.
+    triggers: what keeps a window; default: spikes of the loss and the gradient norm, a slow rise, and NaN.
+    on_trigger: called with what was seen (`.step`, `.reason`, `.folder`, `.command`), in the loop's own thread.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
     hooks, unused, constant: as in `capture`.
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
 
     Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every
-    `every` steps; files are written by a thread of its own.
+    `every` steps; files are written by a thread of its own. On a GPU the loop does not wait for any of it: numbers
+    are read some steps later, so triggers come late by as much; a state takes its own size of GPU memory until it
+    is on the host.
     """
 
     def __init__(
@@ -125,7 +82,10 @@ class FlightRecorder:
         *,
         window: int = 64,
         every: int | None = None,
+        after: int = 16,
+        keep: int = 4,
         triggers: Sequence[Trigger] | None = None,
+        on_trigger: Callable[[Triggered], object] | None = None,
         clip: float | None = None,
         dataset: Any = None,
         hooks: Hooks | None = None,
@@ -133,34 +93,48 @@ class FlightRecorder:
         constant: Sequence[nn.Module] = (),
     ) -> None:
         every = window if every is None else every
-        if window < 2 or every < 1:
-            raise InvalidInput(f"window is at least 2 steps and every at least 1; got {window} and {every}")
+        if window < 2 or every < 1 or after < 0 or keep < 1:
+            raise InvalidInput(
+                "window is at least 2 steps, every and keep at least 1 and after at least 0; "
+                f"got window={window}, every={every}, keep={keep}, after={after}"
+            )
         self.model, self.loss_fn, self.clip = model, loss_fn, clip
         self.hooks, self.unused, self.constant = hooks, unused, constant
         self.optimizer = unwrapped_optimizer(optimizer, hooks)
-        self.directory, self.window, self.every = Path(directory).resolve(), window, every
+        self.root = self.directory = Path(directory).resolve()
+        self.window, self.every, self.after, self.keep = window, every, after, keep
         self.triggers = default_triggers() if triggers is None else tuple(triggers)
-        self.recording = False
-        self.flights: list[Path] = []
-        self.recent: deque[Record] = deque(maxlen=window)
+        self.on_trigger = on_trigger
         self.dataset = dataset
+        self.recording = False
+        self.run = ""  # its id
+        self._inside = self._warned = False
+        self._ring: Ring | None = None
+        self._windows: Windows | None = None
+        self._recent: deque[Record] = deque(maxlen=window)
 
     # --- the life of a recording
 
     def __enter__(self) -> Self:
         first = self._capture()
-        self.source = Source(first.loss.layout.device, self.dataset)
+        device = first.loss.layout.device
+        self.source = Source(device, self.dataset)
         self._order = [p for p in reading.unwrapped(self.model).parameters() if p.requires_grad]
-        self._counts = {id(p): self._count(p) for p in self._order}
-        self._step = max(first.state.counts)
-        self._ring = Ring(self.directory, self.window)
+        counts = {id(p): float(self._count(p)) for p in self._order}
+        self._updates = Updates(max(first.state.counts), counts, self.clip)
+        self._saved = self._updates.step
+        self._transfer = Transfer(device)
+        self._snapshots = Snapshots(first, self.model, self.optimizer, self._transfer)
         self._writer = Writer(capacity=self.window)
+        self._recent.clear()
         self._fed: list[Fed] = []
         self._losses: list[Tensor | float] = []
+        self._landing = Landing(())
         self._index = 0
         self._random: RandomState | None = None
         self._forward: Forward | None = None
-        self._update: _Update | None = None
+        self._update: Update | None = None
+        self._unpaired = False  # step() was called, and no update had been made
         self._asked: str | None = None
         self._told = False  # does the loop tell the norms before clipping?
         for trigger in self.triggers:
@@ -170,17 +144,24 @@ class FlightRecorder:
             self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
         ]
         self._part_handles = [
-            part.register_forward_pre_hook(Observer(self._before_forward)) for part in _parts(self.model)
+            part.register_forward_pre_hook(Observer(self._before_forward)) for part in parts_of(self.model)
         ]
-        self.recording = True
-        self._begin(first)
-        LIVE[self.directory] = self
+        self.recording = self._inside = True
+        self._warned = False
+        self._begin()
         return self
 
     @guarded
-    def _begin(self, first: reading.Captured) -> None:
+    def _begin(self) -> None:
+        self.directory, self.run = claim(self.root)
+        if self.directory != self.root:
+            say(f"{self.root} holds the flight of another run; this one records into {self.directory}")
+        about = {"id": self.run, "began": time.time(), "window": self.window, "after": self.after}
+        self._ring = Ring(self.directory, about, self.keep, late=0 if self._transfer.stream is None else LATE)
         self._ring.begin()
-        self._save(first)
+        self._windows = Windows(self._ring, self._writer, self.after, self.on_trigger)
+        self._save()
+        LIVE[self.run] = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -189,24 +170,40 @@ class FlightRecorder:
             handle.remove()
         for trigger in self.triggers:
             trigger.end()
+        self._settle_all()
+        if self._windows is not None:
+            self._windows.close()
         self._writer.close()
         self._check_writer()
-        self.recording = False
+        self.recording = self._inside = False
+        if self._ring is not None:
+            release(self.directory)
 
     def wait(self) -> None:
         """Until everything recorded so far is on disk."""
-        if self.recording:
+        if self._inside:
+            self._settle_all()
             self._writer.wait()
             self._check_writer()
 
+    @property
+    def recent(self) -> Sequence[Record]:
+        """The last `window` updates; waits for them."""
+        self.wait()
+        return self._recent
+
+    @property
+    def flights(self) -> list[Path]:
+        """The windows that this run has closed and kept, the oldest first."""
+        return [] if self._ring is None else list(self._ring.frozen)
+
     # --- what the loop calls
 
-    @guarded
     def micro(self, batch: Batch, loss: Tensor | float, *, index: int | None = None) -> None:
         """A micro-batch whose gradient is accumulated; `loss` as it was backpropagated (its share of the mean)."""
+        self._must_be_inside()
         self._feed(batch, loss, index)
 
-    @guarded
     def step(
         self,
         batch: Batch,
@@ -223,6 +220,7 @@ class FlightRecorder:
             a pass over the gradients.
         divisor: by what the loop divided each micro-batch's loss; default: by their number.
         """
+        self._must_be_inside()
         self._feed(batch, loss, index)
         self.finish(norm, divisor)
 
@@ -231,6 +229,7 @@ class FlightRecorder:
         """Read what a step's forward pass begins with, where the pass does not begin with a call of the model."""
         device = self.source.device
         self._random = RandomState.now(device)
+        self._unpaired = False
         autocast = Autocast.now(device)
         modules = reading.unwrapped(self.model).named_modules()
         evaluating = tuple(name for name, part in modules if not part.training)
@@ -248,35 +247,30 @@ class FlightRecorder:
         update, self._update = self._update, None
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []
+        asked, self._asked = self._asked, None
+        self._random = None
         if update is None or self._forward is None:
-            return  # GradScaler skipped it: nothing was updated
+            self._unpaired = True  # GradScaler skipped it, or optimizer.step() is still to come
+            self._asked = asked
+            return
         if norm is None and update.norm is None:
             raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
         self._told = norm is not None
-        raw = math.nan if norm is None else float(norm)
-        record = Record(
-            step=self._step,
-            fed=fed,
-            loss=float(sum(losses[1:], start=losses[0])),
-            norm=raw * clip_factor(raw, self.clip) if update.norm is None else float(update.norm),
-            raw_norm=raw,
-            hypers=update.hypers,
-            clip=self.clip,
-            forward=self._forward,
-            divisor=divisor,
-        )
-        self._step += 1
-        self.recent.append(record)
-        self._writer.put(functools.partial(self._ring.add, record))
-        self._check_writer()
-        if self._step % self.every == 0:
+        loss = sum(losses[1:], start=losses[0])
+        rates = [hyper.lr for hyper in update.hypers]
+        numbers = self._transfer.carry([loss, update.norm, norm, update.count, *rates])
+        self._updates.add(Pending(numbers, self._landing, fed, update, self._forward, divisor, asked))
+        self._settle(LATE)
+        step = self._updates.step
+        if step % self.every == 0 and step != self._saved:
             if self._saving() is not None:
                 self._writer.wait()  # a disk that is slower than training: one copy of the state at a time
-            self._save(self._capture())
-        self._trigger(record)
+            self._saved = step
+            self._save()
+        self._check_writer()
 
     def trigger(self, reason: str) -> None:
-        """Keep the window that ends with the next recorded step."""
+        """Keep the window of the next recorded step."""
         self._asked = reason
 
     def forecast(
@@ -286,10 +280,10 @@ class FlightRecorder:
 
         lr: as in `follow`, for `horizon` steps; default: the present learning rates.
         """
+        past = [record.batch(self.source) for record in self.recent]
         point = TrainingPoint(self._capture())
         if self._forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(self._forward.autocast, self._forward.autocast_dtype)
-        past = [record.batch(self.source) for record in self.recent]
         return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
 
     # --- hooks
@@ -309,43 +303,75 @@ class FlightRecorder:
         first = next((p for p in self._order if p.grad is not None), None)
         if first is None:
             return
-        count, before = self._count(first), self._counts[id(first)]
-        self._counts[id(first)] = count
-        if count == before:
-            return  # a fused optimizer under GradScaler runs its hooks on skipped steps too
+        if self._unpaired:
+            raise InvalidInput(
+                "recorder.step() was called before optimizer.step(); call it after, once for each optimizer.step()"
+            )
         norm = None if self._told else global_norm(grads, range(len(grads)))
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
-        self._update = _Update(norm, hypers)
+        self._update = Update(norm, first, self._count(first), hypers)
 
     # --- inside
 
+    def _must_be_inside(self) -> None:
+        if not self._inside and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "recorder.step() was called outside `with recorder:` and records nothing; put the training loop inside",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @guarded
     def _feed(self, batch: Batch, loss: Tensor | float, index: int | None) -> None:
         if self._random is None:
             raise InvalidInput("the model was not called with gradients since the last step: record after the forward")
-        structure, tensors = encode(batch)
+        structure, tensors = describe(batch)
+        self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
-        self.take(Fed(structure, tensors, self._index, self._random), loss)
+        self.take(Fed(structure, self._landing.values, self._index, self._random), loss)
         self._index += 1
         self._random = None
 
-    def _trigger(self, record: Record) -> None:
-        reasons = [reason for trigger in self.triggers if (reason := trigger.fires(record))]
-        if self._asked is not None:
-            reasons, self._asked = [self._asked, *reasons], None
-        if reasons:
-            self._writer.put(lambda: self.flights.append(self._ring.freeze(record.step, "; ".join(reasons))))
+    @guarded
+    def _settle_all(self) -> None:
+        self._settle(0)
+
+    def _settle(self, late: int) -> None:
+        """Hand on what has arrived from the GPU; where more than `late` updates are on their way, wait for them."""
+        assert self._windows is not None
+        for record, asked in self._updates.arrived(late):
+            self._writer.put(functools.partial(self._write, record))
+            self._windows.watch(record, self.triggers, asked)
+
+    def _write(self, record: Record) -> None:
+        assert self._ring is not None
+        if self._transfer.stream is not None:  # pinned memory is not kept
+            fed = [replace(one, tensors=tuple(tensor.clone() for tensor in one.tensors)) for one in record.fed]
+            record = replace(record, fed=tuple(fed))
+        self._ring.add(record)
+        self._recent.append(record)
 
     def _capture(self) -> reading.Captured:
         return reading.read(
             self.model, self.optimizer, self.loss_fn, hooks=self.hooks, unused=self.unused, constant=self.constant
         )
 
-    def _save(self, captured: reading.Captured) -> None:
-        self._saving = ref(captured)
-        self._writer.put(functools.partial(self._ring.add_state, max(captured.state.counts), captured))
+    def _save(self) -> None:
+        held = [self._snapshots.take()]
+        self._saving = ref(held[0])
 
-    def _count(self, parameter: nn.Parameter) -> float:
-        return float(self.optimizer.state.get(parameter, {}).get("step", 0))
+        def save() -> None:
+            assert self._ring is not None
+            self._ring.add_state(self._snapshots.landed(held.pop()))  # let go of as soon as it is on the host
+
+        self._writer.put(save)
+
+    def _count(self, parameter: nn.Parameter) -> Tensor | float:
+        """How many updates it has seen; a tensor where reading it would be waiting for the GPU."""
+        count = self.optimizer.state.get(parameter, {}).get("step", 0)
+        on_gpu = isinstance(count, Tensor) and count.device.type != "cpu"
+        return count if on_gpu else float(count)
 
     def _check_writer(self) -> None:
         if self._writer.error is not None and self.recording:
@@ -354,3 +380,22 @@ class FlightRecorder:
     def _stop(self, reason: str) -> None:
         self.recording = False
         warnings.warn(f"the flight recorder has stopped, training goes on: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
+    """The window that holds `step` (default: the last trigger's), and the recorder of this process that made it.
+
+    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
+    """
+    if isinstance(flight, FlightRecorder):
+        if not flight.run:
+            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
+        flight.wait()
+        return open_flight(flight.directory, step, flight.run), flight
+    directory = Path(flight).resolve()
+    for recorder in list(LIVE.values()):
+        if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
+            recorder.wait()
+    found = open_flight(directory, step)
+    live = LIVE.get(str(found.run["id"]))
+    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None

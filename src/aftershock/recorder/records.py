@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from ..core.adamw import Hyper
 from ..core.batches import Accumulated, Batch
+from ..core.capture import dense_stride
 from ..core.randomness import RandomState
 from ..core.structure import fields_of
 from ..errors import InvalidInput
@@ -111,15 +112,21 @@ class Fields(dict[Any, Any]):
 
 
 def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
-    """(a JSON description, tensors on the CPU) of a batch: tensors, numbers, text in lists, tuples, dicts, fields."""
+    """(a JSON description, tensors copied to the CPU) of a batch: tensors, numbers, text in lists, dicts, fields."""
+    structure, tensors = describe(batch)
+    return structure, tuple(tensor.to("cpu", copy=True) for tensor in tensors)
+
+
+def describe(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
+    """The same, with the batch's own tensors."""
     tensors: list[Tensor] = []
 
     def walk(x: Any) -> Any:
         if isinstance(x, Tensor):
             if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
                 raise InvalidInput(f"the batch holds a {type(x).__name__} ({x.layout}); record ordinary dense tensors")
-            tensors.append(x.detach().to("cpu", copy=True))
-            return {"tensor": len(tensors) - 1, "device": x.device.type, "stride": list(tensors[-1].stride())}
+            tensors.append(x.detach())
+            return {"tensor": len(tensors) - 1, "device": x.device.type, "stride": list(dense_stride(x))}
         if isinstance(x, PLAIN):
             return {"plain": x}
         if type(x) in (list, tuple):
@@ -139,24 +146,48 @@ def encode(batch: Batch) -> tuple[Any, tuple[Tensor, ...]]:
     return walk(batch), tuple(tensors)
 
 
+def check(structure: Any, tensors: Sequence[Tensor]) -> None:
+    """Raises where a description from a file does not fit its tensors: nothing may be allocated on its word."""
+
+    def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+        whole = len(stride) == len(shape) and all(type(s) is int and s >= 0 for s in stride)
+        return whole and (0 in shape or 1 + sum((n - 1) * s for n, s in zip(shape, stride)) == math.prod(shape))
+
+    def fitting(kind: str, value: Any, stride: Any, device: str = "cpu") -> Any:
+        if kind == "tensor" and (type(value) is not int or value < 0 or not dense(tensors[value].shape, stride)):
+            raise ValueError(f"tensor {value} with stride {stride}")
+        return value
+
+    _walk(structure, fitting)
+
+
 def decode(structure: Any, tensors: Sequence[Tensor], device: torch.device) -> Batch:
     """The inverse of `encode`; tensors that were on the model's kind of device go to `device`.
 
     They are copied: a file's memory is neither aligned nor strided as the batch was, and kernels then round otherwise.
     """
 
-    def walk(node: Any) -> Any:
-        ((kind, value),) = [(k, v) for k, v in node.items() if k not in ("device", "stride")]
-        if kind == "tensor":
-            found = tensors[value]
-            tensor = torch.empty_strided(found.shape, node["stride"], dtype=found.dtype).copy_(found)
-            return tensor if node["device"] == "cpu" else tensor.to(device)
+    def made(kind: str, value: Any, stride: Any, there: str = "cpu") -> Any:
         if kind == "plain":
             return value
-        if kind in ("dict", "fields"):
-            return (dict if kind == "dict" else Fields)((walk(key), walk(item)) for key, item in value)
-        if kind == "named":
-            return namedtuple("Batch", [name for name, _ in value])(*(walk(item) for _, item in value))
-        return (list if kind == "list" else tuple)(walk(item) for item in value)
+        found = tensors[value]
+        tensor = torch.empty_strided(found.shape, stride, dtype=found.dtype).copy_(found)
+        return tensor if there == "cpu" else tensor.to(device)
 
-    return walk(structure)
+    return _walk(structure, made)
+
+
+def _walk(node: Any, leaf: Callable[..., Any]) -> Any:
+    """The batch that a description describes, its leaves made by `leaf(kind, value, stride, device)`."""
+    ((kind, value),) = [(k, v) for k, v in node.items() if k not in ("device", "stride")]
+    if kind == "tensor":
+        return leaf(kind, value, node["stride"], node["device"])
+    if kind == "plain":
+        if not isinstance(value, PLAIN):
+            raise ValueError(f"{kind} holds a {type(value).__name__}")
+        return leaf(kind, value, None)
+    if kind in ("dict", "fields"):
+        return (dict if kind == "dict" else Fields)((_walk(key, leaf), _walk(item, leaf)) for key, item in value)
+    if kind == "named":
+        return namedtuple("Batch", [name for name, _ in value])(*(_walk(item, leaf) for _, item in value))
+    return {"list": list, "tuple": tuple}[kind](_walk(item, leaf) for item in value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from ..core.dynamics import Step
 from ..core.probe import Reader, own_loss
@@ -25,6 +27,7 @@ class Run:
     at: int
     steps: Mapping[int, Step | None] = field(default_factory=dict)
     start: Callable[[JointState], JointState] = lambda state: state
+    jittered: bool = False  # θ of the start moved by one rounding
 
     @property
     def changed(self) -> frozenset[int]:
@@ -53,7 +56,8 @@ def run_again(
 def _side_by_side(trajectory: Trajectory, at: int, runs: Sequence[Run], last: int) -> list[dict[int, float]]:
     before = trajectory.state(at)
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
-    rows = Rows([run.start(before) for run in runs], steps=steps)
+    starts = [run.start(before) for run in runs]
+    rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
     reader, found = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs]
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last:
@@ -62,3 +66,10 @@ def _side_by_side(trajectory: Trajectory, at: int, runs: Sequence[Run], last: in
         for losses, value in zip(found, values.tolist()):
             losses[moment.time] = value
     return found
+
+
+def _jittered(state: JointState) -> JointState:
+    """θ moved by one rounding, up and down in turn."""
+    signs = torch.ones_like(state.theta)
+    signs[::2] = -1
+    return replace(state, theta=state.theta * (1 + torch.finfo(state.theta.dtype).eps * signs))

@@ -1,21 +1,14 @@
-"""A flight on disk: one safetensors file per step and per state, each whole or absent, and frozen windows of them.
+"""A flight on disk, read: which window answers a question, and what of it is whole. `ring.py` says what lies where.
 
-    flight/ring/run.json                     when this run began, and its window
-    flight/ring/step-00000312.safetensors    one update: batches, random states, loss, norms, hyperparameters
-    flight/ring/state-00000288.safetensors   θ, m, v, counts and buffers before step 288
-    flight/step-000340/flight.json           a frozen window: why, when, and the digest of every file beside it
-
-Files are moved to their place when they are complete, so that a killed run leaves whole steps only.
+Whatever is wrong with a file is an `InvalidFile`; a damaged window does not keep the others from being read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,78 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.storage import hyper_from_json, hyper_to_json, save_point
-from ..core.capture import Captured
+from ..api.storage import hyper_from_json, hyper_to_json
 from ..core.randomness import RandomState
 from ..errors import InvalidFile, InvalidInput
-from ..results.files import digest_of, read_tensors, write_tensors
-from .records import Fed, Forward, Record
+from ..results.files import malformed, read_header, read_tensors, write_whole
+from .records import Fed, Forward, Record, check
+from .runs import run_folders
 
 STEP_FORMAT = "aftershock-step-2"
-FLIGHT_FORMAT = "aftershock-flight-1"
+FLIGHT_FORMAT = "aftershock-flight-2"
+LONGEST = 10**6  # steps in one window: more is no window but a name that makes no sense
 
 
-class Ring:
-    """The last steps of a live run, on disk."""
+@dataclass(frozen=True)
+class Kept:
+    """What flight.json says of a frozen window."""
 
-    def __init__(self, directory: Path, window: int) -> None:
-        self.directory, self.folder = directory, directory / "ring"
-        self.run = {"began": time.time(), "window": window}
-
-    def begin(self) -> None:
-        """An empty ring; what an earlier run left in it becomes a flight of its own."""
-        steps = _numbered(self.folder, "step")
-        if steps and (self.folder / "run.json").is_file():
-            self._freeze(max(steps), "left by an earlier run", _read_json(self.folder / "run.json"))
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        (self.folder / "run.json").write_text(json.dumps(self.run))
-
-    def add_state(self, step: int, captured: Captured) -> None:
-        save_point(captured, self.folder / f"state-{step:08d}.safetensors")
-        self._prune(step)
-
-    def add(self, record: Record) -> None:
-        tensors, header = _to_file(record)
-        write_tensors(self.folder / f"step-{record.step:08d}.safetensors", tensors, header)
-
-    def freeze(self, step: int, reason: str) -> Path:
-        """The window as it is now, under its own name: complete, or not there."""
-        return self._freeze(step, reason, self.run)
-
-    def _freeze(self, step: int, reason: str, run: Mapping[str, Any]) -> Path:
-        place = next(p for p in _places(self.directory, step) if not p.exists())
-        part = Path(tempfile.mkdtemp(dir=self.directory, prefix=".flight-"))
-        try:
-            files = {}
-            for name in ("state", "step"):
-                for path in filter(_whole, _numbered(self.folder, name).values()):
-                    _share(path, part / path.name)
-                    files[path.name] = digest_of(path)
-            flight = {
-                "format": FLIGHT_FORMAT,
-                "step": step,
-                "reason": reason,
-                "run": run,
-                "torch": torch.__version__,
-                "files": files,
-            }
-            (part / "flight.json").write_text(json.dumps(flight, indent=1))
-            part.chmod(0o755)
-            part.rename(place)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        return place
-
-    def _prune(self, newest: int) -> None:
-        """Drop what no window that ends at the newest step needs."""
-        states = _numbered(self.folder, "state")
-        first = max((number for number in states if number < newest - self.run["window"]), default=0)
-        for name in ("step", "state"):
-            for number, path in _numbered(self.folder, name).items():
-                if number < first:
-                    path.unlink()
+    format: str
+    step: int
+    reason: str
+    run: dict[str, Any]
+    torch: str
+    files: dict[str, str]  # digest of each
 
 
 @dataclass(frozen=True)
@@ -104,13 +47,19 @@ class Flight:
     folder: Path
     records: Mapping[int, Record]
     states: Mapping[int, Path]
-    run: Mapping[str, Any]  # when the run began, and its window
-    trigger: int | None = None  # the step that froze it
+    run: Mapping[str, Any]  # its id, when it began, its window
+    trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
+    missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
 
     @property
     def last(self) -> int:
         return max(self.records)
+
+    @property
+    def after(self) -> int:
+        """How many steps it holds after the trigger."""
+        return 0 if self.trigger is None else max(0, self.last - self.trigger)
 
     def start(self, step: int, window: int) -> int:
         """The latest recorded state that is at least `window` steps before `step`, else the earliest."""
@@ -123,120 +72,277 @@ class Flight:
         return max((number for number in usable if number <= step - window), default=min(usable))
 
 
-def open_flight(directory: Path, step: int | None = None) -> Flight:
-    """The newest window under `directory` that holds `step`; without one, the last trigger's, else the live ring.
+def open_flight(directory: Path, step: int | None = None, run: str | None = None) -> Flight:
+    """The newest run's window that holds `step`; without one, its last trigger's, else its ring.
 
-    `directory` may also be one frozen window itself.
+    `directory` may also be one frozen window itself. Only the window that answers is read.
+    run: the id of the only run that may answer, whose own folder this is.
     """
     if not directory.is_dir():
         raise InvalidFile(f"there is no flight at {directory}")
-    frozen = [directory] if (directory / "flight.json").is_file() else _frozen(directory)
-    found = [_open_frozen(folder) for folder in frozen]
-    ring = directory / "ring"
-    if ring.is_dir() and (step is not None or not found):
-        found.append(_open_ring(ring))
-    whole = [flight for flight in found if flight is not None]
-    if not whole:
-        raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
+    if (directory / "flight.json").exists():
+        return _Frozen.of(directory).open(step)
+    folders = run_folders(directory) if run is None else [directory]
+    runs = [_windows(folder) for folder in reversed(folders)]
     if step is None:
-        return max(whole, key=lambda flight: (flight.run["began"], flight.last))
-    holding = [flight for flight in whole if step in flight.records]
-    if not holding:
-        held = ", ".join(f"{min(f.records)}–{f.last}" for f in whole)
-        raise InvalidInput(f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held}")
-    # the last run that has the step, and of its windows the one that looks back furthest
-    return max(holding, key=lambda flight: (flight.run["began"], flight.trigger == step, -min(flight.records)))
+        newest = next((windows for windows in runs if windows), None)
+        if newest is None:
+            raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
+        return _of(run, _last_trigger(newest))
+    for windows in runs:
+        holding = [window for window in windows if step in window.steps]
+        if holding:
+            return _of(run, _first_whole(holding, step))
+    held = ", ".join(f"{min(w.steps)}–{max(w.steps)}" for windows in runs for w in windows if w.steps)
+    raise InvalidInput(
+        f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held or 'of no run'}"
+    )
 
 
-# --- reading
+def _of(run: str | None, flight: Flight) -> Flight:
+    if run is not None and flight.run["id"] != run:
+        raise InvalidFile(f"{flight.folder} was written by another run than the one that is asked for")
+    return flight
 
 
-def _frozen(directory: Path) -> list[Path]:
-    return [path.parent for path in sorted(directory.glob("step-*/flight.json"))]
+# --- which window
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    manifest = _read_json(folder / "flight.json")
-    if manifest.get("format") != FLIGHT_FORMAT:
-        raise InvalidFile(f"{folder} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
-    return manifest
+@dataclass(frozen=True)
+class _Window:
+    """A folder that may answer, before any of its steps is read."""
+
+    folder: Path
+    steps: Mapping[int, Path]
+    states: Mapping[int, Path]
+
+    def open(self, step: int | None) -> Flight:
+        raise NotImplementedError
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidFile(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidFile(f"{path} is not a description of a flight")
-    return found
+@dataclass(frozen=True)
+class _Frozen(_Window):
+    """A frozen window: every file that it lists must be there, as it was written."""
 
+    kept: Kept | None
+    error: InvalidFile | None = None  # why flight.json cannot be read
 
-def _open_frozen(folder: Path) -> Flight | None:
-    manifest = _manifest(folder)
-    for name, digest in manifest["files"].items():
-        path = folder / Path(name).name
-        if not path.is_file():
-            raise InvalidFile(f"{folder} is incomplete: {name} is missing")
+    @classmethod
+    def of(cls, folder: Path) -> _Frozen:
         try:
-            same = digest_of(path) == digest
-        except (ValueError, OSError) as error:
-            raise InvalidFile(f"{path} is damaged: {error}") from error
-        if not same:
-            raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
-    records = {number: read_record(path) for number, path in _numbered(folder, "step").items()}
-    return _unbroken(folder, records, _numbered(folder, "state"), manifest)
+            kept = _kept(folder / "flight.json")
+        except InvalidFile as error:
+            return cls(folder, numbered(folder, "step"), numbered(folder, "state"), None, error)
+        listed = [folder / name for name in kept.files]
+        return cls(folder, numbered_in(listed, "step"), numbered_in(listed, "state"), kept)
+
+    @property
+    def trigger(self) -> int:
+        """By its name where its description is damaged."""
+        return self.kept.step if self.kept is not None else max(self.steps, default=-1)
+
+    def open(self, step: int | None) -> Flight:
+        if self.error is not None or self.kept is None:
+            raise InvalidFile(f"{self.error}") from self.error
+        digests = self.kept.files
+        for path in (*self.steps.values(), *self.states.values()):
+            if not path.is_file():
+                raise InvalidFile(f"{self.folder} is incomplete: {path.name} is missing")
+            if read_header(path)[0] != digests[path.name]:
+                raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
+        records = {number: read_record(path, number) for number, path in self.steps.items()}
+        wanted = self.kept.step if step is None else step
+        return _unbroken(self, records, self.states, self.kept.run, wanted, {}, self.kept.step, self.kept.reason)
 
 
-def _open_ring(folder: Path) -> Flight | None:
-    """What a live or killed run left: files that are not whole count as absent."""
-    records = {}
-    for number, path in _numbered(folder, "step").items():
-        if _whole(path):
-            records[number] = read_record(path)
-    states = {number: path for number, path in _numbered(folder, "state").items() if _whole(path)}
-    return _unbroken(folder, records, states, {"run": _read_json(folder / "run.json")})
+@dataclass(frozen=True)
+class _Ring(_Window):
+    """What a live or killed run has on disk: a file that is not whole is a hole, and is said."""
+
+    def open(self, step: int | None) -> Flight:
+        run = _run(_read_json(self.folder / "run.json"), self.folder)
+        trigger, reason = self.trigger()
+        damaged: dict[int, str] = {}
+        records = {}
+        for number, path in self.steps.items():
+            try:
+                records[number] = read_record(path, number)
+            except InvalidFile as error:
+                damaged[number] = str(error)
+        wanted = step if step is not None else max(records, default=0) if trigger is None else trigger
+        states = {number: path for number, path in self.states.items() if _is_state(path, number)}
+        return _unbroken(self, records, states, run, wanted, damaged, trigger, reason)
+
+    def trigger(self) -> tuple[int | None, str]:
+        """The trigger whose window is still open."""
+        if not (self.folder / "trigger.json").exists():
+            return None, ""
+        return _trigger(_read_json(self.folder / "trigger.json"), self.folder)
+
+
+def _windows(folder: Path) -> list[_Window]:
+    """All windows of one run: frozen ones and the ring."""
+    frozen: list[_Window] = [_Frozen.of(path.parent) for path in sorted(folder.glob("step-*/flight.json"))]
+    ring = folder / "ring"
+    steps = numbered(ring, "step")
+    return [*frozen, _Ring(ring, steps, numbered(ring, "state"))] if steps else frozen
+
+
+def _last_trigger(windows: Sequence[_Window]) -> Flight:
+    """The last trigger's window of a run. A damaged one is said: an earlier trigger would be another question."""
+    ring = next((window for window in windows if isinstance(window, _Ring)), None)
+    frozen = [window for window in windows if isinstance(window, _Frozen)]
+    if ring is not None and (not frozen or (ring.folder / "trigger.json").exists()):
+        return ring.open(None)
+    last = max(frozen, key=lambda window: window.trigger)
+    try:
+        return last.open(None)
+    except InvalidFile as error:
+        others = ", ".join(str(window.trigger) for window in frozen if window is not last)
+        hint = f"; the windows of other triggers can be asked for by their steps ({others})" if others else ""
+        raise InvalidFile(f"{error}{hint}") from error
+
+
+def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
+    """All hold the step of the same run: the one that was kept for it, else the one that looks back furthest."""
+
+    def order(window: _Window) -> tuple[bool, int]:
+        return not (isinstance(window, _Frozen) and window.trigger == step), min(window.steps)
+
+    refused: list[InvalidFile] = []
+    for window in sorted(windows, key=order):
+        try:
+            return window.open(step)
+        except InvalidFile as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def _unbroken(
-    folder: Path, records: Mapping[int, Record], states: Mapping[int, Path], manifest: Mapping[str, Any]
-) -> Flight | None:
-    """The latest run of steps without a gap that begins at a state."""
-    if not records:
-        return None
-    first = last = max(records)
+    window: _Window,
+    records: Mapping[int, Record],
+    states: Mapping[int, Path],
+    run: Mapping[str, Any],
+    wanted: int,
+    damaged: Mapping[int, str],
+    trigger: int | None,
+    reason: str,
+) -> Flight:
+    """The steps around `wanted` that follow each other and begin at a state."""
+    if wanted not in records:
+        why = damaged.get(wanted, f"{window.folder} does not hold step {wanted}")
+        raise InvalidFile(why)
+    first = last = wanted
     while first - 1 in records:
         first -= 1
+    while last + 1 in records:
+        last += 1
     inside = {number: path for number, path in states.items() if first <= number <= last}
-    if not inside:
-        return None
-    kept = {number: records[number] for number in range(min(inside), last + 1)}
-    return Flight(folder, kept, inside, manifest["run"], manifest.get("step"), manifest.get("reason", ""))
+    begin = min(inside, default=last + 1)
+    low, high = min((*window.steps, *window.states)), max(window.steps)
+    if high - low > LONGEST:
+        raise InvalidFile(f"{window.folder} is no window of one run: its files are numbered from {low} to {high}")
+    looked_at = range(max(low, wanted - run["window"]), high + 1)
+    missing = tuple(n for n in looked_at if n not in records or n < begin)
+    if wanted < begin:
+        because = next(iter(damaged.values()), "a state or a step before it is missing")
+        raise InvalidFile(f"step {wanted} of {window.folder} cannot be replayed: {because}")
+    kept = {number: records[number] for number in range(begin, last + 1)}
+    return Flight(window.folder, kept, inside, run, trigger, reason, missing)
 
 
-def read_record(path: Path) -> Record:
-    tensors, header = read_tensors(path, "recorded step", STEP_FORMAT)
+# --- files
+
+
+def _kept(path: Path) -> Kept:
+    values = _read_json(path, FLIGHT_FORMAT)
+    step, reason = _trigger(values, path.parent)
+    files = values.get("files")
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise InvalidFile(f"{path} lists no files")
+    for name in files:
+        if not re.fullmatch(r"(step|state)-[0-9]{8,12}\.safetensors", name):
+            raise InvalidFile(f"{path} lists {name[:80]!r}, which is no file of a flight")
+    return Kept(FLIGHT_FORMAT, step, reason, _run(values.get("run"), path.parent), str(values.get("torch")), files)
+
+
+def _trigger(values: Mapping[str, Any], folder: Path) -> tuple[int, str]:
+    step, reason = values.get("step"), values.get("reason")
+    if type(step) is not int or not isinstance(reason, str):
+        raise InvalidFile(f"{folder} does not say which step it was kept for, and why")
+    return step, reason
+
+
+def _run(values: object, folder: Path) -> dict[str, Any]:
+    wanted: dict[str, Callable[[Any], bool]] = {
+        "id": lambda x: isinstance(x, str),
+        "began": lambda x: type(x) in (int, float),
+        "window": lambda x: type(x) is int and 2 <= x <= LONGEST,
+    }
+    if not isinstance(values, dict) or not all(fits(values.get(name)) for name, fits in wanted.items()):
+        raise InvalidFile(f"{folder} does not say which run it is of, or that is damaged")
+    return values
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Whole or not at all, with its own digest."""
+    text = json.dumps({**values, "digest": _digest(values)}, indent=1)
+    write_whole(path, lambda part: Path(part).write_text(text))
+
+
+def _read_json(path: Path, format: str | None = None) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidFile(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidFile(f"{path} is not a description of a flight")
+    if found.get("format") != format:
+        raise InvalidFile(f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
+    if found.pop("digest", None) != _digest(found):
+        raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
+    return found
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def read_record(path: Path, step: int) -> Record:
+    with malformed(path, "recorded step"):
+        tensors, header = read_tensors(path, "recorded step", STEP_FORMAT)
+        record = _from_file(tensors, header)
+    if record.step != step:
+        raise InvalidFile(f"{path} holds step {record.step}: it is not the file that its name says")
+    return record
+
+
+def _from_file(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Record:
     fed = []
     for i, entry in enumerate(header["fed"]):
         parts = tuple(tensors[f"batch/{i}/{k}"] for k in range(entry["tensors"]))
+        check(entry["structure"], parts)
         own = f"random/{i}/"
         random = RandomState.of({key.removeprefix(own): t for key, t in tensors.items() if key.startswith(own)})
-        fed.append(Fed(entry["structure"], parts, entry["index"], random))
+        fed.append(Fed(entry["structure"], parts, int(entry["index"]), random))
     autocast, dtype, evaluating = header["forward"]
+    if not isinstance(getattr(torch, dtype), torch.dtype) or not fed:
+        raise ValueError(f"autocast to {dtype!r}, {len(fed)} batches")
+    clip, divisor = header["clip"], header["divisor"]
     return Record(
-        step=header["step"],
+        step=int(header["step"]),
         fed=tuple(fed),
         loss=float(header["loss"]),
         norm=float(header["norm"]),
         raw_norm=float(header["raw_norm"]),
         hypers=tuple(hyper_from_json(h) for h in header["hypers"]),
-        clip=header["clip"],
-        forward=Forward(autocast, getattr(torch, dtype), tuple(evaluating)),
-        divisor=header["divisor"],
+        clip=None if clip is None else float(clip),
+        forward=Forward(bool(autocast), getattr(torch, dtype), tuple(str(name) for name in evaluating)),
+        divisor=None if divisor is None else float(divisor),
     )
 
 
-def _to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     for i, fed in enumerate(record.fed):
         tensors |= {f"batch/{i}/{k}": tensor for k, tensor in enumerate(fed.tensors)}
@@ -260,38 +366,24 @@ def _to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header
 
 
-def _whole(path: Path) -> bool:
-    """Is the file as long as its header says?"""
-    from safetensors import SafetensorError, safe_open
-
+def _is_state(path: Path, step: int) -> bool:
+    """Is it whole, and the one that its name says? Its bytes are proved when it is loaded."""
     try:
-        with safe_open(path, framework="pt"):
-            return True
-    except (SafetensorError, OSError):
+        counts = read_header(path)[1].get("counts")
+        return isinstance(counts, list) and max(counts, default=None) == step
+    except (InvalidFile, TypeError):
         return False
 
 
-def _numbered(folder: Path, name: str) -> dict[int, Path]:
+def numbered(folder: Path, name: str) -> dict[int, Path]:
+    """Files such as step-00000312.safetensors by their number."""
+    return numbered_in(folder.glob(f"{name}-*.safetensors"), name)
+
+
+def numbered_in(paths: Iterable[Path], name: str) -> dict[int, Path]:
     found = {}
-    for path in folder.glob(f"{name}-*.safetensors"):
-        digits = path.stem.removeprefix(f"{name}-")
-        if digits.isdigit():
-            found[int(digits)] = path
+    for path in paths:
+        number = re.fullmatch(rf"{name}-([0-9]{{8,12}})\.safetensors", path.name)
+        if number:
+            found[int(number[1])] = path
     return dict(sorted(found.items()))
-
-
-def _places(directory: Path, step: int) -> Iterator[Path]:
-    """step-000340, then step-000340-2, … where an earlier run has that name."""
-    yield directory / f"step-{step:06d}"
-    number = 2
-    while True:
-        yield directory / f"step-{step:06d}-{number}"
-        number += 1
-
-
-def _share(path: Path, copy: Path) -> None:
-    """A second name for the same bytes, which the ring may then forget; a copy where a disk has no such names."""
-    try:
-        os.link(path, copy)
-    except OSError:
-        shutil.copy2(path, copy)

@@ -1,14 +1,18 @@
-"""When a window is kept: a spike, a number that is not finite, a step, a signal."""
+"""When a window is kept: a spike, a slow rise, a number that is not finite, a step, a signal."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 import signal
 import statistics
 import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidInput
@@ -26,6 +30,22 @@ class Trigger(Protocol):
     def fires(self, record: Record) -> str | None: ...
 
     def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Triggered:
+    """What was seen, where it is kept, and what to type next; `on_trigger=` is given this."""
+
+    step: int
+    reason: str
+    folder: Path
+
+    @property
+    def command(self) -> str:
+        return f"aftershock explain {shlex.quote(str(self.folder))} --step {self.step} --build train.py:build"
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}. Kept in {self.folder}; explain it with: {self.command}"
 
 
 def usual(values: Sequence[float]) -> tuple[float, float]:
@@ -46,6 +66,8 @@ class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
     It fires when the score passes the threshold and again only once it has come back. `warmup`: steps to see first.
+    Gradients reach the optimizer when they are clipped already: where the loop clips, the norm is watched only if
+    `recorder.step(…, norm=)` is given what `clip_grad_norm_` returned.
     """
 
     of: str = "loss"
@@ -53,15 +75,19 @@ class Spike:
     warmup: int = 16
     _before: deque[float] = field(default_factory=deque, init=False, repr=False)
     _high: bool = field(default=False, init=False, repr=False)
+    _blind: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.of not in ("loss", "norm") or not self.threshold > 0:
             raise InvalidInput(f'Spike watches "loss" or "norm" above a positive threshold; got {self!r}')
 
     def begin(self, window: int) -> None:
-        self._before, self._high = deque(maxlen=window), False
+        self._before, self._high, self._blind = deque(maxlen=window), False, False
 
     def fires(self, record: Record) -> str | None:
+        if self.of == "norm" and record.clip is not None and math.isnan(record.raw_norm):
+            self._say_blind()
+            return None
         value = record.loss if self.of == "loss" else record.told_norm
         if not math.isfinite(value):
             return None
@@ -70,6 +96,75 @@ class Spike:
         self._before.append(value)
         name = "loss" if self.of == "loss" else "gradient norm"
         return f"the {name} is {value:.4g}, {z:.1f} robust σ above its median" if self._high and not was_high else None
+
+    def _say_blind(self) -> None:
+        if not self._blind:
+            self._blind = True
+            warnings.warn(
+                "the flight recorder does not watch the gradient norm: the loop clips (clip=) and the norm before "
+                "clipping is not told; give recorder.step(…, norm=) what clip_grad_norm_ returned",
+                stacklevel=2,
+            )
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class Drift:
+    """A slow divergence: the median of the last `over` losses stays above the lowest such median there was.
+
+    It fires once, when the rise has been more than `threshold` robust σ for `patience` steps; σ is the larger of the
+    spread now and that of four times as many losses at the lowest median: losses that wander are no rise. A learning
+    rate that goes up by half raises the loss on purpose: the lowest median is then looked for anew.
+    """
+
+    over: int = 64
+    threshold: float = 5.0
+    patience: int = 64
+    _losses: deque[float] = field(default_factory=deque, init=False, repr=False)
+    _lowest: float | None = field(default=None, init=False, repr=False)
+    _then: float | None = field(default=None, init=False, repr=False)  # the spread at the lowest median
+    _rate: float = field(default=math.inf, init=False, repr=False)  # the lowest since the lowest median
+    _above: int = field(default=0, init=False, repr=False)
+    _settling: int = field(default=0, init=False, repr=False)
+    _fired: bool = field(default=False, init=False, repr=False)
+
+    def begin(self, window: int) -> None:
+        self._fired = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._losses, self._lowest, self._above, self._rate = deque(maxlen=4 * self.over), None, 0, math.inf
+        self._settling = 2 * self.over
+
+    def fires(self, record: Record) -> str | None:
+        if self._fired or not math.isfinite(record.loss):
+            return None
+        if record.lr > 1.5 * self._rate:
+            self._forget()
+        self._rate = min(self._rate, record.lr)
+        self._losses.append(record.loss)
+        self._settling = max(0, self._settling - 1)
+        if self._settling:
+            return None
+        last = list(itertools.islice(self._losses, len(self._losses) - self.over, None))
+        middle = statistics.median(last)
+        if self._lowest is None or middle < self._lowest:
+            self._lowest, self._above, self._rate, self._then = middle, 0, record.lr, None
+            return None
+        lowest = self._lowest
+        if self._then is None:  # the first loss above the lowest median: until then nobody asks for its spread
+            self._then = usual(self._losses)[1]
+        if middle - lowest <= self.threshold * self._then:
+            self._above = 0
+            return None
+        sigma = max(usual(last)[1], self._then, FLATTEST * abs(middle))
+        self._above = self._above + 1 if middle - lowest > self.threshold * sigma else 0
+        if self._above < self.patience:
+            return None
+        self._fired = True
+        rise = (middle - lowest) / sigma
+        return f"the loss has risen slowly: its running median is {middle:.4g}, {rise:.1f} robust σ above {lowest:.4g}"
 
     def end(self) -> None: ...
 
@@ -129,5 +224,5 @@ class OnSignal:
 
 
 def default_triggers() -> tuple[Trigger, ...]:
-    """Spikes of the loss and of the gradient norm, and numbers that are not finite."""
-    return (Spike("loss"), Spike("norm"), NotANumber())
+    """Spikes of the loss and of the gradient norm, a slow rise of the loss, and numbers that are not finite."""
+    return (Spike("loss"), Spike("norm"), Drift(), NotANumber())

@@ -47,6 +47,11 @@ def _spike(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
+    if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
+        return (
+            f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
+            f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
+        )
     return " ".join(
         [
             f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}. It raised the loss at "
@@ -63,10 +68,10 @@ def _without(left: float) -> str:
 
 
 def _placebos(attrs: dict[str, object]) -> str:
-    count, same = int(attrs["placebos"]), int(attrs["placebos_remove"])  # type: ignore[call-overload]
-    if same == 0:
+    count, other = int(attrs["placebos"]), int(attrs["placebos_change"])  # type: ignore[call-overload]
+    if other == 0:
         return f"and without any of {count} other steps it stays"
-    return f"and without {same} of {count} other steps too"
+    return f"and without {count - other} of {count} other steps it stays"
 
 
 def _group(found: FlightExplanation) -> str:
@@ -74,7 +79,7 @@ def _group(found: FlightExplanation) -> str:
     names = " and ".join([", ".join(map(str, found.blamed[:-1])), str(found.blamed[-1])])
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
-        kept = attrs["group_placebos"] - attrs["group_placebos_remove"]
+        kept = attrs["group_placebos"] - attrs["group_placebos_change"]
         return (
             f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
             f"without one of them most of it stays, and it stays without {kept} of {others}."
@@ -88,7 +93,10 @@ def _group(found: FlightExplanation) -> str:
 
 def _own(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}."
+    return (
+        f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}. "
+        f"{_without(attrs['own_left']).capitalize()} without it, {_placebos(attrs)}."
+    )
 
 
 def _shift(found: FlightExplanation) -> str:
@@ -105,10 +113,10 @@ def _hyperparameter(found: FlightExplanation) -> str:
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     parts = ["No batch did this."]
-    if attrs["placebos_remove"]:
+    if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
-            f"Without {attrs['placebos_remove']} of {attrs['placebos']} steps that nobody suspects the spike is gone "
-            "as well: the run was so unstable that any change moves it."
+            f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
+            "spike or doubles it: the run was so unstable that any change moves it."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(_treated(found))
@@ -240,13 +248,14 @@ def certificate(found: FlightExplanation) -> Certificate:
     if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
         sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
         findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))
-    if not attrs["predicted"]:
+    if attrs["linear_ok"] and not attrs["predicted"]:
         sentence = f"Nothing is predicted: {attrs['check']}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
     findings.append(Finding("ok", "Hessian products", "check", None, None, attrs["check"]))
     if not attrs["linear_ok"]:
-        said = attrs["growth"]
-        findings.append(Finding("bad", "growth", "per step", None, None, f"{said[0].upper()}{said[1:]}."))
+        growth = attrs["growth"]
+        said = f"{growth[0].upper()}{growth[1:]}, and none is predicted. Measured numbers are of real runs."
+        return Certificate((*findings, Finding("care", "growth", "per step", None, None, said)))
     return Certificate((*findings, *_predictions(found)))
 
 

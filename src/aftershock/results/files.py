@@ -5,20 +5,21 @@ Everything is written whole or not at all, and nothing is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InvalidFile
+from ..errors import AftershockError, InvalidFile
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -83,8 +84,33 @@ def read_tensors(path: Path, what: str, format: str) -> tuple[dict[str, Tensor],
             if meta.get("digest") != digest_of(path):
                 raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
             return {key: file.get_tensor(key) for key in file.keys()}, header  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidFile(f"{path} is damaged or not a {what}: {error}") from error
+
+
+@contextlib.contextmanager
+def malformed(path: Path, what: str) -> Iterator[None]:
+    """Whatever goes wrong with the contents of a file is an `InvalidFile`."""
+    try:
+        yield
+    except AftershockError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidFile(f"{path} is damaged or not a {what}: {reason[:300]}") from error
+
+
+def read_header(path: Path) -> tuple[str, dict[str, Any]]:
+    """(the digest that a file of ours says it has, its header). It must be as long as it says; data are not read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+        header = json.loads(meta.get("aftershock", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise InvalidFile(f"{path} is damaged: {error}") from error
+    return str(meta.get("digest")), header if isinstance(header, dict) else {}
 
 
 def digest_of(path: Path) -> str:

@@ -1,0 +1,107 @@
+"""The last steps of a live run on disk, and the windows that are frozen out of them.
+
+    flight/lock.json                         while the run records: its process
+    flight/ring/run.json                     the run's id, when it began, its window
+    flight/ring/step-00000312.safetensors    one update: batches, random states, loss, norms, hyperparameters
+    flight/ring/state-00000288.safetensors   θ, m, v, counts and buffers before step 288
+    flight/ring/trigger.json                 while a window is open: the step that triggered, and why
+    flight/step-000340/flight.json           a frozen window: why, when, and the digest of every file beside it
+
+Files are moved to their place when they are complete, so that a killed run leaves whole steps only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api.storage import save_point
+from ..core.capture import Captured
+from ..results.files import write_tensors
+from .records import Record
+from .store import FLIGHT_FORMAT, Kept, numbered, to_file, write_json
+
+
+class Ring:
+    """Written by one thread. late: by how many steps a trigger may come after a state was added."""
+
+    def __init__(self, directory: Path, run: Mapping[str, Any], keep: int, late: int) -> None:
+        self.directory, self.folder, self.run, self.keep = directory, directory / "ring", run, keep
+        self._span = run["window"] + late
+        self.frozen: list[Path] = []  # this run's, the oldest first
+        self._digests: dict[str, str] = {}
+        self._held: int | None = None  # the trigger whose window is still open
+
+    def begin(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that recorded nothing
+        self.folder.mkdir(parents=True)
+        write_json(self.folder / "run.json", self.run)
+
+    def add(self, record: Record) -> None:
+        path = self.folder / f"step-{record.step:08d}.safetensors"
+        self._digests[path.name] = write_tensors(path, *to_file(record))
+
+    def add_state(self, captured: Captured) -> None:
+        step = max(captured.state.counts)
+        path = self.folder / f"state-{step:08d}.safetensors"
+        self._digests[path.name] = save_point(captured, path)
+        self._prune(step)
+
+    def hold(self, step: int, reason: str) -> None:
+        """A window is open: its beginning stays until it is frozen, and a killed run leaves word of it."""
+        self._held = step
+        write_json(self.folder / "trigger.json", {"step": step, "reason": reason})
+
+    def freeze(self, step: int, reason: str) -> None:
+        """The window as it is now, under its own name: complete, or not there. The oldest beyond `keep` goes."""
+        place = next(path for path in _places(self.directory, step) if not path.exists())
+        part = Path(tempfile.mkdtemp(dir=self.directory, prefix=".flight-"))
+        try:
+            for name in self._digests:
+                _share(self.folder / name, part / name)
+            kept = Kept(FLIGHT_FORMAT, step, reason, dict(self.run), torch.__version__, dict(self._digests))
+            write_json(part / "flight.json", vars(kept))
+            part.chmod(0o755)
+            part.rename(place)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self.frozen.append(place)
+        self._held = None
+        (self.folder / "trigger.json").unlink(missing_ok=True)
+        while len(self.frozen) > self.keep:
+            shutil.rmtree(self.frozen.pop(0))
+
+    def _prune(self, newest: int) -> None:
+        """Drop what no window that ends at the newest step, or at the open trigger, needs."""
+        end = newest if self._held is None else min(newest, self._held)
+        states = numbered(self.folder, "state")
+        first = max((number for number in states if number < end - self._span), default=0)
+        for name in ("step", "state"):
+            for number, path in numbered(self.folder, name).items():
+                if number < first:
+                    path.unlink()
+                    self._digests.pop(path.name, None)
+
+
+def _places(directory: Path, step: int) -> Iterator[Path]:
+    """step-000340, then step-000340-2, … where a run has counted its steps anew."""
+    yield directory / f"step-{step:06d}"
+    number = 2
+    while True:
+        yield directory / f"step-{step:06d}-{number}"
+        number += 1
+
+
+def _share(path: Path, copy: Path) -> None:
+    """A second name for the same bytes, which the ring may then forget; a copy where a disk has no such names."""
+    try:
+        os.link(path, copy)
+    except OSError:
+        shutil.copy2(path, copy)

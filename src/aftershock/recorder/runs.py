@@ -1,0 +1,101 @@
+"""Whose folder this is: one run, one flight.
+
+    flight/                the first run's own folder: its ring, its frozen windows, and a lock while it records
+    flight/run-2/          the second run's, and so on
+
+A lock names the process that records. It is removed at the end; that of a process that died is stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = "lock.json"
+PARTS = re.compile(r"\.(step|state)-\d+\.safetensors\..*|\.(run|trigger)\.json\..*")  # files that were being written
+
+
+def claim(directory: Path) -> tuple[Path, str]:
+    """(a folder of this run's own under `directory`, the run's id); what a killed run left half-written is cleared."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(directory):
+        earlier = run_folders(directory)
+        for folder in earlier:
+            if not in_use(folder):
+                _clear(folder)
+        newest = earlier[-1]
+        free = not in_use(newest) and not recorded(newest)
+        folder = newest if free else directory / f"run-{_number(newest) + 1}"
+        folder.mkdir(exist_ok=True)
+        run = uuid.uuid4().hex
+        owner = {"run": run, "pid": os.getpid(), "host": socket.gethostname()}
+        (folder / LOCK).write_text(json.dumps(owner))
+    return folder, run
+
+
+def release(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # a lock that stays is stale when the process ends
+        (folder / LOCK).unlink()
+
+
+def run_folders(directory: Path) -> list[Path]:
+    """The folders of the runs under `directory`, the newest last."""
+    others = [path for path in directory.glob("run-*") if _number(path) > 1 and path.is_dir()]
+    return [directory, *sorted(others, key=_number)]
+
+
+def recorded(folder: Path) -> bool:
+    """Has a run left anything there?"""
+    return any(folder.glob("ring/step-*")) or any(folder.glob("step-*"))
+
+
+def in_use(folder: Path) -> bool:
+    """Is the process that locked it alive? On another machine nobody can tell: it counts as alive."""
+    try:
+        owner = json.loads((folder / LOCK).read_text())
+        if owner["host"] != socket.gethostname():
+            return True
+        os.kill(int(owner["pid"]), 0)
+    except PermissionError:
+        return True  # another user's process
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return False  # no lock, no such process, or a lock that was cut off
+    return True
+
+
+def _number(folder: Path) -> int:
+    found = re.fullmatch(r"run-([0-9]{1,9})", folder.name)
+    return int(found[1]) if found else 1
+
+
+def _clear(folder: Path) -> None:
+    for part in folder.glob(".flight-*"):
+        shutil.rmtree(part, ignore_errors=True)
+    for path in [*folder.glob(".*"), *folder.glob("ring/.*")]:
+        if PARTS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    release(folder)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Two processes that start together must not take the same folder."""
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a disk without such locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

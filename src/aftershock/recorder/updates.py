@@ -1,0 +1,110 @@
+"""Updates between the loop and the disk: their numbers are read when the GPU has sent them, in order."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from ..core.adamw import Hyper
+from ..core.clipping import TORCH_EPSILON
+from ..errors import InvalidInput
+from .records import Fed, Forward, Record
+from .transfer import Landing
+
+
+def clip_factor(norm: float, clip: float | None) -> float:
+    """c = min(1, max_norm / (n + 1e-6)), as `clip_grad_norm_` has it."""
+    return 1.0 if clip is None else min(1.0, clip / (norm + TORCH_EPSILON))
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the optimizer's hook saw of one update."""
+
+    norm: Tensor | None  # None where the loop tells it
+    counted: nn.Parameter  # whose count of updates tells that it was made
+    count: Tensor | float
+    hypers: tuple[Hyper, ...]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An update whose numbers are on their way from the GPU."""
+
+    numbers: Landing  # loss, norm, norm before clipping, count, learning rates
+    batch: Landing
+    fed: tuple[Fed, ...]
+    update: Update
+    forward: Forward
+    divisor: float | None
+    asked: str | None
+
+    @property
+    def ready(self) -> bool:
+        return self.numbers.ready and self.batch.ready
+
+    def wait(self) -> None:
+        if not self.ready:
+            self.numbers.wait()
+            self.batch.wait()
+
+
+class Updates:
+    """A queue.
+
+    step: the number of the loop's next update. counts: of updates, by the id of each parameter.
+    """
+
+    def __init__(self, step: int, counts: Mapping[int, float], clip: float | None) -> None:
+        self.step = self._next = step  # of the loop's next update, and of the next that is read
+        self.clip = clip
+        self._counts = dict(counts)
+        self._pending: deque[Pending] = deque()
+        self._asked: str | None = None
+
+    def add(self, made: Pending) -> None:
+        self._pending.append(made)
+        self.step += 1
+
+    def arrived(self, late: int) -> Iterator[tuple[Record, str | None]]:
+        """Records, and what was asked of them, in order; waits where more than `late` are on their way."""
+        while self._pending and (self._pending[0].ready or len(self._pending) > late):
+            oldest = self._pending.popleft()
+            oldest.wait()
+            asked, self._asked = oldest.asked or self._asked, None
+            if self._was_made(oldest):
+                yield self._record(oldest), asked
+            else:
+                self.step -= 1
+                self._asked = asked
+
+    def _was_made(self, made: Pending) -> bool:
+        """Not under GradScaler with a fused optimizer, which runs its hooks on skipped steps too."""
+        key, count = id(made.update.counted), float(made.numbers.values[3])
+        before, self._counts[key] = self._counts[key], count
+        if count < before:
+            raise InvalidInput(
+                f"the optimizer's count of updates went back from {before:g} to {count:g}, as after loading a "
+                "checkpoint: that is another run; record it in a `with` of its own"
+            )
+        return count > before
+
+    def _record(self, made: Pending) -> Record:
+        loss, norm, raw, _, *rates = made.numbers.values
+        raw = math.nan if raw is None else float(raw)
+        self._next += 1
+        return Record(
+            step=self._next - 1,
+            fed=made.fed,
+            loss=float(loss),
+            norm=raw * clip_factor(raw, self.clip) if norm is None else float(norm),
+            raw_norm=raw,
+            hypers=tuple(replace(hyper, lr=rate) for hyper, rate in zip(made.update.hypers, rates)),
+            clip=self.clip,
+            forward=made.forward,
+            divisor=made.divisor,
+        )
