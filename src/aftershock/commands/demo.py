@@ -50,6 +50,7 @@ class Size:
     bump: int = 44
     stop: int = 52
     window: int = 40
+    after: int = 3  # recorded steps that belong to a spike: fewer than lie between two of them
     horizon: int = 12
     futures: int = 2
     verify: int = 4
@@ -239,7 +240,13 @@ def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, conso
     """The recorded steps, and what explains their spikes."""
     triggers = [Spike("loss", SIGMAS)]
     with FlightRecorder(
-        training.model, training.optimizer, loss_fn, out / "flight", window=size.window, triggers=triggers
+        training.model,
+        training.optimizer,
+        loss_fn,
+        out / "flight",
+        window=size.window,
+        after=size.after,
+        triggers=triggers,
     ) as recorder:
         for step, batch in enumerate(batches):
             if step == size.bad:
