@@ -250,6 +250,20 @@ def test_a_description_fits_its_tensors() -> None:
         check({"tensor": 1, "device": "cpu", "stride": [4, 1]}, [x])
 
 
+@pytest.mark.parametrize(
+    ("was", "now"), [('"step": 9', '"step": 8'), ("asked", "wanted"), ('"window": 8', '"window": 4')]
+)
+def test_a_description_that_was_edited_is_refused(was: str, now: str, tmp_path: Path) -> None:
+    recorded(tmp_path, 12, trigger=9)
+    path = tmp_path / "step-000009" / "flight.json"
+    text = path.read_text()
+    edited = text.replace(was, now)
+    assert edited != text
+    path.write_text(edited)
+    with pytest.raises(InvalidFile, match="was changed after it was written"):
+        open_flight(path.parent)
+
+
 # --- faults for real; more by `python -m benchmarks.faults`
 
 

@@ -97,14 +97,18 @@ def replay(
     return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again)
 
 
-def _follow(captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record]) -> Trajectory:
+def _follow(
+    captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record], *, keep: bool = True
+) -> Trajectory:
     steps = [
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
         for i, record in enumerate(some)
     ]
-    keep, spacing = plan_states(len(steps), captured.state.nbytes, None, None, captured.loss.layout.device)
+    kept, spacing = plan_states(len(steps), captured.state.nbytes, None, None, captured.loss.layout.device)
+    if not keep:
+        kept, spacing = "checkpoints", len(steps) + 1  # the first state alone
     try:
-        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, keep, spacing)
+        return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, kept, spacing)
     except NotFinite as error:
         raise ReplayMismatch(
             f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
@@ -144,8 +148,9 @@ class _Proof:
         trajectory = _follow(captured, some, source, self.records)
         parted = self._parted(some, trajectory)
         if parted is not None:
-            runs = [_follow(captured, some, source, self.records) for _ in range(REPLAYS)]
-            self.again = tuple(tuple(step.loss for step in run.steps) for run in runs)
+            # of these only what was seen is kept, no state
+            runs = [_follow(captured, some, source, self.records, keep=False).steps for _ in range(REPLAYS)]
+            self.again = tuple(tuple(step.loss for step in steps) for steps in runs)
             if not self._within_scatter(some, trajectory, runs):
                 raise ReplayMismatch(parted)
         return trajectory
@@ -165,7 +170,7 @@ class _Proof:
                     )
         return None
 
-    def _within_scatter(self, some: Sequence[Record], trajectory: Trajectory, runs: Sequence[Trajectory]) -> bool:
+    def _within_scatter(self, some: Sequence[Record], trajectory: Trajectory, runs: Sequence[Sequence[Step]]) -> bool:
         """Does the recording differ from the replay as replays do from each other, or as rounding that grows?
 
         Rounding grows from step to step; another batch, mask or rule makes a leap.
@@ -173,7 +178,7 @@ class _Proof:
         widest = {"loss": 0.0, "gradient norm": 0.0}
         largest = 0.0
         for i, record in enumerate(some):
-            seen = [{name: now for name, _, now in _pairs(record, run.steps[i])} for run in (trajectory, *runs)]
+            seen = [{name: now for name, _, now in _pairs(record, steps[i])} for steps in (trajectory.steps, *runs)]
             apart = 0.0
             for name, was, now in _pairs(record, trajectory.steps[i]):
                 values = [each[name] for each in seen]
