@@ -66,7 +66,7 @@ def train(directory: Path, *, bad: float = 5.0, rate: float = 1e-2, nan: bool = 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     recorder = ak.FlightRecorder(model, optimizer, squares, directory, window=24, triggers=[AtStep(SPIKE)])
-    for step in range(SPIKE + 2):
+    for step in range(SPIKE + 5):
         x = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
         y = x.sum(1, keepdim=True).tanh()
         if step == CULPRIT:
@@ -216,9 +216,10 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
     held = next(run for run in other_runs(rate) if run.chosen)
     assert held.name.startswith("lr held at its former value")
     assert held.prevents
-    assert rate.data["place"].values.tolist()[-2:] == [SPIKE, SPIKE + 1]
-    assert held.after == pytest.approx(sum(held.losses[-2:]) / 2)  # of the explained step and the one after it
-    cost = held.after - float(rate.data["loss"][-2:].mean())
+    assert rate.data["place"].values.tolist()[-4:] == [SPIKE + 1, SPIKE + 2, SPIKE + 3, SPIKE + 4]
+    assert max(held.losses) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
+    assert held.after == pytest.approx(sum(held.losses[-4:]) / 4)
+    cost = held.after - float(rate.data["loss"][-4:].mean())
     html = rate._repr_html_()
     assert f"{held.after:.4g}</td><td class='number'>{cost:+.3g}<" in html
     assert rate.verdict in html
