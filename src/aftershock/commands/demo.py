@@ -208,7 +208,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
 
     `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
-    drawn from `seed`, and the caller's own random state stays as it was. About a minute and a half on two cores;
+    drawn from `seed`, and the caller's own random state stays as it was. Two to three minutes on one core;
     `quick` is for tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
