@@ -68,7 +68,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for flight.html, the recorded flights and skip.json.")] = Path(),
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 0,
 ) -> None:
-    """Train a small model with a flight recorder; name the batch behind its loss spike (a minute and a half)."""
+    """Train a small model with a flight recorder; name the batch behind its loss spike (two to three minutes)."""
     with _plain_errors(f"cannot write to {out}"):
         from .demo import run
 

@@ -50,6 +50,7 @@ class Size:
     bump: int = 44
     stop: int = 52
     window: int = 40
+    after: int = 3  # recorded steps that belong to a spike: fewer than lie between two of them
     horizon: int = 12
     futures: int = 2
     verify: int = 4
@@ -207,7 +208,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
 
     `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
-    drawn from `seed`, and the caller's own random state stays as it was. About a minute and a half on two cores;
+    drawn from `seed`, and the caller's own random state stays as it was. Two to three minutes on one core;
     `quick` is for tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
@@ -239,7 +240,13 @@ def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, conso
     """The recorded steps, and what explains their spikes."""
     triggers = [Spike("loss", SIGMAS)]
     with FlightRecorder(
-        training.model, training.optimizer, loss_fn, out / "flight", window=size.window, triggers=triggers
+        training.model,
+        training.optimizer,
+        loss_fn,
+        out / "flight",
+        window=size.window,
+        after=size.after,
+        triggers=triggers,
     ) as recorder:
         for step, batch in enumerate(batches):
             if step == size.bad:

@@ -99,7 +99,8 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
     f.data = data(trajectory, last, before, after)
-    f.changes = [c for c in hyperparameters(replayed.records[: last + 1]) if c.kind != "warm-up"][:HELD]
+    changes = hyperparameters(replayed.records)  # those after the spike too: what is held is held over all of it
+    f.changes = [c for c in changes if c.kind != "warm-up" and c.at <= last][:HELD]
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(steps, change, event) for change in f.changes]

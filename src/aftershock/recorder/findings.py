@@ -66,12 +66,13 @@ class Findings:
             return "hyperparameter"
         if self.data is not None and self.data.kind == "shift":
             return "shift"
-        if self.inquiry.blamed:
-            own = self.inquiry.blamed == (self.replayed.last,) and self.data is not None
-            alone = "own batch" if own and self.data.kind == "own batch" else "batch"  # type: ignore[union-attr]
-            return alone if len(self.inquiry.blamed) == 1 else "group"
+        if self._guilty:
+            alone = "own batch" if self._guilty == (self.replayed.last,) else "batch"
+            return alone if len(self._guilty) == 1 else "group"
         if self.hyperparameter(("ramp",)) is not None:
             return "hyperparameter"
+        if not self.inquiry.suspects:
+            return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
 
@@ -93,7 +94,19 @@ class Findings:
     @property
     def blamed(self) -> tuple[int, ...]:
         """Places in the path of the steps that did it."""
-        return self.inquiry.blamed if self.kind in ("batch", "group", "own batch") else ()
+        return self._guilty if self.kind in ("batch", "group", "own batch") else ()
+
+    @property
+    def _guilty(self) -> tuple[int, ...]:
+        """Whom the inquiry blames. Without the explained step its own loss is gone, whoever raised it: it is blamed
+        only where no earlier step is, and its batch is high on earlier weights too."""
+        last, blamed = self.replayed.last, self.inquiry.blamed
+        if last not in blamed:
+            return blamed
+        if self.inquiry.group is not None:
+            return ()
+        own = self.data is not None and self.data.kind == "own batch"
+        return tuple(i for i in blamed if i != last) or ((last,) if own else ())
 
 
 def labelled(f: Findings, examples: int) -> xr.Dataset:
@@ -238,7 +251,8 @@ def _add_examples(data: xr.Dataset, f: Findings, examples: int) -> None:
     for at in [i for i in f.blamed if i < last][:examples]:
         measured = float(data["measured"].sel({"change": f.main}).values[at])
         if not abs(float(predicted[at]) - measured) <= NEAR * abs(measured):
-            notes[str(data["step"].values[at])] = "the prediction of the step was wrong, and its parts would be too"
+            wrong = "the prediction of the step was wrong, and its parts would be too"
+            notes[str(data["step"].values[at])] = wrong if f.refused is None else "nothing could be predicted here"
             continue
         watch = f.replayed.path.watch(at, own_loss, last - at)
         other = trajectory.steps[at - 1 if at else at + 1].batch

@@ -276,6 +276,7 @@ def emergence_figure(found: FlightExplanation, step: int) -> Figure:
     )
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
     style(figure, "step whose loss it is", "added to that loss", height=340)
+    figure.update_xaxes(dtick=-(-len(curve) // 8))  # none between two steps
     return figure
 
 

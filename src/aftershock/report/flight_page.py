@@ -106,11 +106,15 @@ def _title(found: FlightExplanation) -> str:
 def _course(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     caption = (
-        f"Grey: what was usual (the loss: median ± {BARS.gone:g} robust σ; the update, RMS of g/√v̂: "
-        f"{figures.USUAL_UPDATE[0]:g}–{figures.USUAL_UPDATE[1]:g}). The ring is the loss of step {attrs['step']}."
+        f"Grey: what was usual (median ± {BARS.gone:g} robust σ of the losses before it). The ring is the loss of step "
+        f"{attrs['step']}."
     )
     if found.kind not in CALM:
-        caption += f" Red: the event, steps {attrs['stretch'][0]}–{attrs['stretch'][1]}."
+        low, high = figures.USUAL_UPDATE
+        caption += (
+            f" Red: the event, steps {attrs['stretch'][0]}–{attrs['stretch'][1]}. Last: the update's size against its "
+            f"memory, grey where ordinary steps are ({low:g}–{high:g})."
+        )
     if found.blamed:
         caption += " Dashed: what the verdict blames."
     return section(
