@@ -85,3 +85,13 @@ def test_an_unrecorded_generator(tmp_path: Path) -> None:
 
     with pytest.raises(Nondeterministic, match="`drawn`"):
         mismatch(tmp_path, loop, loss_fn=noisy)
+
+
+def test_a_step_without_zero_grad(tmp_path: Path) -> None:
+    def loop(run: Run, i: int, batch: Batch) -> None:
+        if i != 6:
+            run.optimizer.zero_grad()
+        squares(run.model, batch).backward()
+        run.optimizer.step()
+
+    assert "the gradients of the step before were still there" in mismatch(tmp_path, loop)

@@ -123,6 +123,13 @@ def clipped_by_value(e: Evidence) -> Cause | None:
     )
 
 
+NOT_ZEROED = Cause(
+    "gradient",
+    "the gradients of the step before were still there: zero_grad() is missing",
+    "call optimizer.zero_grad() in every step, or give the micro-batches of a step as ak.accumulate([...])",
+)
+
+
 def accumulated_before(e: Evidence) -> Cause | None:
     """The gradient of the step before was not cleared."""
     if not e.sharp or e.made < 2:
@@ -131,11 +138,7 @@ def accumulated_before(e: Evidence) -> Cause | None:
     factor, misfit = fit(e.g_live - e.g_path, earlier)
     if misfit > max(10 * e.tolerance, 1e-3) or abs(factor - 1) > max(10 * e.tolerance, 1e-3):
         return None
-    return Cause(
-        "gradient",
-        "the gradient of the step before is added to this one's: zero_grad() is missing",
-        "call optimizer.zero_grad() in every step, or give the micro-batches of a step as ak.accumulate([...])",
-    )
+    return NOT_ZEROED
 
 
 def penalized(e: Evidence) -> Cause | None:

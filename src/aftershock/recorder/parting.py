@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from ..core.agreement import Live, compare
 from ..core.capture import Captured
 from ..core.evidence import Cause
-from ..core.gradient_causes import EDITED, UNRECORDED, chosen, other_clip, scaled_by, whole
+from ..core.gradient_causes import EDITED, NOT_ZEROED, UNRECORDED, chosen, other_clip, scaled_by, whole
+from ..core.reductions import norms
 from ..core.state_causes import WRITTEN
 from ..core.trajectory import Trajectory
 from .records import Record
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
 SAME = 1e-4  # relative: norms that clipping made equal
+NEAR = 1e-3  # relative: a norm that was computed in another way
 
 ANOTHER_RUN = Cause(
     "gradient",
@@ -43,20 +47,36 @@ def parting(
         return known
     if forward:
         return ANOTHER_RUN if record.step == records[0].step else WRITTEN
+    if i and abs(_norm_with_the_one_before(trajectory, i) - record.norm) <= NEAR * record.norm:
+        return NOT_ZEROED
     factor = record.norm / (step.clip.norm * step.clip.factor)
-    norms = [other.norm for other in some]
-    if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= max(norms)):
+    largest = max(other.norm for other in some)
+    if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
         return scaled_by(factor, record.norm, record.clip)
     return EDITED
 
 
 def clipped_alike(records: Sequence[Record]) -> Cause | None:
     """Gradients of many steps that arrived with one and the same norm, the largest: somebody clipped them."""
-    norms, told = [record.norm for record in records], records[0].clip
-    same = [norm for norm in norms if abs(norm - max(norms)) <= SAME * max(norms)]
-    if len(same) <= max(len(norms) // 4, 1) or (told is not None and abs(max(norms) - told) <= SAME * told):
+    arrived, told = [record.norm for record in records], records[0].clip
+    largest = max(arrived)
+    same = [norm for norm in arrived if abs(norm - largest) <= SAME * largest]
+    if len(same) <= max(len(arrived) // 4, 1) or (told is not None and abs(largest - told) <= SAME * told):
         return None
-    return other_clip(told, max(norms), f"the gradients of {len(same)} steps arrived with one and the same norm")
+    return other_clip(told, largest, f"the gradients of {len(same)} steps arrived with one and the same norm")
+
+
+def _norm_with_the_one_before(trajectory: Trajectory, i: int) -> float:
+    """The norm that would arrive at step i had the gradient of the step before, as it was clipped, not been cleared."""
+    loss, before = trajectory.dynamics.loss, trajectory.steps[i - 1]
+
+    def gradient(at: int) -> Tensor:
+        step, state = trajectory.steps[at], trajectory.state(at)
+        return loss.layout.join(loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where).grads)
+
+    norm = float(norms(gradient(i) + before.clip.factor * gradient(i - 1)))
+    most = trajectory.steps[i].max_norm
+    return norm if most is None else min(norm, most)
 
 
 def _repeats(trajectory: Trajectory, i: int) -> bool:
