@@ -206,7 +206,7 @@ def parameter_hook(made: Loop) -> None:
 
 
 def doubled(module: nn.Module, values: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    return (values[0] * 2,)
+    return (None if values[0] is None else values[0] * 2,)
 
 
 def doubled_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
