@@ -59,24 +59,29 @@ def adamw_step(
     hypers: Sequence[Hyper],
     *,
     consume: bool = False,
+    bounded: bool = False,
 ) -> JointState:
     """x_{s+1} by `torch.optim.adam.adam`, equal to the bit to the optimizer's own step.
 
     `grads` are those that reach the optimizer (clipped). A parameter whose gradient is `None` is left
     alone, decay and step count included. `consume` writes into the tensors of `state`, which is then gone.
+    `bounded` is another rule, StableAdamW's: each parameter's rate is divided by the RMS of its update, where that is
+    larger than one.
     """
     new = state if consume else state.clone()
     theta, m, v = (layout.typed_views(flat) for flat in (new.theta, new.m, new.v))
     for group, hyper in enumerate(hypers):
-        members = [i for i, g in enumerate(layout.groups) if g == group and grads[i] is not None]
-        if members:
+        own = [i for i, g in enumerate(layout.groups) if g == group and grads[i] is not None]
+        for members in [[i] for i in own] if bounded else [own] if own else []:
+            first = members[0]
+            rule = _bounded(hyper, theta[first], grads[first], v[first], state.counts[first]) if bounded else hyper  # type: ignore[arg-type]
             adam_(
                 [theta[i] for i in members],
                 [grads[i] for i in members],  # type: ignore[misc]
                 [m[i] for i in members],
                 [v[i] for i in members],
                 [state.counts[i] for i in members],
-                hyper,
+                rule,
             )
     if not layout.uniform:
         for flat, views in ((new.theta, theta), (new.m, m), (new.v, v)):
@@ -84,30 +89,13 @@ def adamw_step(
     return replace(new, counts=advanced(state.counts, grads))
 
 
-def bounded_step(
-    layout: Layout,
-    state: JointState,
-    grads: Sequence[Tensor | None],
-    hypers: Sequence[Hyper],
-    *,
-    consume: bool = False,
-) -> JointState:
-    """The same with each parameter's rate divided by max(1, RMS of g/√v̂): StableAdamW's rule."""
-    new = state if consume else state.clone()
-    theta, m, v = (layout.typed_views(flat) for flat in (new.theta, new.m, new.v))
-    for i, grad in enumerate(grads):
-        if grad is not None:
-            hyper, count = hypers[layout.groups[i]], state.counts[i]
-            run = Run.at(hyper, count + 1)
-            g = run.sign * grad + run.coupled * theta[i]
-            second = (run.beta2 * v[i] + (1 - run.beta2) * g * g) / run.bias2
-            size = (g * g / second.clamp(min=max(run.eps, 1e-30) ** 2)).mean().sqrt()
-            bounded = hyper.with_lr(run.lr / max(1.0, float(size)))
-            adam_([theta[i]], [grad], [m[i]], [v[i]], [count], bounded)
-    if not layout.uniform:
-        for flat, views in ((new.theta, theta), (new.m, m), (new.v, v)):
-            layout.write(flat, views)
-    return replace(new, counts=advanced(state.counts, grads))
+def _bounded(hyper: Hyper, theta: Tensor, grad: Tensor, v: Tensor, count: int) -> Hyper:
+    """The rate divided by max(1, RMS of g/√v̂): StableAdamW's rule for one parameter."""
+    run = Run.at(hyper, count + 1)
+    g = run.sign * grad + run.coupled * theta
+    second = (run.beta2 * v + (1 - run.beta2) * g * g) / run.bias2
+    size = (g * g / second.clamp(min=max(run.eps, 1e-30) ** 2)).mean().sqrt()
+    return hyper.with_lr(run.lr / max(1.0, float(size)))
 
 
 def adam_(

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from .adamw import Hyper, LinearStep, adamw_step, bounded_step
+from .adamw import Hyper, LinearStep, adamw_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm, scale_
 from .graphs import GradientGraph
@@ -146,8 +146,7 @@ class Dynamics:
 
     def _take(self, found: Gradient, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
         factor = scale_(found.grads, found.norm, step.max_norm)
-        rule = bounded_step if step.bounded else adamw_step
-        new = rule(self.layout, state, found.grads, step.hypers, consume=consume)
+        new = adamw_step(self.layout, state, found.grads, step.hypers, consume=consume, bounded=step.bounded)
         taken = Taken(step, found.loss, found.norm, factor, found.present, found.random)
         return replace(new, buffers=found.buffers), taken
 

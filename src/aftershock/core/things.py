@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, MutableMapping
 from operator import is_
@@ -23,22 +24,22 @@ def same_value(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
 
 
-class Thing:
+class Thing(ABC):
     """One object that user code can change in place."""
 
     def __init__(self, label: str, held: Any) -> None:
         self.label = label
         self.held = held
 
+    @abstractmethod
     def read(self) -> Any:
         """What `write` needs to bring the object back to what it is now."""
-        raise NotImplementedError
 
     def same(self, seen: Any) -> bool:
         return all(map(is_, self.held, seen)) and len(self.held) == len(seen)
 
-    def write(self, seen: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, seen: Any) -> None: ...
 
     def names(self, before: Any, after: Any) -> list[str]:
         """What of it changed, in the user's words."""

@@ -36,7 +36,6 @@ AFTER = 16  # steps after the explained one that belong to the event, where they
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 HELD = 3  # hyperparameters that are held at their former value
-ABRUPT = ("jump", "excursion", "restart")
 
 
 def explain(

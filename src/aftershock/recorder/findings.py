@@ -228,7 +228,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "replay": str(f.replayed),
         "scatter": f.replayed.scatter[event.step] if f.replayed.scatter else 0.0,
         "repeats": _repeats(f),
-        "missing": list(getattr(f.flight, "missing", ())),
+        "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +110,15 @@ def _of(run: str | None, flight: Flight) -> Flight:
 
 
 @dataclass(frozen=True)
-class _Window:
+class _Window(ABC):
     """A folder that may answer, before any of its steps is read."""
 
     folder: Path
     steps: Mapping[int, Path]
     states: Mapping[int, Path]
 
-    def open(self, step: int | None) -> Flight:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, step: int | None) -> Flight: ...
 
 
 @dataclass(frozen=True)
