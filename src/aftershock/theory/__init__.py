@@ -25,6 +25,7 @@ from ..results.summaries import crossing, spike_margin, summarize
 from .baselines import readout_null, scores
 from .channels import channel_responses, interactions
 from .envelopes import curvature_bound, error_bounds, operator_norm, probe_constant, smooth_constant, write_in_bound
+from .finite_difference import logit_tangent, token_loss
 from .frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
 from .futures import (
     present_frozen,
@@ -34,7 +35,6 @@ from .futures import (
     repeated_futures,
     sampled_future,
 )
-from .finite_difference import logit_tangent, token_loss
 from .matching import match_first_step, persistence, residuals
 from .remainder import decompose
 from .samplers import FittedProcess, fit_process, sample_futures
