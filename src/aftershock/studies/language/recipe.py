@@ -14,9 +14,9 @@ import torch
 from ... import theory
 from ...core.noise import noise_floor
 from ...core.state import CHANNELS
-from ...errors import InvalidInput
+from ...errors import InvalidFile, InvalidInput
 from ...results.certificate import TRUST
-from ..study import Study, System
+from ..study import Study, System, require_device
 from .models import ModelSource, find_model
 from .scene import DTYPES, FULL, QUICK, Protocol, Scene, logits_of, prepare
 from .text import TextSource, find_text
@@ -55,6 +55,7 @@ def language_study(
         raise InvalidInput("the language study needs models and texts: --model NAME_OR_PATH --text FILE_OR_DATASET")
     if dtype not in DTYPES:
         raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+    require_device(device)
     protocol = QUICK if quick else FULL
     grid = {
         f"{model.name}-{text.name}": (model, text)
@@ -66,6 +67,22 @@ def language_study(
     systems = tuple(System(kind, seed, 0) for kind in grid)
     run = partial(run_piece, grid=grid, tokenizer=tokenizer, protocol=protocol, device=device, dtype=dtype)
     return Study("language", systems, (PIECE,), run, attributes(protocol, seed, quick, dtype))
+
+
+def require_same_sources(study: Study, results: Mapping[str, xr.Dataset]) -> None:
+    """Refuse finished systems of another text, or of other weights, under the names of this study's."""
+    data = results[SETTING]
+    for system in study.systems:
+        if system.name not in data["system"].values:
+            continue
+        model, text = study.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
+        for variable, wanted in (("weights", model.weights), ("text_digest", text.digest or text.place)):
+            there = str(data[variable].sel(system=system.name).values)
+            if there != wanted:
+                raise InvalidFile(
+                    f"the results of {system.name} were made with another source: {variable} is {there} there and "
+                    f"{wanted} here; choose another folder with --out, or other names with --model NAME=… --text NAME=…"
+                )
 
 
 def attributes(protocol: Protocol, seed: int, quick: bool, dtype: str) -> dict[str, object]:
