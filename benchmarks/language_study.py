@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language.recipe import SETTING, language_study
 from aftershock.studies.results import SystemResults
