@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ PYTHIA = {  # layers, width, heads
     "pythia-1.4b": (24, 2048, 16),
 }
 PLAIN = ("F32", "F16", "BF16")  # GGUF types that hold a weight as it was
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 PATIENCE = 5.0  # seconds that a hub has to answer
 NEEDS = 'the language study needs Hugging Face transformers: pip install "aftershock[language]"'
 
@@ -157,12 +159,27 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
                 model = AutoModelForCausalLM.from_config(configuration(source), **options)
         elif source.is_gguf:
             path = Path(source.place)
-            model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options)
+            with _without_bars():
+                model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(source.place, **options)
+            with _without_bars():
+                model = AutoModelForCausalLM.from_pretrained(source.place, **options)
     except (OSError, ValueError, ImportError) as error:
         raise InvalidFile(f"{source.name} cannot be loaded from {source.place}: {_first_line(error)}") from error
     return model.to(device).eval().requires_grad_(True)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def configuration(source: ModelSource) -> Any:
@@ -179,7 +196,6 @@ def configuration(source: ModelSource) -> Any:
         intermediate_size=4 * width,
         vocab_size=50304,
         max_position_embeddings=2048,
-        rotary_pct=0.25,
         use_parallel_residual=True,
     )
 
@@ -214,13 +230,17 @@ def load_encoder(source: ModelSource, tokenizer: Path | None) -> Encode:
     path = Path(source.place)
     options: dict[str, Any] = {"gguf_file": path.name} if tokenizer is None and source.is_gguf else {}
     place = tokenizer or (path.parent if source.is_gguf else source.place)
+    folder = Path(place)
+    if not options and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
+        # transformers would make one without any words
+        raise InvalidInput(f"{place} holds no tokenizer; give one with --tokenizer FILE")
     try:
         found = AutoTokenizer.from_pretrained(str(place), **options)
     except Exception as error:  # every format has its own way to say that there is none
         raise InvalidInput(
             f"no tokenizer could be loaded from {place} ({_first_line(error)}); give one with --tokenizer FILE"
         ) from error
-    return lambda texts: found(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+    return lambda texts: found(list(texts), add_special_tokens=False)["input_ids"]
 
 
 def _from_file(path: Path) -> Encode:
