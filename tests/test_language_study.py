@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def test_the_error_of_finite_differences_falls_as_the_square_of_the_step() -> No
 
 def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
     made = one(folder, "neox")
-    change = made.path.replace(made.candidates)
+    change = made.path.replace(made.candidates[:1])
     alone = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,))
     assert change.path.point.loss.sharing.wanted is False
     change.path.point.loss.sharing.wanted = True  # as on a GPU
@@ -299,7 +300,7 @@ def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
         )
         loaded = models.build_model(source, torch.device("cpu"), torch.float32, 0)
         ids = torch.arange(8)[None]
-        off = float((loaded(ids).logits - model.eval()(ids).logits).abs().max())
+        off = float((loaded(ids).logits - model.eval()(ids).logits).detach().abs().max())
         assert off < (1e-5 if weights == "pretrained" else 1e-2)
         assert weights == "pretrained" or off > 1e-6
     with pytest.raises(InvalidFile, match="no file"):
@@ -430,7 +431,8 @@ def test_a_model_without_second_derivatives_is_refused(folder: Path, monkeypatch
         made.run(made.systems[0], made.pieces[0])
 
 
-def test_bfloat16_weights_are_refused_where_the_response_drowns(folder: Path) -> None:
+def test_bfloat16_weights_are_refused_where_the_response_drowns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "QUICK", replace(TINY, candidates=1, horizon=2, continuation=2))
     made = study(folder, "neox", "bfloat16")
     with pytest.raises(InvalidInput, match=r"rounding alone moves .* cannot be told from noise.*bfloat16.*in float32"):
         made.run(made.systems[0], made.pieces[0])

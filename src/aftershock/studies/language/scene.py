@@ -212,6 +212,7 @@ def _batch(tokens: Int64[Tensor, "row token"], mask: Float[Tensor, "1 1 token to
 
 
 def _collect(device: torch.device) -> None:
-    gc.collect()
+    """What the live model held on a card is free for the rest."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
