@@ -66,12 +66,15 @@ def channel_responses(
     rows = (len(SUBSETS) - 1) * ("exact" in wanted), len(CHANNELS) * ("tangent" in wanted)
     limit = path.memory if memory is None else memory
     size = at_once(path.trajectory, len(change), *rows, limit)
+    read = Reader(path.trajectory, watch.probe)
+    for moment in rollout(path.trajectory, watch.first, Rows(), watch.last):
+        read.control(moment)  # before anything else is in memory
     for first in range(0, len(change), size):
         starts = _Starts(watch, change.edits[first : first + size], scale, "tangent" in wanted)
         if "exact" in wanted:
-            found["exact"].append(_hybrids(watch, starts, limit))
+            found["exact"].append(_hybrids(watch, read, starts, limit))
         if "tangent" in wanted:
-            found["tangent"].append(_isolated(watch, starts.tangents))
+            found["tangent"].append(_isolated(watch, read, starts.tangents))
         found["broken"].append(starts.broken)
         found["counts"].append(torch.tensor([end.counts != starts.control.counts for end in starts.ends]))
     return _labelled(watch, change, wanted, {name: torch.cat(parts) for name, parts in found.items()}, scale)
@@ -108,24 +111,26 @@ def _labelled(watch: Watch, change: Change, answers: list[str], found: dict[str,
     return data.assign_attrs(described(watch, change.kind))
 
 
-def _hybrids(watch: Watch, starts: _Starts, memory: str | int | None) -> Float[Tensor, "change channel horizon"]:
+def _hybrids(
+    watch: Watch, read: Reader, starts: _Starts, memory: str | int | None
+) -> Float[Tensor, "change channel horizon"]:
     """Seven exact hybrids of every change, as many at once as fit; nothing for the one that is the control."""
-    trajectory, read = watch.trajectory, Reader(watch.trajectory, watch.probe)
+    trajectory = watch.trajectory
     wanted = [(end, kept) for end in starts.ends for kept in SUBSETS[1:]]
     size, found = at_once(trajectory, len(wanted), 1, 0, memory), []
     for first in range(0, len(wanted), size):
-        rows = Rows([hybrid(starts.control, end, kept) for end, kept in wanted[first : first + size]])
+        some = [hybrid(starts.control, end, kept) for end, kept in wanted[first : first + size]]
+        rows = Rows(some, control=starts.control)
         moments = rollout(trajectory, watch.first, rows, watch.last)
         found.append(torch.stack([read.exact(moment) for moment in moments], dim=-1))
     values = torch.cat(found).view(len(starts.ends), -1, watch.horizons)
     return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
 
 
-def _isolated(watch: Watch, tangents: Sequence[Tangent]) -> Float[Tensor, "change channel horizon"]:
+def _isolated(watch: Watch, read: Reader, tangents: Sequence[Tangent]) -> Float[Tensor, "change channel horizon"]:
     """Three isolated blocks of every tangent; it is linear, so that a hybrid is the sum of its blocks."""
-    trajectory, read = watch.trajectory, Reader(watch.trajectory, watch.probe)
     member = torch.tensor([[float(name in kept) for name in CHANNELS] for kept in SUBSETS], dtype=torch.float64)
-    moments = rollout(trajectory, watch.first, Rows(linear=_blocks(tangents)), watch.last)
+    moments = rollout(watch.trajectory, watch.first, Rows(linear=_blocks(tangents)), watch.last)
     found = torch.stack([read.linear(moment) for moment in moments], dim=-1)
     return member @ found.view(len(tangents), len(CHANNELS), watch.horizons)
 

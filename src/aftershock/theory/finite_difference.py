@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STEPS = (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
 READ_AT_ONCE = 8  # rows whose logits are in memory together
 READ_COPIES = 8  # of one row's logits, in float32, while they are read
-HELD = 4  # vectors beside the rows: the control's raw gradient, the change's, ξ, and one on the way
+HELD = 3  # vectors beside the rows: the control's raw gradient, the change's, and ξ
 Logits = Callable[[nn.Module, Batch], tuple[Float[Tensor, "*token kind"], Int[Tensor, "*token"]]]
 
 
@@ -183,7 +183,8 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
     vector = Footprint.of(trajectory).vector
 
     def needed(n: int) -> int:
-        carried = max((3 * n + 3) * vector, rollout_bytes(trajectory, Load(exact=n)))
+        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
+        carried = max(started, rollout_bytes(trajectory, Load(exact=n)))
         return HELD * vector + carried + reader.nbytes(n, watch.horizons)
 
     fitting = [n for n in range(1, rows + 1) if needed(n) <= available]

@@ -124,11 +124,10 @@ class Scene:
     @cached_property
     def path(self) -> Run:
         """The control."""
-        return self.point.follow([self.control_batch, *self.future], memory=self.memory)
+        return self.point.follow([self.control_batch, *self.future], memory=self.room())
 
-    @cached_property
-    def memory(self) -> int | None:
-        """What reruns and predictions may use on a card, beside the point; on a CPU, what is free."""
+    def room(self) -> int | None:
+        """What may be used on a card beside what is there now; on a CPU, what is free."""
         if self.device.type != "cuda":
             return None
         total = torch.cuda.get_device_properties(self.device).total_memory
