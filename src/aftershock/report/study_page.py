@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..studies.paper import TABLES
-from ..studies.tables import Cell, agreement, by_table, mark, provenance, verdict
+from ..studies.tables import UNITS, Cell, agreement, by_table, mark, provenance, verdict
 from ..studies.verdicts import RULES, TRIVIAL
 from .drawing import Drawing
+from .language_figures import language_drawings
+from .language_page import language_sections
 from .shell import plot, provenance_table, section, write_page
 from .study_figures import drawings
 
@@ -30,9 +32,11 @@ def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Seq
     sections = [
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(verdict(cells))}</p>",
         f"{_facts(cells, made)}</header>",
+        *language_sections(results),
         section("Where they do not agree", _disagreements(cells)),
         *(_drawing(one) for one in drawings(results)),
-        section("The paper's tables", _legend(), *(_table(label, some) for label, some in by_table(cells).items())),
+        *(_drawing(one) for one in language_drawings(results)),
+        section("The paper's tables", _legend(study.name), *(_table(label, some) for label, some in by_table(cells).items())),
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
     ]
@@ -50,8 +54,10 @@ def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     if made.get("quick"):
         parts.append("a small version of the study (--quick)")
     if found["no_verdict"]:
-        parts.append(f"{found['no_verdict']} numbers not judged: too few systems")
-    parts.append(f"{found['by_definition']} numbers that hold by definition are not counted")
+        why = dict.fromkeys(cell.rule for cell in cells if cell.agrees is None and not cell.ours_only)
+        parts.append(f"{found['no_verdict']} numbers not judged: {', '.join(why)}")
+    if found["by_definition"]:
+        parts.append(f"{found['by_definition']} numbers that hold by definition are not counted")
     return f"<p class='facts'>{escape('; '.join(part for part in parts if part))}.</p>"
 
 
@@ -101,9 +107,9 @@ def _entry(cell: Cell | None) -> str:
     )
 
 
-def _legend() -> str:
+def _legend(study: str) -> str:
     return (
-        "<p class='story'>Each entry: our median over systems [quartiles], and under it the paper's number. "
+        f"<p class='story'>Each entry: our median over {UNITS.get(study, 'systems')} [quartiles], and under it the paper's number. "
         "<span class='key agrees'>✓ agrees</span> <span class='key differs'>✗ does not</span> "
         "<span class='key ours'>ours only</span> <span class='key none'>= by definition, or not judged</span> "
         "◦ protocol not known. Click an entry for its rule.</p>"
@@ -112,6 +118,8 @@ def _legend() -> str:
 
 def _disagreements(cells: Sequence[Cell]) -> str:
     wrong = [cell for cell in cells if cell.agrees is False]
+    if not any(cell.counted for cell in cells):
+        return "<p class='story'>Nothing could be judged.</p>"
     if not wrong:
         return "<p class='story'>Nowhere: every number that could be judged agrees.</p>"
     known, unknown = ([cell for cell in wrong if cell.known is side] for side in (True, False))

@@ -1,4 +1,4 @@
-"""Every number that the paper prints for Experiments 1 and 2 on quadratic systems and CIFAR-10, as it prints them.
+"""Every number that the paper prints for Experiments 1 and 2, as it prints them; `language/paper.py` has its third stage.
 
 A table goes by the paper's label; "text:…" holds the numbers of a paragraph. Tables of the main text that repeat
 numbers of the appendix are named in `also` and not written twice, so that no number is counted twice.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .language.paper import LANGUAGE
 
 NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?"
 
@@ -389,4 +391,6 @@ _FUTURES = (
     ),
 )
 
-TABLES: dict[str, Table] = {table.label: table for table in (*_CONTROLLED, *_NEURAL, *_FUTURES)}
+_LANGUAGE = tuple(Table(label, title, columns, _rows(rows), also) for label, title, columns, rows, also in LANGUAGE)
+
+TABLES: dict[str, Table] = {table.label: table for table in (*_CONTROLLED, *_NEURAL, *_LANGUAGE, *_FUTURES)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInput
 from ..results.files import write_whole
 from .cifar.measures import cifar_measures
+from .language.measures import language_measures
 from .paper import TABLES, Quote
 from .quadratic.measures import quadratic_measures
 from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, spread
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from .study import Study
 
-MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures}
+MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures, "language": language_measures}
+UNITS = {"language": "candidates"}  # what medians are over, where it is not systems
 MARKS = {True: "✓", False: "✗", None: ""}
 UNEXPLAINED = "not known why"
 # What was seen about a disagreement, by table, beginning of the row, and column.
@@ -133,6 +135,8 @@ def number(value: float) -> str:
         return "--"
     if value == 0:
         return "0"
+    if 0.999 <= value < 1:  # a cosine: what matters is how far it is from 1
+        return f"{value:.5f}"
     if 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
     return f"{value:.2e}"
@@ -171,6 +175,8 @@ def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
 def verdict(cells: Sequence[Cell]) -> str:
     """The agreement in one sentence."""
     found = agreement(cells)
+    if not found["judged"] and any(cell.rule == "other model" for cell in cells):
+        return "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours."
     if not found["judged"]:
         return "No verdict: too few systems were run to judge any number."
     text = f"{found['agree']} of {found['judged']} numbers agree with the paper ({found['share']:.0%})"
@@ -214,7 +220,7 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts = [
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
-        "Each entry is our median over systems [quartiles], then the paper's number, ✓ where they agree and ✗ where "
+        f"Each entry is our median over {UNITS.get(str(made['study']), 'systems')} [quartiles], then the paper's number, ✓ where they agree and ✗ where "
         "they do not. Entries marked *ours* have no counterpart in the paper, ◦ marks a number whose protocol the "
         "paper leaves open, and = one that is true by definition and not counted.",
     ]

@@ -1,0 +1,1 @@
+"""Experiment 1 on pretrained language models."""
