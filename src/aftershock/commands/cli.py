@@ -136,6 +136,24 @@ def reproduce(
         raise typer.Exit(130) from None
 
 
+@app.command()
+def gather(
+    out: Annotated[Path, typer.Argument(help="A study's results folder: made where there is none.")],
+    carried: Annotated[
+        list[Path] | None, typer.Argument(help="Systems that ran on machines without zarr: files, or folders of them.")
+    ] = None,
+) -> None:
+    """Bring systems that ran elsewhere into a study's results, and make its tables and page of everything there."""
+    from ..studies.carried import bring_in
+    from ..studies.results import load_results
+
+    with _plain_errors(f"cannot write to {out}"):
+        brought = bring_in(carried, out) if carried else ()
+        study, results = load_results(out)
+        typer.echo(f"brought in {len(brought)} systems")
+        _publish(study, results, out)
+
+
 def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device: Device) -> Study:
     if study is StudyName.cifar:
         from ..studies.cifar.recipe import cifar_study
