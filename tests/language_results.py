@@ -1,4 +1,4 @@
-"""Made-up language systems whose tables can be worked out by hand: a slope, a curvature, and known errors of the steps."""
+"""Made-up language systems whose tables can be worked out by hand, with known errors of the finite differences."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def system(
         "domain": ((), domain),
         "parameters": ((), parameters),
         "weights": ((), weights),
+        "note": ((), "rounded to Q4_K; instruction-tuned" if weights == "quantized" else ""),
         "control_loss": ("horizon", np.full(HORIZONS, 3.0)),
         "response": (("answer", "scale", "change", "horizon"), np.stack([exact, semilinear, tangent])),
         "fd_derivative": (

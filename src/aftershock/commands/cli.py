@@ -77,18 +77,35 @@ def demo(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="A response saved with response.save().")],
+    results: Annotated[Path, typer.Argument(help="A response saved with response.save(), or a study's folder.")],
     out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("report.html"),
 ) -> None:
-    """Turn a saved response into one self-contained page."""
+    """Turn a saved response, or the results of a study, into one self-contained page."""
+    page = out / "report.html" if out.is_dir() else out
+    write = _study_page if (results / "results.zarr").is_dir() else _response_page
+    typer.echo(f"wrote {write(results, page)}")
+
+
+def _response_page(results: Path, page: Path) -> Path:
     from ..api.response import load_response
     from ..report.response_page import write_response_page
 
     with _plain_errors(f"cannot read {results}"):
         response = load_response(results)
-    page = out / "report.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
-        typer.echo(f"wrote {write_response_page(response, page)}")
+        return write_response_page(response, page)
+
+
+def _study_page(results: Path, page: Path) -> Path:
+    from ..report.study_page import write_study_page
+    from ..studies.results import load_results
+    from ..studies.tables import build
+
+    with _plain_errors(f"cannot read {results}"):
+        study, found = load_results(results)
+        cells = build(study.name, found)
+    with _plain_errors(f"cannot write {page}"):
+        return write_study_page(study, found, cells, page)
 
 
 class StudyName(enum.StrEnum):

@@ -16,6 +16,7 @@ from .study_figures import CHANNELS, HEIGHT, PAPER_MARK
 
 if TYPE_CHECKING:
     import xarray as xr
+    from plotly.graph_objects import Figure
 
 NAMES = {FD: "ISO Tangent (FD)", "tangent": "exact tangent", "semilinear": "semilinear"}
 SHADES = {FD: "#c8432b", **ANSWER_COLOURS}
@@ -108,7 +109,8 @@ def _validity(found: Candidates) -> Drawing:
     valid, scales = found.errors["valid"], found.errors["scale"].values
     parts = {EVERYWHERE: valid} | {name: valid.isel(system=[i]) for i, name in enumerate(names(found))}
     quotes = TABLES["text:exp3_validity"].quotes()
-    paper = [(quote := quotes.get((f"α = {s:g}", NAMES[FD]))) and quote.value for s in scales]
+    named = [(f"α = {s:g}", NAMES[FD]) for s in scales]
+    paper = [quotes[name].value if name in quotes else None for name in named]
     frames: dict[str, Frame] = {}
     for name, some in parts.items():
         shares = [short(some.sel({"answer": a}).mean(["system", "change"]).values) for a in PREDICTIONS]
@@ -220,7 +222,7 @@ def _channels(found: Candidates) -> Drawing:
     return Drawing("lm-channels", "Through which memory", caption, figure, ("system",), frames)
 
 
-def _add_paper(figure, table: str, column: str, rows: list[str], name: str) -> None:  # type: ignore[no-untyped-def]
+def _add_paper(figure: Figure, table: str, column: str, rows: list[str], name: str) -> None:
     quotes = TABLES[table].quotes()
     quoted = [(row, quotes[row, column].value) for row in rows if (row, column) in quotes]
     if quoted:
@@ -228,7 +230,7 @@ def _add_paper(figure, table: str, column: str, rows: list[str], name: str) -> N
         figure.add_scatter(x=x, y=y, mode="markers", name=name, marker=PAPER_MARK)
 
 
-def _rows(figure, rows: list[str]) -> None:  # type: ignore[no-untyped-def]
+def _rows(figure: Figure, rows: list[str]) -> None:
     """Names down the side, the first at the top, in two short lines for a telephone."""
     figure.update_yaxes(
         range=[len(rows) - 0.5, -0.5], type="category", categoryorder="array", categoryarray=rows,

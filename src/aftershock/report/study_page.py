@@ -36,7 +36,9 @@ def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Seq
         section("Where they do not agree", _disagreements(cells)),
         *(_drawing(one) for one in drawings(results)),
         *(_drawing(one) for one in language_drawings(results)),
-        section("The paper's tables", _legend(study.name), *(_table(label, some) for label, some in by_table(cells).items())),
+        section(
+            "The paper's tables", _legend(study.name), *(_table(label, some) for label, some in by_table(cells).items())
+        ),
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
     ]
@@ -109,7 +111,8 @@ def _entry(cell: Cell | None) -> str:
 
 def _legend(study: str) -> str:
     return (
-        f"<p class='story'>Each entry: our median over {UNITS.get(study, 'systems')} [quartiles], and under it the paper's number. "
+        f"<p class='story'>Each entry: our median over {UNITS.get(study, 'systems')} [quartiles], and under it the "
+        "paper's number. "
         "<span class='key agrees'>✓ agrees</span> <span class='key differs'>✗ does not</span> "
         "<span class='key ours'>ours only</span> <span class='key none'>= by definition, or not judged</span> "
         "◦ protocol not known. Click an entry for its rule.</p>"

@@ -1,4 +1,4 @@
-"""Every number that the paper prints for Experiments 1 and 2, as it prints them; `language/paper.py` has its third stage.
+"""Every number that the paper prints for Experiments 1 and 2, as it prints them; language models: language/paper.py.
 
 A table goes by the paper's label; "text:…" holds the numbers of a paragraph. Tables of the main text that repeat
 numbers of the appendix are named in `also` and not written twice, so that no number is counted twice.

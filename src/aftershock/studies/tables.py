@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInput
 from ..results.files import write_whole
 from .cifar.measures import cifar_measures
+from .language.conditions import conditions, described
 from .language.measures import language_measures
 from .paper import TABLES, Quote
 from .quadratic.measures import quadratic_measures
@@ -190,7 +191,8 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
     """What made the results: the study, its attributes, and the machine as the results' own attributes name it."""
     attrs = {str(key): value for data in results.values() for key, value in data.attrs.items()}
     systems = sorted({str(name) for data in results.values() for name in data["system"].values})
-    return {"study": study.name, "systems": len(systems), **dict(study.attrs), **attrs}
+    models = {"models": described(conditions(results["language"]))} if "language" in results else {}
+    return {"study": study.name, "systems": len(systems), **models, **dict(study.attrs), **attrs}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
@@ -220,9 +222,10 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts = [
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
-        f"Each entry is our median over {UNITS.get(str(made['study']), 'systems')} [quartiles], then the paper's number, ✓ where they agree and ✗ where "
-        "they do not. Entries marked *ours* have no counterpart in the paper, ◦ marks a number whose protocol the "
-        "paper leaves open, and = one that is true by definition and not counted.",
+        *([made["models"]] if "models" in made else []),
+        f"Each entry is our median over {UNITS.get(str(made['study']), 'systems')} [quartiles], then the paper's "
+        "number, ✓ where they agree and ✗ where they do not. Entries marked *ours* have no counterpart in the paper, "
+        "◦ marks a number whose protocol the paper leaves open, and = one that is true by definition and not counted.",
     ]
     for label, some in by_table(cells).items():
         parts += [f"## {heading(label)}", _markdown_table(some)]

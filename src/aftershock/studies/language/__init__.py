@@ -1,1 +1,1 @@
-"""Experiment 1 on pretrained language models."""
+"""The paper's language stage: causal language models on text."""

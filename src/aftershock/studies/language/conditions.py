@@ -13,8 +13,8 @@ PAPER_MODELS = {"pythia410m": "410M", "pythia1b": "1B", "pythia14b": "1.4B"}
 PAPER_DOMAINS = {"codeparrot": "CodeParrot", "openwebtext": "OpenWebText", "wikitext103": "WikiText-103"}
 WEIGHTS = {
     "pretrained": "pretrained weights",
-    "fresh": "fresh weights, which nobody has trained: they measure cost and numerics, not a language model",
-    "quantized": "pretrained weights that were rounded to a few bits in a GGUF file",
+    "fresh": "fresh weights: they measure cost and numerics, and say nothing of a trained language model",
+    "quantized": "pretrained weights rounded to a few bits",
 }
 
 
@@ -27,6 +27,7 @@ class Condition:
     domain: str
     weights: str
     parameters: int
+    note: str  # what a reader of its numbers must know
     paper_model: bool
     paper_domain: bool
 
@@ -47,11 +48,11 @@ class Condition:
 
 def conditions(data: xr.Dataset) -> list[Condition]:
     """The conditions of a joined dataset, system by system."""
-    columns = (data[name].values for name in ("system", "model", "domain", "weights", "parameters"))
-    return [_condition(*map(str, row[:4]), int(row[4])) for row in zip(*columns)]
+    names = ("system", "model", "domain", "weights", "note", "parameters")
+    return [_condition(*map(str, row)) for row in zip(*(data[name].values for name in names))]
 
 
-def _condition(system: str, model: str, domain: str, weights: str, parameters: int) -> Condition:
+def _condition(system: str, model: str, domain: str, weights: str, note: str, parameters: str) -> Condition:
     ours_model, ours_domain = _plain(model), _plain(domain)
     paper_domain = next((name for key, name in PAPER_DOMAINS.items() if ours_domain.startswith(key)), None)
     return Condition(
@@ -59,7 +60,8 @@ def _condition(system: str, model: str, domain: str, weights: str, parameters: i
         PAPER_MODELS.get(ours_model, model.rpartition("/")[2]),
         paper_domain or domain.rpartition("/")[2],
         weights,
-        parameters,
+        int(parameters),
+        note,
         ours_model in PAPER_MODELS,
         paper_domain is not None,
     )
@@ -94,6 +96,6 @@ def described(some: Sequence[Condition]) -> str:
         own = [c for c in some if c.model == model]
         domains = ", ".join(dict.fromkeys(c.domain for c in own))
         shown = f"Pythia-{model}" if own[0].paper_model else model
-        weights = "; ".join(WEIGHTS.get(w, w) for w in dict.fromkeys(c.weights for c in own))
-        sentences.append(f"{shown} ({size_label(own[0].parameters)}; {weights}) on {domains}.")
+        words = dict.fromkeys(word for c in own for word in (WEIGHTS.get(c.weights, c.weights), c.note) if word)
+        sentences.append(f"{shown} ({size_label(own[0].parameters)}; {'; '.join(words)}) on {domains}.")
     return " ".join(sentences)

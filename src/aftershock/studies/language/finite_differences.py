@@ -47,6 +47,12 @@ def consistency(derivative: xr.DataArray) -> xr.DataArray:
     return _norm(coarse - fine) / ((_norm(coarse) + _norm(fine)) / 2 + TINY)
 
 
+def selected_error(data: xr.Dataset, selection: xr.Dataset) -> xr.DataArray:
+    """The error of each candidate's selected step; NaN where the candidate is not identifiable."""
+    error = step_error(data)
+    return error.sel(fd_step=selection["step"].fillna(float(error["fd_step"][0]))).where(selection["identifiable"])
+
+
 def step_error(data: xr.Dataset) -> xr.DataArray:
     """‖d̂(ε) − d̂‖ / ‖d̂‖ with the exact tangent d̂ as the truth, [fd_step, change] and more."""
     tangent = exact_tangent(data)
@@ -70,9 +76,8 @@ def step_curve(data: xr.Dataset) -> xr.Dataset:
     import xarray as xr
 
     error = across_candidates(step_error(data)).sortby("fd_step")
-    logs = np.log(error.where(error > 0))
-    steps = np.log(error["fd_step"])
-    slope = logs.diff("fd_step") / steps.diff("fd_step")
+    logs = xr.apply_ufunc(np.log, error.where(error > 0))
+    slope = logs.diff("fd_step") / np.diff(np.log(error["fd_step"].values))
     known = error.notnull().any("fd_step")
     at = error.fillna(float("inf")).argmin("fd_step")
     return xr.Dataset(

@@ -7,6 +7,8 @@ conditions, not independent draws. Where our models, weights or texts are not th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...results.statistics import FEWEST
@@ -15,7 +17,7 @@ from ..measures import LOCAL, Results
 from ..verdicts import Measure
 from .candidates import FD, PREDICTIONS, Candidates
 from .conditions import Condition, comparable, described
-from .finite_differences import step_curve, step_error
+from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
 from .paper import FD as FD_NAME
 from .ranks import pooled_ranks
 
@@ -85,7 +87,13 @@ class _Rows:
         self.judged = comparable(self.conditions, expected)
 
     def __call__(
-        self, row: str, column: str, values: np.ndarray | xr.DataArray, kind: str = "systems", **options: object
+        self,
+        row: str,
+        column: str,
+        values: np.ndarray | xr.DataArray,
+        kind: str = "systems",
+        known: bool = True,
+        note: str = "",
     ) -> Measure:
         """values: flattened, and what is undefined left out."""
         import numpy as np
@@ -93,14 +101,10 @@ class _Rows:
         flat = np.asarray(values, dtype=float).ravel()
         flat = flat[~np.isnan(flat)] if np.isfinite(flat).any() else flat[:1]
         kind = "number" if kind == "systems" and len(flat) == 1 else kind  # which has no quartiles
-        rule = "" if self.judged else OTHER
-        note = "" if self.judged else described(self.conditions).rstrip(".")
-        extra = str(options.pop("note", ""))
-        alone = ALONE if kind == "number" else ""
-        return Measure(
-            self.table, row, column, flat, len(self.conditions), kind,
-            note="; ".join(part for part in (extra, note) if part), unjudged=rule or alone, **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        notes = (note, "" if self.judged else described(self.conditions).rstrip("."))
+        rule = OTHER if not self.judged else ALONE if kind == "number" else ""
+        words = "; ".join(part for part in notes if part)
+        return Measure(self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule)
 
 
 # --- tables
@@ -115,11 +119,13 @@ def _steps(found: Candidates) -> Iterator[Measure]:
     for step in sorted(found.data["fd_step"].values, reverse=True)[1:]:
         chosen = (selection["step"] == step) & selection["identifiable"]
         yield made(f"Selected step {step:g}", "value", chosen, "count")
-    errors = step_error(found.data)
-    own = errors.sel(fd_step=selection["step"].fillna(float(errors["fd_step"][0]))).where(selection["identifiable"])
+    own, best = selected_error(found.data, selection), step_error(found.data).min("fd_step")
     yield made("Error of the selected step against the exact tangent (ours)", "value", own)
-    yield made("Smallest error of any step (ours)", "value", errors.min("fd_step"))
     yield made("Its consistency over its error (ours)", "value", selection["consistency"] / own)
+    yield made("Smallest error of any step (ours)", "value", best)
+    yield made(
+        "Candidates that no step brings within 0.25 of the exact tangent (ours)", "value", best > IDENTIFIABLE, "count"
+    )
     curve = step_curve(found.data)
     yield made("Slope of the error at the smallest steps (ours; noise has −1)", "value", curve["falling"])
     yield made("Slope of the error at the largest steps (ours; truncation has 2)", "value", curve["rising"])
@@ -221,7 +227,11 @@ def _signs(found: Candidates) -> Iterator[Measure]:
     right = found.errors["sign"].sel(scale=float(found.errors["scale"].max()))
     yield made("Positive extrema", "value", signs > 0, "count")
     yield made("Negative extrema", "value", signs < 0, "count")
-    rows = {FD: "ISO-FD recovers", "tangent": "the exact tangent recovers (ours)", "semilinear": "semilinear recovers (ours)"}
+    rows = {
+        FD: "ISO-FD recovers",
+        "tangent": "the exact tangent recovers (ours)",
+        "semilinear": "semilinear recovers (ours)",
+    }
     for answer, words in rows.items():
         yield made(f"Signs that {words}", "value", right.sel({"answer": answer}), "count")
 
@@ -265,7 +275,7 @@ def _statements(found: Candidates) -> Iterator[Measure]:
 
 
 def _ordered(values: Sequence[float] | np.ndarray) -> bool:
-    return all(a <= b for a, b in zip(values[:-1], values[1:]))
+    return all(a <= b for a, b in pairwise(values))
 
 
 def _range(errors: xr.Dataset, places: dict[str, list[int]]) -> float:
@@ -292,8 +302,6 @@ def _cost(found: Candidates) -> Iterator[Measure]:
 
 def _timed(measure: Measure) -> Measure:
     """Seconds of another machine are shown and never judged."""
-    from dataclasses import replace
-
     return replace(measure, unjudged=measure.unjudged if measure.unjudged == OTHER else TIME)
 
 

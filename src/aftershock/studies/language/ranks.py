@@ -49,9 +49,9 @@ def _normalized(*arrays: xr.DataArray) -> list[np.ndarray]:
     from scipy import stats
 
     rows = [array.transpose("system", "change").values for array in arrays]
-    known = np.isfinite(rows).all(0)
+    known = np.isfinite(np.stack(rows)).all(0)
     ranked = []
     for values in rows:
-        parts = [(stats.rankdata(v[k]) - 0.5) / max(k.sum(), 1) for v, k in zip(values, known)]
+        parts = [(stats.rankdata(v[k]) - 0.5) / max(k.sum(), 1) for v, k in zip(values, list(known))]
         ranked.append(np.concatenate(parts))
     return ranked
