@@ -22,6 +22,7 @@ NAMES = {FD: "ISO Tangent (FD)", "tangent": "exact tangent", "semilinear": "semi
 SHADES = {FD: "#c8432b", **ANSWER_COLOURS}
 STROKES = {FD: "dash", **DASHES}
 EVERYWHERE = "all systems"
+FRAME = 3  # times the largest exact response that a curve may reach
 GUIDED = 0.3  # guides end below this share of the smallest error, so that they do not stretch the axis
 
 
@@ -163,9 +164,10 @@ def _curves(found: Candidates) -> Drawing:
                 at = {"change": change, "scale": scale}
                 exact, predicted = found.exact.isel(system=i).sel(at), found.predicted.isel(system=i).sel(at)
                 curves = [exact, *(predicted.sel({"answer": a}) for a in PREDICTIONS)]
+                frame = FRAME * float(abs(exact).max())
                 frames[f"{name}|candidate {change}|α = {scale:g}"] = {
                     "x": [horizons] * len(curves),
-                    "y": [short(curve.values) for curve in curves],
+                    "y": [short(curve.where(abs(curve) <= frame).values) for curve in curves],
                 }
     figure = lines(frames, ["exact", *NAMES.values()], [INK, *(SHADES[a] for a in PREDICTIONS)])
     for trace, answer in zip(figure.data, ("exact", *PREDICTIONS)):
@@ -174,7 +176,10 @@ def _curves(found: Candidates) -> Drawing:
     style(figure, HORIZON_TITLE, "change of the probe's loss", HEIGHT)
     figure.update_yaxes(exponentformat="power")
     key_above(figure)
-    caption = "The exact response to one candidate batch, and what each prediction says."
+    caption = (
+        "The exact response to one candidate batch, and what each prediction says; a prediction of more than "
+        f"{FRAME} times the largest exact response is left out."
+    )
     choices = ("system", "candidate", "scale")
     return Drawing("lm-curves", "Exact response and predictions", caption, figure, choices, frames)
 

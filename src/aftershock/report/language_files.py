@@ -67,6 +67,8 @@ def _steps(axis: Axes, found: Candidates, i: int) -> None:
     axis.loglog(steps, float(middle[-1]) * (steps / steps[-1]) ** 2, "--", color="0.4", lw=0.8, label="ε²")
     axis.loglog(steps, float(middle[0]) * steps[0] / steps, ":", color="0.4", lw=0.8, label="1/ε")
     axis.set_ylim(min(low, float(gap.min())) / 2, high * 2)
+    axis.set_xticks(steps, [f"1/{1 / step:.0f}" for step in steps])
+    axis.set_xticks([], minor=True)
     finish(axis, "", "finite-difference step ε", "error over the exact tangent")
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from ...results.certificate import TRUST, Finding
 from ...results.statistics import across_candidates
 from .candidates import FD, Candidates
-from .finite_differences import selected_error, step_curve, step_error
+from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
 
 Cause = Literal["none", "finite differences", "float noise", "real", "exact tangent only", "undefined"]
 
@@ -111,9 +111,9 @@ def _steps(found: Candidates) -> Finding:
     falling, rising = float(curve["falling"].median()), float(curve["rising"].median())
     sentence = (
         f"Against the exact tangent, the finite-difference step that the paper's rule selects is off by {error:.2%} "
-        f"(median over candidates), the best of the steps by {best:.2%}; the rule itself sees {gap:.2%}. In log–log "
-        f"the error has slope {falling:.2f} at the smallest steps, where float noise has −1 "
-        f"({'noise rules' if falling < -NOISY else 'noise does not rule'}), and {rising:.2f} at the largest, where "
+        f"(median over candidates), the best step by {best:.2%}; the rule itself sees {gap:.2%}. In log–log "
+        f"the error has slope {_signed(falling)} at the smallest steps, where float noise has −1 "
+        f"({'noise rules' if falling < -NOISY else 'noise does not rule'}), and {_signed(rising)} at the largest, where "
         f"truncation has 2 ({'truncation rules' if abs(rising - SMOOTH) <= NOISY else 'truncation does not rule'})."
     )
     level = TRUST.level(error)
@@ -123,14 +123,20 @@ def _steps(found: Candidates) -> Finding:
     return Finding(level, "steps", "error of the selected step", error, TRUST.nrmse, sentence)
 
 
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
+
+
 def _secant(found: Candidates) -> str:
     """Semilinear keeps AdamW's arithmetic and linearizes the network alone: it says which of the two bends."""
+    far = step_error(found.data).min("fd_step") > IDENTIFIABLE
     at = found.errors["nrmse"].sel(scale=float(found.errors["scale"].min())).median(["system", "change"])
     tangent, semilinear = (float(at.sel({"answer": answer})) for answer in ("tangent", "semilinear"))
     whose = "AdamW's own arithmetic" if semilinear < HIDDEN * tangent else "not AdamW's arithmetic alone"
     return (
         "Neighbouring steps agree with each other far better than with the derivative: the response bends below the "
-        "smallest step, and finite differences measure a secant over their own size, not the tangent. What bends is "
+        "smallest step, and finite differences measure a secant over their own size, not the tangent. No step comes "
+        f"within a quarter of it for {int(far.sum())} of {far.size} candidates. What bends is "
         f"{whose}: at the smallest scale the exact tangent misses {tangent:.2%} of the response, and semilinear, which "
         f"linearizes the network alone, {semilinear:.2%}."
     )
