@@ -79,9 +79,9 @@ def kind_of(cell: Cell) -> str:
     """The colour of a cell: its class in the page."""
     if cell.ours_only:
         return "ours"
-    if cell.agrees is None or cell.rule in TRIVIAL:
+    if cell.holds is None or cell.rule in TRIVIAL or not any(one.counted for one in cell.replications or (cell,)):
         return "none"
-    return "agrees" if cell.agrees else "differs"
+    return "agrees" if cell.holds else "differs"
 
 
 def _entry(cell: Cell | None) -> str:
@@ -111,7 +111,7 @@ def _legend() -> str:
 
 
 def _disagreements(cells: Sequence[Cell]) -> str:
-    wrong = [cell for cell in cells if cell.agrees is False]
+    wrong = [cell for cell in cells if cell.holds is False]
     if not wrong:
         return "<p class='story'>Nowhere: every number that could be judged agrees.</p>"
     known, unknown = ([cell for cell in wrong if cell.known is side] for side in (True, False))
