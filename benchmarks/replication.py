@@ -102,9 +102,7 @@ def numbers_of(results: Path) -> list[tuple[Measure, Quote]]:
     _, found = load_results(results)
     quotes = {label: table.quotes() for label, table in TABLES.items()}
     pairs = [(m, quotes[m.table].get((m.row, m.column))) for m in MEASURES["quadratic"](found)]
-    return [
-        (m, q) for m, q in pairs if q and q.kind == "value" and m.kind == "systems" and np.nanstd(m.values) > 0
-    ]
+    return [(m, q) for m, q in pairs if q and q.kind == "value" and m.kind == "systems" and np.nanstd(m.values) > 0]
 
 
 def main() -> None:

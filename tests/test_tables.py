@@ -333,7 +333,9 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     assert replicated["judged"] == len(numbers) > found["judged"] / 2
     assert replicated["agree"] == sum(one.holds for one in numbers)
     assert replicated["expected_misses"] == pytest.approx(MISSED * len(numbers))
-    assert sum(len(c.replications) == 3 for c in quadratic) == 6 + 8  # printed quartiles, success among them is saturated
+    assert (
+        sum(len(c.replications) == 3 for c in quadratic) == 6 + 8
+    )  # printed quartiles, success among them is saturated
     words = tables.verdict(quadratic)
     assert words.startswith(f"{replicated['agree']} of {len(numbers)} numbers replicate")
     assert f"{found['agree']} of {found['judged']} agree" in words

@@ -108,9 +108,7 @@ def bounds(mine: np.ndarray, theirs: np.ndarray, rounding: float) -> tuple[float
     return float(low) - rounding, float(high) + rounding
 
 
-def draws_of(
-    values: np.ndarray, quantile: float, quote: Quote, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def draws_of(values: np.ndarray, quantile: float, quote: Quote, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws of our quantile and of the paper's, each of its own number of systems, the second with its own spread."""
     import numpy as np
 

@@ -36,6 +36,7 @@ LEGEND = (
     "true by definition and not counted."
 )
 MARKS = {True: "✓", False: "✗", None: ""}
+SHOWN_SEEDS = 4
 UNEXPLAINED = "not known why"
 # What was seen about a disagreement, by table, beginning of the row, and column.
 OBSERVED = {
@@ -227,7 +228,9 @@ def verdict(cells: Sequence[Cell]) -> str:
         text += f" Half of these verdicts would have caught a factor of {first['typical_factor_caught']:.2f}."
     if other["judged"]:
         text += f" Of {other['judged']} more, whose protocol the paper leaves open, {other['agree']} replicate."
-    weaker = f" By the weaker rule, the paper's median inside our quartiles, {found['agree']} of {found['judged']} agree"
+    weaker = (
+        f" By the weaker rule, the paper's median inside our quartiles, {found['agree']} of {found['judged']} agree"
+    )
     rest = found["protocol_not_known"]
     return text + weaker + (f", and {rest['agree']} of {rest['judged']} more." if rest["judged"] else ".")
 
@@ -243,8 +246,10 @@ def replication_words(found: Mapping[str, Any]) -> str:
 def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any]:
     """What made the results: the study, its attributes, and the machine as the results' own attributes name it."""
     attrs = {str(key): value for data in results.values() for key, value in data.attrs.items()}
-    systems = sorted({str(name) for data in results.values() for name in data["system"].values})
-    return {"study": study.name, "systems": len(systems), **dict(study.attrs), **attrs}
+    systems = {str(name) for data in results.values() for name in data["system"].values}
+    seeds = sorted({name.rsplit("-", 2)[1] for name in systems})
+    shown = ", ".join(seeds) if len(seeds) <= SHOWN_SEEDS else f"{seeds[0]} … {seeds[-1]} ({len(seeds)})"
+    return {"study": study.name, "systems": len(systems), "seeds": shown, **dict(study.attrs), **attrs}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
