@@ -156,18 +156,21 @@ def _scales(found: Candidates) -> Drawing:
 
 
 def _curves(found: Candidates) -> Drawing:
+    import numpy as np
+
     frames: dict[str, Frame] = {}
-    horizons = found.exact["horizon"].values.tolist()
+    order = ("system", "change", "scale", "horizon")
+    exact = found.exact.transpose(*order)
+    predicted = found.predicted.transpose("answer", *order)
+    curves = np.concatenate([exact.values[None], predicted.sel({"answer": list(PREDICTIONS)}).values])
+    curves = np.where(abs(curves) <= FRAME * abs(curves[:1]).max(-1, keepdims=True), curves, np.nan)
+    horizons = exact["horizon"].values.tolist()
     for i, name in enumerate(names(found)):
-        for change in found.exact["change"].values:
-            for scale in found.exact["scale"].values[::-1]:
-                at = {"change": change, "scale": scale}
-                exact, predicted = found.exact.isel(system=i).sel(at), found.predicted.isel(system=i).sel(at)
-                curves = [exact, *(predicted.sel({"answer": a}) for a in PREDICTIONS)]
-                frame = FRAME * float(abs(exact).max())
+        for k, change in enumerate(exact["change"].values):
+            for j, scale in reversed(list(enumerate(exact["scale"].values))):
                 frames[f"{name}|candidate {change}|α = {scale:g}"] = {
                     "x": [horizons] * len(curves),
-                    "y": [short(curve.where(abs(curve) <= frame).values) for curve in curves],
+                    "y": [short(curve) for curve in curves[:, i, k, j]],
                 }
     figure = lines(frames, ["exact", *NAMES.values()], [INK, *(SHADES[a] for a in PREDICTIONS)])
     for trace, answer in zip(figure.data, ("exact", *PREDICTIONS)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import Certificate
 from ..studies.language.candidates import Candidates
-from ..studies.language.conditions import described
+from ..studies.language.conditions import POOLED, described
 from ..studies.language.deviations import findings as deviations
 from .shell import findings, section
 
@@ -22,8 +22,9 @@ def language_sections(results: Mapping[str, xr.Dataset]) -> list[str]:
         return []
     found = Candidates(results["language"])
     paper = all(condition.from_paper for condition in found.conditions)
-    words = "" if paper else " These are not the systems of the paper, so that its numbers are shown and not judged."
+    judged = "" if paper else " These are not the systems of the paper, so that its numbers are shown and not judged."
+    words = f"{described(found.conditions)} {POOLED}{judged}"
     return [
-        section("Which models", f"<p class='story'>{escape(described(found.conditions) + words)}</p>"),
+        section("Which models", f"<p class='story'>{escape(words)}</p>"),
         section("Noise of finite differences, or real?", findings(Certificate(deviations(found)))),
     ]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 PAPER_MODELS = {"pythia410m": "410M", "pythia1b": "1B", "pythia14b": "1.4B"}
 PAPER_DOMAINS = {"codeparrot": "CodeParrot", "openwebtext": "OpenWebText", "wikitext103": "WikiText-103"}
+POOLED = "Medians are over all candidates of the systems that a row names."
 WEIGHTS = {
     "pretrained": "pretrained weights",
     "fresh": "fresh weights: they measure cost and numerics, and say nothing of a trained language model",

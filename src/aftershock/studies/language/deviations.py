@@ -113,8 +113,8 @@ def _steps(found: Candidates) -> Finding:
         f"Against the exact tangent, the finite-difference step that the paper's rule selects is off by {error:.2%} "
         f"(median over candidates), the best step by {best:.2%}; the rule itself sees {gap:.2%}. In log–log "
         f"the error has slope {_signed(falling)} at the smallest steps, where float noise has −1 "
-        f"({'noise rules' if falling < -NOISY else 'noise does not rule'}), and {_signed(rising)} at the largest, where "
-        f"truncation has 2 ({'truncation rules' if abs(rising - SMOOTH) <= NOISY else 'truncation does not rule'})."
+        f"({'it rules' if falling < -NOISY else 'it does not rule'}), and {_signed(rising)} at the largest, "
+        f"where truncation has 2 ({'it rules' if abs(rising - SMOOTH) <= NOISY else 'it does not rule'})."
     )
     level = TRUST.level(error)
     if gap < HIDDEN * error and falling >= -NOISY:
