@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import xarray as xr
 from scipy import stats
+from typer.testing import CliRunner
 
+from aftershock.commands.cli import app
 from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
@@ -21,6 +24,8 @@ from aftershock.studies.language.finite_differences import select, step_curve
 from aftershock.studies.language.measures import language_measures
 from aftershock.studies.language.ranks import pooled_ranks
 from aftershock.studies.paper import TABLES
+from aftershock.studies.results import ResultStore, SystemResults
+from aftershock.studies.study import System
 from aftershock.studies.tables import Cell, build, markdown, provenance, verdict
 from aftershock.studies.verdicts import Measure, judge
 
@@ -39,13 +44,12 @@ from .language_results import (
 from .test_report import Tags
 
 LANGUAGE = [label for label in TABLES if "exp3" in label]
-WIKITEXT = ["pythia-410m, WikiText-103", "410M, WikiText-103"]
 
 
 @pytest.fixture(scope="module")
-def paper() -> dict[str, xr.Dataset]:
-    """The paper's nine systems, with float noise that the smallest steps feel."""
-    return joined(paper_systems(noise=3e-4))
+def paper() -> list[Measure]:
+    """What the paper's nine systems would say."""
+    return list(language_measures(joined(paper_systems(noise=3e-4))))
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +104,10 @@ def test_the_error_by_step_is_truncation_on_the_right_and_noise_on_the_left() ->
 # --- tables
 
 
-def test_every_number_of_the_paper_has_a_cell_where_its_systems_were_run(paper: dict[str, xr.Dataset]) -> None:
+def test_every_number_of_the_paper_has_a_cell_where_its_systems_were_run(paper: list[Measure]) -> None:
     wanted = {(label, *place) for label in LANGUAGE for place in TABLES[label].quotes()}
     assert len(wanted) == 145
-    filled = [(m.table, m.row, m.column) for m in language_measures(paper)]
+    filled = [(m.table, m.row, m.column) for m in paper]
     assert len(filled) == len(set(filled))
     assert wanted <= set(filled)
 
@@ -192,10 +196,10 @@ def test_rankings_channels_signs_and_cost(cells: list[Cell], other: dict[str, xr
 # --- what may be judged
 
 
-def test_only_the_papers_own_systems_are_judged(paper: dict[str, xr.Dataset], cells: list[Cell]) -> None:
-    judged = [m for m in language_measures(paper) if not m.unjudged]
+def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: list[Cell]) -> None:
+    judged = [m for m in paper if not m.unjudged]
     assert {m.table for m in judged} >= {"tab:app_exp3_alpha", "text:exp3_validity", "tab:app_exp3_scale"}
-    assert not any(m.unjudged == "other model" for m in language_measures(paper))
+    assert not any(m.unjudged == "other model" for m in paper)
     quoted = [cell for cell in cells if not cell.ours_only]
     assert len(quoted) > 40
     assert all(cell.agrees is None and cell.rule == "other model" for cell in quoted)
@@ -299,3 +303,14 @@ def test_the_page_says_which_models_and_draws_every_figure(
 def test_the_figures_are_files(other: dict[str, xr.Dataset]) -> None:
     names = {name for name, figure in language_files(other) if figure.axes}
     assert names == {"finite-difference-steps", "responses", "error-by-scale", "channels", "validity", "ranking"}
+
+
+def test_a_folder_of_results_becomes_a_page(tmp_path: Path) -> None:
+    study = replace(language_study(), systems=(System("SmolLM2-135M-web", 7, 0),))
+    machine = {"machine": "x86_64", "processor": "made-up CPU", "gpu": None, "torch": "0"}
+    store = ResultStore(tmp_path, study)
+    store.prepare()
+    store.save(study.systems[0].name, SystemResults({"language": other_systems()[1]}, (machine,)))
+    said = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert said.exit_code == 0, said.output
+    assert "SmolLM2-135M (0.13B" in Tags.of(tmp_path / "page.html").text
