@@ -364,7 +364,7 @@ def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert "no text file" in refused("language", "--model", model, "--text", tmp_path / "none.txt")
     assert "there is no text 'nothing'" in refused("language", "--model", model, "--text", "nothing")
     assert "the same name" in refused("language", "--model", model, "--model", model, "--text", words)
-    assert "--data belongs to cifar" in refused("language", "--model", model, "--text", words, "--data", folder)
+    assert "--data and --roots do not belong" in refused("language", "--model", model, "--text", words, "--data", folder)
     assert "belong to the language study" in refused("quadratic", "--model", model)
     with pytest.raises(InvalidInput, match="dtype is one of"):
         study(folder, "neox", "int8")

@@ -79,18 +79,35 @@ def demo(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="A response saved with response.save().")],
+    results: Annotated[Path, typer.Argument(help="A response saved with response.save(), or a study's folder.")],
     out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("report.html"),
 ) -> None:
-    """Turn a saved response into one self-contained page."""
+    """Turn a saved response, or the results of a study, into one self-contained page."""
+    page = out / "report.html" if out.is_dir() else out
+    write = _study_page if (results / "results.zarr").is_dir() else _response_page
+    typer.echo(f"wrote {write(results, page)}")
+
+
+def _response_page(results: Path, page: Path) -> Path:
     from ..api.response import load_response
     from ..report.response_page import write_response_page
 
     with _plain_errors(f"cannot read {results}"):
         response = load_response(results)
-    page = out / "report.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
-        typer.echo(f"wrote {write_response_page(response, page)}")
+        return write_response_page(response, page)
+
+
+def _study_page(results: Path, page: Path) -> Path:
+    from ..report.study_page import write_study_page
+    from ..studies.results import load_results
+    from ..studies.tables import build
+
+    with _plain_errors(f"cannot read {results}"):
+        study, found = load_results(results)
+        cells = build(study.name, found)
+    with _plain_errors(f"cannot write {page}"):
+        return write_study_page(study, found, cells, page)
 
 
 class StudyName(enum.StrEnum):
@@ -131,6 +148,10 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small version, to see that it works.")] = False,
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 2026,
+    roots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Root seeds, four apart, that the tables pool.", show_default="6 quadratic, 1 cifar"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
     model: Annotated[
         list[str] | None,
@@ -158,7 +179,7 @@ def reproduce(
     if study is StudyName.language and device is Device.cuda and cluster is None:
         workers = workers or 1  # systems of one card run one after another
     with _plain_errors("cannot read the data"):
-        recipe = _recipe(study, seed, quick, data, device, words)
+        recipe = _recipe(study, seed, roots, quick, data, device, words)
         wanted = recipe.systems if systems is None else select(recipe, systems)
     try:
         with _plain_errors(f"cannot write to {out}"):
@@ -197,14 +218,15 @@ def gather(
 def _recipe(
     study: StudyName,
     seed: int,
+    roots: int | None,
     quick: bool,
     data: Path | None,
     device: Device,
     words: LanguageOptions = LanguageOptions(),  # noqa: B008  (frozen)
 ) -> Study:
     if study is StudyName.language:
-        if data is not None:
-            raise InvalidInput("--data belongs to cifar: the language study takes --model and --text")
+        if data is not None or roots is not None:
+            raise InvalidInput("--data and --roots do not belong to the language study: it takes --model and --text")
         return _language(seed, quick, device, words)
     if words != LanguageOptions():
         raise InvalidInput("--model, --text, --tokenizer, --fresh and --dtype belong to the language study")
@@ -212,14 +234,14 @@ def _recipe(
         from ..studies.cifar.recipe import cifar_study
 
         # workers may run in another folder
-        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value)
+        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value, roots=roots or 1)
     from ..studies.quadratic.recipe import quadratic_study
 
     if data is not None or device is not Device.cpu:
         raise InvalidInput(
             "--data and --device do not belong to the quadratic study: it has no data and runs on the CPU"
         )
-    return quadratic_study(seed=seed, quick=quick)
+    return quadratic_study(seed=seed, quick=quick, roots=roots)
 
 
 def _language(seed: int, quick: bool, device: Device, words: LanguageOptions) -> Study:
