@@ -222,8 +222,12 @@ def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
     change = made.path.replace(made.candidates[:1])
     with pytest.raises(OutOfMemory, match=r"one rerun needs .* What would fit: memory="):
         theory.logit_tangent(change, made.probe, logits_of, memory=1000)
-    little = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,), memory="1MiB")
-    assert np.array_equal(little["exact"][0, 0], data["response"].sel(answer="exact", scale=1.0, change=0))
+    tight = made.point.follow([made.control_batch, *made.future], memory=1)
+    assert tight.trajectory.kept(1) is None
+    for path in (made.path, tight):  # with the control's states in memory, and without
+        change = path.replace(made.candidates)
+        little = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,), memory="1MiB")
+        assert np.array_equal(little["exact"][0], data["response"].sel(answer="exact", scale=1.0))
     with pytest.raises(InvalidInput, match="positive"):
         theory.logit_tangent(change, made.probe, logits_of, steps=(-0.5,))
 
@@ -364,7 +368,7 @@ def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert "no text file" in refused("language", "--model", model, "--text", tmp_path / "none.txt")
     assert "there is no text 'nothing'" in refused("language", "--model", model, "--text", "nothing")
     assert "the same name" in refused("language", "--model", model, "--model", model, "--text", words)
-    assert "--data and --roots do not belong" in refused("language", "--model", model, "--text", words, "--data", folder)
+    assert "--data and --roots do not" in refused("language", "--model", model, "--text", words, "--data", folder)
     assert "belong to the language study" in refused("quadratic", "--model", model)
     with pytest.raises(InvalidInput, match="dtype is one of"):
         study(folder, "neox", "int8")

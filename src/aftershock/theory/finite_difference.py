@@ -6,8 +6,8 @@ steps ε tell, or the exact tangent beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,39 +80,36 @@ def logit_tangent(
 
 
 class LogitReader:
-    """The mean token loss of every row, and its linear part ⟨softmax(z⁰) − e, z⟩ / N: both less the control's."""
+    """The mean token loss of every row, and its linear part ⟨softmax(z⁰) − e, z⟩ / N: both less the control's.
+
+    The control is read first, at every horizon: H gradients and 2·H forward passes.
+    """
 
     def __init__(self, watch: Watch, logits: Logits) -> None:
         self._logits, self._batch = logits, watch.probe.batch
         self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
-        first = watch.trajectory.state(watch.first)
-        self._slopes: dict[int, Tensor] = {watch.first: self._slope(first)}
-        self.logits_bytes = self._slopes[watch.first].nbytes
+        self._slopes: dict[int, Tensor] = {}
         self.controls: dict[int, Tensor] = {}  # the control's two readings by time
+        for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
+            state = moment.control
+            self._slopes[moment.time] = self._slope(state)
+            self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
     def read(self, moment: Moment) -> Float[Tensor, "row 2"]:
         """One forward pass a row, or less where rows run together."""
         rows, time = moment.exact, moment.time
-        if time not in self._slopes:
-            self._slopes[time] = self._slope(moment.control)
         if rows.together:
             values = self._values(time, rows.thetas, rows.buffers)
             control = self.controls[time] = values[0]
         else:
             states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
             values = torch.cat([self._values(time, x.theta[None], [x.buffers]) for x in states])
-            control = self._control(moment)
+            control = self.controls[time]
         return torch.stack([rows.by_row(values[:, k].tolist(), float(control[k])) for k in range(2)], dim=1)
 
-    def nbytes(self, rows: int, horizons: int) -> int:
-        """What readings of so many rows and horizons hold: every horizon's slope, and logits on the way."""
-        return self.logits_bytes * (horizons + READ_COPIES * min(rows, READ_AT_ONCE))
-
-    def _control(self, moment: Moment) -> Float[Tensor, " 2"]:
-        if moment.time not in self.controls:
-            state = moment.control
-            self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
-        return self.controls[moment.time]
+    def nbytes(self, rows: int) -> int:
+        """Logits on the way, while so many rows are read."""
+        return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
 
     def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
         def read(model: nn.Module) -> Float[Tensor, " 2"]:
@@ -149,51 +146,39 @@ class _Reruns:
         self.values: Float[Tensor, "change way 2 horizon"]
 
     def of(self, change: Change) -> _Reruns:
-        trajectory, at = self.watch.trajectory, self.watch.at
-        control = ControlStep.of(trajectory, at)
-        # of the state after the step only the buffers are needed: its tensors would wait through every rerun
-        control = replace(control, after=replace(control.before, buffers=control.after.buffers))
-        self.values = torch.stack([self._change(edit.shock(control)) for edit in change.edits])
+        control = ControlStep.of(self.watch.trajectory, self.watch.at)
+        self.values = torch.stack([self._change(control.after, edit.shock(control)) for edit in change.edits])
         return self
 
-    def _change(self, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
-        self.gradient_norm.append(float("nan") if shock.xi is None else float(norms(shock.xi)))
-        written = shock.endpoint(1.0)[0].theta - self.watch.trajectory.state(self.watch.first).theta
-        self.write_norm.append(float(norms(written)))
-        del written
+    def _change(self, control: JointState, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
+        self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
+        self.write_norm.append(float(norms(shock.endpoint(1.0)[0].theta - control.theta)))
         found = []
         for first in range(0, len(self.ways), self.size):
-            some = self.ways[first : first + self.size]
-            rows = Rows(_starts(shock, some), owned=True)
+            some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
+            rows = Rows(some, control=control, owned=True)  # nobody asks for the control: it stays as it is
             moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
             found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1))
         return torch.cat(found)
 
 
-def _starts(shock: Shock, ways: Sequence[float]) -> Iterator[JointState]:
-    """The state right after the step at every scale, made as it is asked for."""
-    for way in ways:
-        yield shock.endpoint(way)[0]
-
-
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
-    """How many reruns are carried together."""
-    trajectory = watch.trajectory
-    available = budget(memory, trajectory.device)
-    vector = Footprint.of(trajectory).vector
+    """How many reruns are carried together: one where they run alone anyway."""
+    trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
+    available, vector = budget(memory, trajectory.device), Footprint.of(trajectory).vector
 
     def needed(n: int) -> int:
+        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
         started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
-        carried = max(started, rollout_bytes(trajectory, Load(exact=n)))
-        return HELD * vector + carried + reader.nbytes(n, watch.horizons)
+        return held * vector + max(started, rollout_bytes(trajectory, Load(exact=n))) + reader.nbytes(n)
 
-    fitting = [n for n in range(1, rows + 1) if needed(n) <= available]
-    if not fitting:
+    if needed(1) > available:
         raise OutOfMemory(
             f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
             f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
         )
-    return fitting[-1]
+    sizes = (n for n in range(rows, 1, -1) if sharing.tries("gradient", n + 1) and needed(n) <= available)
+    return next(sizes, 1)
 
 
 def _labelled(
