@@ -286,6 +286,21 @@ def test_fresh_weights_are_said_plainly(monkeypatch: pytest.MonkeyPatch, folder:
     assert not torch.equal(embeddings[0], embeddings[2])
 
 
+def test_models_that_make_their_own_mask_are_left_to_it() -> None:
+    tokens = torch.arange(5)[None] + 1
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "n_layer": 1,
+             "n_embd": 8, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    for config, takes in ((transformers.GPT2Config(**small), True), (transformers.BloomConfig(**small), False)):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        mask = scene.causal_mask(model, tokens[:, :-1])
+        assert (mask is not None) == takes
+        batch = {"tokens": tokens, "mask": mask}
+        logits, labels = logits_of(model, batch)
+        changed = logits_of(model, {**batch, "tokens": tokens.index_fill(1, torch.tensor([3]), 7)})[0]
+        assert torch.allclose(changed[:, :3], logits[:, :3], atol=1e-6)  # no token sees a later one
+        assert torch.equal(labels, tokens[:, 1:])
+
+
 def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
     import gguf
 

@@ -146,9 +146,9 @@ def measured(scene: Scene) -> xr.Dataset:
 
 def described(scene: Scene) -> dict[str, object]:
     """What the system is, and what it took."""
-    peak = torch.cuda.max_memory_allocated(scene.device) if scene.device.type == "cuda" else 0
     import xarray as xr
 
+    peak = torch.cuda.max_memory_allocated(scene.device) if scene.device.type == "cuda" else 0
     return {
         "model": scene.model.name,
         "domain": scene.text.name,
@@ -198,8 +198,10 @@ def judge_noise(scene: Scene, exact: np.ndarray, noise: np.ndarray) -> None:
         f"responses are {np.median(np.abs(exact)):.1e}"
     )
     if lost.mean() >= DROWNED:
+        dtype = scene.point.loss.layout.dtypes[0]
+        finer = "float32" if dtype == torch.bfloat16 else "float64"
         raise InvalidInput(
             f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise, so nothing can be said about "
-            f"them. These weights are in {scene.point.loss.layout.dtypes[0]}: run the study in float32"
+            f"them. These weights are in {dtype}: run the study in {finer}"
         )
     warnings.warn(f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise", stacklevel=2)

@@ -30,6 +30,7 @@ RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
 LIMIT = 75 * 2**30  # bytes of a card that a system may take: one of 80 GB does
 SLACK = 2**30  # of which the libraries take this
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
+SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -95,7 +96,7 @@ class Scene:
     protocol: Protocol
     device: torch.device
     tokens: Int64[Tensor, "sequence token"]
-    mask: Float[Tensor, "1 1 token token"]
+    mask: Float[Tensor, "1 1 token token"] | None
     point: TrainingPoint
     clock: Clock
 
@@ -156,7 +157,7 @@ def prepare(
         require_length(network, protocol.length - 1)
         require_vocabulary(network, tokens, model.name)
         require_room(model.name, sum(p.numel() for p in network.parameters()), DTYPES[dtype].itemsize, place)
-        mask = causal_mask(protocol.length - 1, DTYPES[dtype], place)
+        mask = causal_mask(network, tokens[:1, :-1])
     with clock.part("continuation"):
         batches = [_batch(tokens[i : i + 1], mask) for i in range(protocol.continuation)]
         point = continued(network, batches)
@@ -175,13 +176,20 @@ def continued(network: nn.Module, batches: Sequence[Batch]) -> TrainingPoint:
     return start.follow(batches, keep="checkpoints", memory=8 * start.captured.state.nbytes).end
 
 
-def causal_mask(tokens: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1 1 token token"]:
+def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tensor, "1 1 token token"] | None:
     """Added to attention scores: 0 for what a token may see, else as good as −∞. Given whole, so that the model makes
-    none of its own at every call."""
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
-    return torch.zeros(tokens, tokens, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[
-        None, None
-    ]
+    none of its own at every call; None for a model to which that is not the same."""
+    count, dtype, device = tokens.shape[1], network.dtype, tokens.device
+    hidden = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+    mask = torch.zeros(count, count, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[None, None]
+    with torch.no_grad():
+        plain = network(input_ids=tokens, use_cache=False).logits
+        try:
+            given = network(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        except Exception:  # OPT counts tokens by it, Bloom makes positions of it: each has its own error
+            return None
+    same = (given - plain).abs().max() <= SAME_LOGITS * plain.abs().max()
+    return mask if bool(same) else None
 
 
 def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], name: str) -> None:
@@ -206,7 +214,7 @@ def require_room(name: str, parameters: int, itemsize: int, device: torch.device
         )
 
 
-def _batch(tokens: Int64[Tensor, "row token"], mask: Float[Tensor, "1 1 token token"]) -> Batch:
+def _batch(tokens: Int64[Tensor, "row token"], mask: Float[Tensor, "1 1 token token"] | None) -> Batch:
     return {"tokens": tokens, "mask": mask}
 
 
