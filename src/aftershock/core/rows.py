@@ -128,6 +128,46 @@ def row_values(
     return torch.tensor([alone(thetas[i], i) for i in range(len(thetas))], dtype=torch.float64)
 
 
+def row_readings(
+    loss: LossFunction,
+    thetas: Float[Tensor, "row param"],
+    buffers: Sequence[Mapping[str, Tensor]],
+    read: Callable[[nn.Module], Float[Tensor, " reading"]],
+    random: RandomState,
+) -> Float[Tensor, "row reading"]:
+    """Several numbers of the model at every row, in float64 on the CPU. One forward pass a row, or less."""
+
+    def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
+        with torch.no_grad(), loss.surroundings(model), loss.forward():
+            return read(model).double()
+
+    def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
+        return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()
+
+    def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
+        inside = {f"model.{name}": p for name, p in zip(loss.layout.names, own)}
+        inside |= {f"model.{name}": b for name, b in held.items()}
+        return torch.func.functional_call(loss.wrapper, inside, (numbers,), tie_weights=True)
+
+    def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, "row reading"]:
+        stacked = {name: torch.stack([each[name] for each in held]) for name in held[0]}
+        own = list(loss.layout.row_views(rows))
+        views = loss.layout.typed_views(rows[0])
+        work = _mapped_over((0, 0), one)
+        return loss.call(views, held[0], random, lambda model: work(own, stacked), derivative=True)[0].cpu()
+
+    def agrees() -> bool:
+        far = _apart(thetas)
+        one, other = alone(far[1], -1), mapped(far, [buffers[0], buffers[-1]])[1]
+        return torch.allclose(other, one, rtol=tolerance(loss), atol=0.0)
+
+    if loss.sharing.tries("reading", len(thetas)):
+        pieces = _tried(loss, "reading", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
+        if pieces is not None:
+            return torch.cat(pieces)
+    return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
+
+
 def row_gradients(
     loss: LossFunction,
     thetas: Float[Tensor, "row param"],
