@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
-from aftershock.errors import InvalidFile, InvalidInput, OutOfMemory, WrongHessian
+from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language import models, recipe, scene, text
 from aftershock.studies.language.recipe import language_study, measured, require_same_sources
@@ -230,6 +230,8 @@ def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
         assert np.array_equal(little["exact"][0], data["response"].sel(answer="exact", scale=1.0))
     with pytest.raises(InvalidInput, match="positive"):
         theory.logit_tangent(change, made.probe, logits_of, steps=(-0.5,))
+    with pytest.raises(InvalidLoss, match=r"logits\(model, batch\) gives the logits and their labels.*TypeError"):
+        theory.logit_tangent(change, made.probe, lambda model, batch: None)  # type: ignore[arg-type, return-value]
 
 
 # --- the study

@@ -132,14 +132,15 @@ def row_readings(
     loss: LossFunction,
     thetas: Float[Tensor, "row param"],
     buffers: Sequence[Mapping[str, Tensor]],
-    read: Callable[[nn.Module], Float[Tensor, " reading"]],
+    batch: Batch,
+    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
     random: RandomState,
 ) -> Float[Tensor, "row reading"]:
-    """Several numbers of the model at every row, in float64 on the CPU. One forward pass a row, or less."""
+    """Several numbers of the model on one batch at every row, in float64 on the CPU. A forward pass a row, or less."""
 
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
         with torch.no_grad(), loss.surroundings(model), loss.forward():
-            return read(model).double()
+            return read(model, loss.place(batch)).double()
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
         return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()

@@ -24,7 +24,7 @@ from ..core.reductions import norms
 from ..core.rollout import Moment, Rows, rollout
 from ..core.rows import row_readings
 from ..core.state import JointState
-from ..errors import InvalidInput, OutOfMemory
+from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
 
 if TYPE_CHECKING:
@@ -112,27 +112,35 @@ class LogitReader:
         return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
 
     def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
-        def read(model: nn.Module) -> Float[Tensor, " 2"]:
-            z, labels = self._run(model)
-            return torch.stack([token_loss(z, labels), (z.double() * self._slopes[time]).sum()])
-
+        batch = {"probe": self._batch, "slope": self._slopes[time]}
         pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
-        return torch.cat([row_readings(self._loss, thetas[p], buffers[p], read, self._random) for p in pieces])
+        return torch.cat(
+            [row_readings(self._loss, thetas[p], buffers[p], batch, self._both, self._random) for p in pieces]
+        )
+
+    def _both(self, model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
+        z, labels = self._logits(model, batch["probe"])
+        return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
 
     def _slope(self, state: JointState) -> Float[Tensor, "*token kind"]:
         """∂F/∂z at the control: (softmax(z) − e) / N."""
 
         def slope(model: nn.Module) -> Tensor:
-            z, labels = self._run(model)
-            z = z.detach().requires_grad_()
-            return torch.autograd.grad(token_loss(z, labels), z)[0]
+            try:
+                z, labels = self._logits(model, self._loss.place(self._batch))
+                z = z.detach().requires_grad_()
+                return torch.autograd.grad(token_loss(z, labels), z)[0]
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise InvalidLoss(
+                    "logits(model, batch) gives the logits and their labels, as cross_entropy takes them; here it "
+                    f"failed: {type(error).__name__}: {error}"
+                ) from error
 
         views = self._loss.layout.typed_views(state.theta)
         found: Tensor = self._loss.call(views, state.buffers, self._random, slope)[0]
         return found
-
-    def _run(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        return self._logits(model, self._loss.place(self._batch))
 
 
 class _Reruns:
