@@ -21,6 +21,7 @@ from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
 from .memory import budget, free, readable
+from .playback import typical
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
@@ -163,9 +164,10 @@ def _footprint(trajectory: Trajectory) -> Footprint:
 def _record(trajectory: Trajectory, vector: int) -> None:
     """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = (first.batch, trajectory.steps[-1].batch)
-    fits = free(trajectory.device) >= ROOM * vector
-    if fits and loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
+    batches = typical(step.batch for step in trajectory.steps)
+    if batches is None or free(trajectory.device) < ROOM * vector:
+        return
+    if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
         loss.sharing.settle("gradient", False)
 
 

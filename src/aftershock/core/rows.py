@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import NotFinite, OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
+from .playback import Program
 from .randomness import RandomState
 from .reductions import equal, row_norms
 from .structure import flatten
@@ -138,11 +139,15 @@ def row_readings(
 ) -> Float[Tensor, "row reading"]:
     """Several numbers of the model on one batch at every row, in float64 on the CPU. A forward pass a row, or less."""
 
+    placed = loss.place(batch)
+    recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
+
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
-        with torch.no_grad(), loss.surroundings(model), loss.forward():
-            return read(model, loss.place(batch)).double()
+        return _read(loss, model, placed, read)
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
+        if recorded is not None:
+            return recorded[0].play(theta, buffers[i], recorded[1], random).loss.cpu()
         return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()
 
     def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
@@ -167,6 +172,31 @@ def row_readings(
         if pieces is not None:
             return torch.cat(pieces)
     return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
+
+
+def rehearse_reading(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batch: Batch,
+    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
+    random: RandomState,
+) -> None:
+    """Record a reading where it can be: rows are then read one after another, each faster than its share of many."""
+
+    def make(theta: Float[Tensor, " param"], given: Batch) -> tuple[list[Tensor], Program]:
+        return loss.layout.typed_views(theta), lambda model: (_read(loss, model, given[1], read), [], None)
+
+    both = ((read, batch), (read, batch))
+    if loss.player.rehearse(loss, "reading", make, theta, buffers, both, random):
+        loss.sharing.settle("reading", False)
+
+
+def _read(
+    loss: LossFunction, model: nn.Module, batch: Batch, read: Callable[[nn.Module, Batch], Tensor]
+) -> Float[Tensor, " reading"]:
+    with torch.no_grad(), loss.surroundings(model), loss.forward():
+        return read(model, batch).double()
 
 
 def row_gradients(
@@ -328,7 +358,7 @@ def _mapped_pool(
     return _Mapped(loss, losses, grads, after, static, random)
 
 
-Program = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
+MappedProgram = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
 
 
 def _loss_at(
@@ -350,7 +380,7 @@ def _over_parameters(
     parameters: Sequence[Float[Tensor, "row ..."]],
     moving: dict[str, Tensor],
     gradients: bool,
-) -> Program:
+) -> MappedProgram:
     """Losses of rows of parameters, each with its own moving buffers; micro-batches one after another."""
 
     def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
@@ -377,7 +407,7 @@ def _over_parameters(
 
 def _over_batches(
     loss: LossFunction, batches: Sequence[Batch], where: str, parameters: Sequence[Tensor], moving: dict[str, Tensor]
-) -> Program:
+) -> MappedProgram:
     """Gradients of many batches at one θ."""
     placed = [flatten(loss.place(batch)) for batch in batches]
     spec = placed[0][1]

@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.memory import budget, readable
-from ..core.planning import Footprint, Load, rollout_bytes
+from ..core.planning import LARGE, Footprint, Load, rollout_bytes
 from ..core.probe import Watch
 from ..core.reductions import norms
 from ..core.rollout import Moment, Rows, rollout
-from ..core.rows import row_readings
+from ..core.rows import rehearse_reading, row_readings
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
@@ -93,6 +93,10 @@ class LogitReader:
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
+            if moment.time == watch.first and self._loss.layout.size >= LARGE:
+                rehearse_reading(
+                    self._loss, state.theta, state.buffers, self._given(moment.time), self._both, self._random
+                )
             self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
     def read(self, moment: Moment) -> Float[Tensor, "row 2"]:
@@ -112,11 +116,14 @@ class LogitReader:
         return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
 
     def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
-        batch = {"probe": self._batch, "slope": self._slopes[time]}
+        batch = self._given(time)
         pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
         return torch.cat(
             [row_readings(self._loss, thetas[p], buffers[p], batch, self._both, self._random) for p in pieces]
         )
+
+    def _given(self, time: int) -> Batch:
+        return {"probe": self._batch, "slope": self._slopes[time]}
 
     def _both(self, model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
         z, labels = self._logits(model, batch["probe"])
