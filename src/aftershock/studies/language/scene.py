@@ -128,11 +128,12 @@ class Scene:
         return self.point.follow([self.control_batch, *self.future], memory=self.room())
 
     def room(self) -> int | None:
-        """What may be used on a card beside what is there now; on a CPU, what is free."""
+        """What may be used on a card beside the model and the path; on a CPU, what is free."""
         if self.device.type != "cuda":
             return None
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return min(LIMIT, int(0.95 * total)) - SLACK - torch.cuda.memory_allocated(self.device)
+        there = torch.cuda.memory_allocated(self.device) - self.point.loss.player.nbytes
+        return min(LIMIT, int(0.95 * total)) - SLACK - there
 
 
 def prepare(
