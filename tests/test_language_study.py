@@ -225,9 +225,11 @@ def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
     tight = made.point.follow([made.control_batch, *made.future], memory=1)
     assert tight.trajectory.kept(1) is None
     for path in (made.path, tight):  # with the control's states in memory, and without
-        change = path.replace(made.candidates)
+        change = path.replace([*made.candidates, made.control_batch])
         little = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,), memory="1MiB")
-        assert np.array_equal(little["exact"][0], data["response"].sel(answer="exact", scale=1.0))
+        assert np.array_equal(little["exact"][0, :2], data["response"].sel(answer="exact", scale=1.0))
+        assert not little["exact"][0, 2].any()  # a change of nothing
+        assert not little["derivative"][:, 2].any()
     with pytest.raises(InvalidInput, match="positive"):
         theory.logit_tangent(change, made.probe, logits_of, steps=(-0.5,))
     with pytest.raises(InvalidLoss, match=r"logits\(model, batch\) gives the logits and their labels.*TypeError"):
@@ -415,11 +417,19 @@ def test_a_tokenizer_that_is_missing_or_belongs_to_another_model(folder: Path, t
         models.require_length(network, 17)
 
 
-def test_a_card_that_is_too_small_is_told_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
     with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):
         scene.require_room("big", 1_400_000_000, 4, torch.device("cpu"))
     scene.require_room("small", 300_000_000, 4, torch.device("cpu"))
+
+    def full(*arguments: Any) -> nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words")
+
+    monkeypatch.setattr(scene, "build_model", full)
+    made = study(folder, "neox")
+    with pytest.raises(OutOfMemory, match=r"does not fit on cpu \(CUDA out of memory.*2 GiB\.\)\. What would fit"):
+        made.run(made.systems[0], made.pieces[0])
 
 
 class Once(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,13 +100,13 @@ class LogitReader:
         """One forward pass a row, or less where rows run together."""
         rows, time = moment.exact, moment.time
         if rows.together:
-            values = self._values(time, rows.thetas, rows.buffers)
-            control = self.controls[time] = values[0]
+            values = list(self._values(time, rows.thetas, rows.buffers))
+            self.controls[time] = values[0]
         else:
             states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
-            values = torch.cat([self._values(time, x.theta[None], [x.buffers]) for x in states])
-            control = self.controls[time]
-        return torch.stack([rows.by_row(values[:, k].tolist(), float(control[k])) for k in range(2)], dim=1)
+            values = [self._values(time, state.theta[None], [state.buffers])[0] for state in states]
+        control = self.controls[time].tolist()
+        return torch.stack([rows.by_row([float(v[k]) for v in values], control[k]) for k in range(2)], dim=1)
 
     def nbytes(self, rows: int) -> int:
         """Logits on the way, while so many rows are read."""
@@ -155,19 +156,25 @@ class _Reruns:
 
     def of(self, change: Change) -> _Reruns:
         control = ControlStep.of(self.watch.trajectory, self.watch.at)
-        self.values = torch.stack([self._change(control.after, edit.shock(control)) for edit in change.edits])
+        # of the state after the step only the buffers are needed: its tensors would wait through every rerun
+        control = replace(control, after=replace(control.before, buffers=control.after.buffers))
+        self.values = torch.stack([self._change(edit.shock(control)) for edit in change.edits])
         return self
 
-    def _change(self, control: JointState, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
+    def _change(self, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
         self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
-        self.write_norm.append(float(norms(shock.endpoint(1.0)[0].theta - control.theta)))
+        self.write_norm.append(self._write_norm(shock))
         found = []
         for first in range(0, len(self.ways), self.size):
             some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
-            rows = Rows(some, control=control, owned=True)  # nobody asks for the control: it stays as it is
+            rows = Rows(some, distinct=self.write_norm[-1] > 0, owned=True)
             moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
             found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1))
         return torch.cat(found)
+
+    def _write_norm(self, shock: Shock) -> float:
+        control = self.watch.trajectory.state(self.watch.first)
+        return float(norms(shock.endpoint(1.0)[0].theta - control.theta))
 
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
