@@ -57,6 +57,10 @@ class Sharing:
     def settle(self, kind: str, agreed: bool) -> None:
         self._agreed[kind] = agreed
 
+    def forget(self) -> None:
+        """Compare every kind again."""
+        self._agreed.clear()
+
     def in_pieces(self, count: int, run: Callable[[slice], T]) -> list[T]:
         """`run` over slices of at most `at_once` rows; where memory runs out the piece is halved and run again."""
         out: list[T] = []

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import NotFinite
 from .dynamics import Dynamics, Linearized, Step, Taken
+from .playback import LONG
 from .randomness import RandomState
 from .state import JointState
 
@@ -53,6 +54,9 @@ class Trajectory:
         self = cls(dynamics, keep, spacing)
         state, waiting, seconds = start, list[Taken](), []
         self._states[0] = start
+        if len(steps) >= LONG:
+            ends = (steps[0].batch, steps[-1].batch)
+            dynamics.loss.rehearse("gradient", start.theta, start.buffers, ends, random)
         for step in steps:
             began = perf_counter()
             if not step.own_random:
