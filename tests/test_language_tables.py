@@ -133,6 +133,7 @@ def test_errors_by_scale_are_medians_over_all_candidates(other: dict[str, xr.Dat
     )
     errors = abs(exact - tangent) / (abs(exact) + abs(tangent))
     shares = (np.median(errors, axis=-1) <= 0.2).mean(axis=(0, 2))
+    assert shares[-1] == pytest.approx(4 / 8)
     for scale, share in zip(SCALES, shares):
         assert at(cells, "text:exp3_validity", f"α = {scale:g}", "Exact tangent (ours)").ours == pytest.approx(share)
     local = (np.linalg.norm(exact - tangent, axis=-1) / np.linalg.norm(exact, axis=-1))[:, :3]
