@@ -18,7 +18,7 @@ from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
 from aftershock.studies.language.candidates import Candidates
-from aftershock.studies.language.conditions import conditions
+from aftershock.studies.language.conditions import conditions, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
 from aftershock.studies.language.finite_differences import select, step_curve
 from aftershock.studies.language.measures import language_measures
@@ -218,6 +218,8 @@ def test_models_and_texts_go_by_the_papers_names_however_they_are_written() -> N
         joined([system(n, f"wikitext-103{i * '-raw'}", 1_414_647_808) for i, n in enumerate(names)])["language"]
     )
     assert {(c.name, c.size, c.from_paper) for c in found} == {("1.4B, WikiText-103", "1.4B", True)}
+    sizes = [size_label(n) for n in (405_334_016, 1_011_781_632, 1_414_647_808, 2_400_000, 70_000, 900)]
+    assert sizes == ["0.41B", "1.0B", "1.4B", "2M", "70k", "900"]
     (deduped,) = conditions(joined([system("pythia-1.4b-deduped", "wikitext2", 1_414_647_808)])["language"])
     assert (deduped.name, deduped.from_paper) == ("pythia-1.4b-deduped, wikitext2", False)
 
