@@ -112,6 +112,28 @@ def test_every_number_of_the_paper_has_a_cell_where_its_systems_were_run(paper: 
     assert wanted <= set(filled)
 
 
+def test_the_papers_own_numbers_fit_our_definitions() -> None:
+    """What the paper prints twice in different words fixes what its numbers are; to half a unit of the last digit."""
+    ranking, text = (TABLES[label].quotes() for label in ("tab:app_exp3_ranking", "text:exp3_ranking"))
+    names = [row for row in TABLES["tab:app_exp3_ranking"].rows if row != "Median"]
+    iso, step = ([ranking[name, score].value for name in names] for score in ("ISO Tangent (FD)", "Exact 1-step"))
+    said = {row: quote.value for (row, _), quote in text.items()}
+    assert np.mean(iso) == pytest.approx(said["Pooled rank correlation, ISO-FD"], abs=1e-3)
+    assert np.mean(step) == pytest.approx(said["Pooled rank correlation, exact one-step"], abs=1e-3)
+    alone = said["Pooled rank correlation, exact one-step"] ** 2
+    partial = said["Partial correlation of ISO-FD, one-step held fixed"]
+    assert alone == pytest.approx(said["R² of one-step ranks"], abs=1e-3)
+    assert alone + (1 - alone) * partial**2 == pytest.approx(said["R² of one-step and ISO-FD ranks"], abs=1e-3)
+    assert sum(a > b for a, b in zip(iso, step)) == said["Systems where ISO-FD exceeds exact one-step"]
+    signs = TABLES["tab:app_exp3_alpha"].quotes()["α = 1", "Sign acc."]
+    recovered = TABLES["text:exp3_signs"].quotes()["Signs that ISO-FD recovers", "value"]
+    assert recovered.value / recovered.high == pytest.approx(signs.value, abs=signs.half_unit)
+    shares = TABLES["text:exp3_validity"].quotes()
+    for scale, column in ((0.25, "Valid 0.25"), (1, "Valid 1")):
+        sizes = [quote.value for (_, name), quote in TABLES["tab:app_exp3_scale"].quotes().items() if name == column]
+        assert np.mean(sizes) == pytest.approx(shares[f"α = {scale:g}", "ISO Tangent (FD)"].value, abs=1e-3)
+
+
 def test_errors_by_scale_are_medians_over_all_candidates(other: dict[str, xr.Dataset], cells: list[Cell]) -> None:
     data = other["language"]
     exact, tangent, semilinear = (data["response"].sel(answer=a).values for a in ("exact", "tangent", "semilinear"))
