@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
+from aftershock.core import planning
 from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language import models, recipe, scene, text
@@ -27,6 +28,7 @@ from aftershock.studies.language.recipe import language_study, measured, require
 from aftershock.studies.language.scene import Protocol, Scene, logits_of, prepare
 from aftershock.studies.results import SystemResults, join_systems
 from aftershock.studies.study import Study
+from aftershock.theory import finite_difference
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,11 +74,11 @@ def study(folder: Path, name: str, dtype: str = "float64", **options: Any) -> St
     )  # fmt: skip
 
 
-def one(folder: Path, name: str, dtype: str = "float64") -> Scene:
+def one(folder: Path, name: str, dtype: str = "float64", device: str = "cpu") -> Scene:
     made = study(folder, name, dtype)
     (system,) = made.systems
     found = made.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
-    return prepare(system, *found, folder / "tokenizer.json", TINY, "cpu", dtype)
+    return prepare(system, *found, folder / "tokenizer.json", TINY, device, dtype)
 
 
 @cache
@@ -215,6 +217,22 @@ def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
     assert change.path.point.loss.sharing.compared("reading")
     for variable in ("exact", "derivative", "control"):
         assert np.allclose(together[variable], alone[variable], rtol=1e-6, atol=1e-13)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_recorded_readings_are_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    for large in (0, 2**40):  # everything is recorded, and nothing
+        for module in (planning, finite_difference):
+            monkeypatch.setattr(module, "LARGE", large)
+        made = one(folder, "neox", "float32", device="cuda")
+        change = made.path.replace(made.candidates)
+        change.path.point.loss.sharing.wanted = False
+        answers.append(theory.logit_tangent(change, made.probe, logits_of, scales=TINY.scales))
+        assert change.path.point.loss.player.has("reading") == (large == 0)
+    for variable in ("exact", "derivative", "control"):
+        # readings of float32 logits in float64: recorded kernels are the plain ones
+        assert np.allclose(answers[0][variable], answers[1][variable], rtol=1e-5, atol=1e-9)
 
 
 def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:

@@ -162,10 +162,11 @@ def _footprint(trajectory: Trajectory) -> Footprint:
 
 def _record(trajectory: Trajectory, vector: int) -> None:
     """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
-    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = (first.batch, trajectory.steps[-1].batch)
+    loss, state = trajectory.dynamics.loss, trajectory.state(0)
+    # the first step may be of another kind than the rest, such as a mean of several batches
+    middle, last = trajectory.steps[len(trajectory) // 2], trajectory.steps[-1]
     fits = free(trajectory.device) >= ROOM * vector
-    if fits and loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
+    if fits and loss.rehearse("gradient", state.theta, state.buffers, (middle.batch, last.batch), middle.random):
         loss.sharing.settle("gradient", False)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
 AGREE_AUTOCAST = 5e-2
 AT_ONCE = 128
+READING = "reading"  # a kind of recorded pass
 APART = 1.1  # how far from the others, as a factor of θ, a row is compared
 
 T = TypeVar("T")
@@ -143,6 +144,9 @@ def row_readings(
             return read(model, loss.place(batch)).double()
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
+        found = loss.player.find(READING, loss.place(batch), evaluating=False) if loss.player.recordings else None
+        if found is not None:
+            return found[0].play(theta, buffers[i], found[1], random).loss.cpu()
         return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()
 
     def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
@@ -167,6 +171,26 @@ def row_readings(
         if pieces is not None:
             return torch.cat(pieces)
     return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
+
+
+def rehearse_reading(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batch: Batch,
+    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
+    random: RandomState,
+) -> bool:
+    """Record a reading, which is then played back for every batch of this shape; what `read` depends on is in it."""
+
+    def make(theta: Float[Tensor, " param"], batch: Batch) -> Any:
+        def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+            with torch.no_grad(), loss.surroundings(model), loss.forward():
+                return read(model, batch).double(), [], None
+
+        return loss.layout.typed_views(theta), program
+
+    return loss.player.rehearse(loss, READING, make, theta, buffers, (batch, batch), random)
 
 
 def row_gradients(

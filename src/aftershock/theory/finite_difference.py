@@ -19,11 +19,11 @@ from torch.nn.functional import cross_entropy
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.memory import budget, readable
-from ..core.planning import Footprint, Load, rollout_bytes
+from ..core.planning import LARGE, Footprint, Load, rollout_bytes
 from ..core.probe import Watch
 from ..core.reductions import norms
 from ..core.rollout import Moment, Rows, rollout
-from ..core.rows import row_readings
+from ..core.rows import rehearse_reading, row_readings
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
@@ -91,9 +91,14 @@ class LogitReader:
         self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
         self._slopes: dict[int, Tensor] = {}
         self.controls: dict[int, Tensor] = {}  # the control's two readings by time
+        Footprint.of(watch.trajectory)  # a large model's gradient is recorded with it
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
+            if self._loss.layout.size >= LARGE:
+                rehearse_reading(
+                    self._loss, state.theta, state.buffers, self._batch_at(moment.time), read_both, self._random
+                )
             self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
     def read(self, moment: Moment) -> Float[Tensor, "row 2"]:
@@ -113,15 +118,14 @@ class LogitReader:
         return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
 
     def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
-        batch = {"probe": self._batch, "slope": self._slopes[time]}
+        batch = self._batch_at(time)
         pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
         return torch.cat(
-            [row_readings(self._loss, thetas[p], buffers[p], batch, self._both, self._random) for p in pieces]
+            [row_readings(self._loss, thetas[p], buffers[p], batch, read_both, self._random) for p in pieces]
         )
 
-    def _both(self, model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
-        z, labels = self._logits(model, batch["probe"])
-        return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
+    def _batch_at(self, time: int) -> Batch:
+        return {"probe": self._batch, "slope": self._slopes[time], "logits": self._logits}
 
     def _slope(self, state: JointState) -> Float[Tensor, "*token kind"]:
         """∂F/∂z at the control: (softmax(z) − e) / N."""
@@ -142,6 +146,11 @@ class LogitReader:
         views = self._loss.layout.typed_views(state.theta)
         found: Tensor = self._loss.call(views, state.buffers, self._random, slope)[0]
         return found
+
+
+def read_both(model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
+    z, labels = batch["logits"](model, batch["probe"])
+    return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
 
 
 class _Reruns:
@@ -180,12 +189,15 @@ class _Reruns:
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
     """How many reruns are carried together: one where they run alone anyway."""
     trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
-    available, vector = budget(memory, trajectory.device), Footprint.of(trajectory).vector
+    available, footprint = budget(memory, trajectory.device), Footprint.of(trajectory)
+    vector = footprint.vector
 
     def needed(n: int) -> int:
-        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
-        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
-        return held * vector + max(started, rollout_bytes(trajectory, Load(exact=n))) + reader.nbytes(n)
+        # a gradient and its copy are on the way to the last row; alone, a row needs no control beside it
+        carried = max((3 * n + 2) * vector, rollout_bytes(trajectory, Load(exact=n)))
+        if n == 1:
+            carried = max(5 * vector, 3 * vector + footprint.gradient)
+        return (HELD + 3 * (n > 1)) * vector + carried + reader.nbytes(n)
 
     if needed(1) > available:
         raise OutOfMemory(
