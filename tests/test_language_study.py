@@ -498,6 +498,14 @@ def test_a_response_near_the_noise_is_warned_of(folder: Path) -> None:
         recipe.judge_noise(made, both, np.full(3, 1e-6))
 
 
+def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "neox" / "config.json").read_text())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    source = models.find_model(f"pickled={tmp_path}")
+    with pytest.raises(InvalidFile, match=r"pickled cannot be loaded from .*safetensors"):
+        models.build_model(source, torch.device("cpu"), torch.float32, 0)
+
+
 def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
