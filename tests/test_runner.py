@@ -576,5 +576,5 @@ def test_the_command_refuses_in_words(tmp_path: Path, log: Path) -> None:
 
 def test_options_of_the_other_study_are_refused() -> None:
     for device, data in ((cli.Device.cuda, None), (cli.Device.cpu, Path("x"))):
-        with pytest.raises(AftershockError, match="belong to cifar"):
+        with pytest.raises(AftershockError, match="do not belong to the quadratic study"):
             cli._recipe(cli.StudyName.quadratic, 2026, False, data, device)

@@ -8,12 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from ... import theory
 from ...core.state import CHANNELS
-from ...errors import InvalidInput
-from ..study import Study, System, systems_of
+from ..study import Study, System, require_device, systems_of
 from .data import load_cifar
 from .scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
 
@@ -36,7 +33,7 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
     products.
     """
     protocol = QUICK if quick else FULL
-    _require_device(device)
+    require_device(device)
     found = load_cifar(data)
     found.require(protocol.images, protocol.probe)
     each = [systems_of(kind, seed, SYSTEMS_PER_SEED, roots)[: 1 if quick else None] for kind in ("mlp", "cnn")]
@@ -70,14 +67,6 @@ def run_piece(
         "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
     }  # fmt: skip
     return {system.kind: recipes[name](scene)}
-
-
-def _require_device(device: str) -> None:
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInput(f"device {device!r} cannot be used here ({reason}); take cpu, or cuda on a GPU") from error
 
 
 # --- Experiment 1
