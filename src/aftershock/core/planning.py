@@ -21,6 +21,7 @@ from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
 from .memory import budget, free, readable
+from .playback import typical
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
@@ -162,11 +163,11 @@ def _footprint(trajectory: Trajectory) -> Footprint:
 
 def _record(trajectory: Trajectory, vector: int) -> None:
     """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
-    loss, state = trajectory.dynamics.loss, trajectory.state(0)
-    # the first step may be of another kind than the rest, such as a mean of several batches
-    middle, last = trajectory.steps[len(trajectory) // 2], trajectory.steps[-1]
-    fits = free(trajectory.device) >= ROOM * vector
-    if fits and loss.rehearse("gradient", state.theta, state.buffers, (middle.batch, last.batch), middle.random):
+    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    batches = typical(step.batch for step in trajectory.steps)
+    if batches is None or free(trajectory.device) < ROOM * vector:
+        return
+    if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
         loss.sharing.settle("gradient", False)
 
 

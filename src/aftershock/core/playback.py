@@ -9,8 +9,9 @@ same when it is played (a counter in Python) runs as ever.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .batches import Batch
+from .batches import Accumulated, Batch
 from .keeper import Left
 from .layout import Layout
 from .memory import set_aside
@@ -82,6 +83,12 @@ class Played:
         """The gradient by parameter."""
         assert self.grad is not None
         return [view if ok else None for view, ok in zip(layout.views(self.grad), self.present)]
+
+
+def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
+    """Two batches to record a pass with; None where each is made of several."""
+    plain = list(itertools.islice((batch for batch in batches if not isinstance(batch, Accumulated)), 2))
+    return (plain[0], plain[-1]) if plain else None
 
 
 # A pass at θ over a batch: the parameters that are put in place, and what is computed with the model.
@@ -275,7 +282,7 @@ def _joined(layout: Layout, grads: Sequence[Tensor | None]) -> Float[Tensor, " p
 
 def _apart(a: Played, b: Played) -> float:
     """How far two passes are from each other, relative to the first: 0 where their bits are the same."""
-    pairs = [(a.loss[None], b.loss[None])]
+    pairs = [(a.loss.reshape(-1), b.loss.reshape(-1))]
     if a.grad is not None and b.grad is not None:
         pairs.append((a.grad, b.grad))
     if all(torch.equal(x, y) for x, y in pairs):

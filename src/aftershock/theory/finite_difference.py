@@ -21,9 +21,9 @@ from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.memory import budget, readable
 from ..core.planning import LARGE, Footprint, Load, rollout_bytes
 from ..core.probe import Watch
-from ..core.readings import rehearse_reading, row_readings
 from ..core.reductions import norms
 from ..core.rollout import Moment, Rows, rollout
+from ..core.rows import rehearse_reading, row_readings
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
@@ -95,9 +95,9 @@ class LogitReader:
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
-            if self._loss.layout.size >= LARGE:
+            if moment.time == watch.first and self._loss.layout.size >= LARGE:
                 rehearse_reading(
-                    self._loss, state.theta, state.buffers, self._batch_at(moment.time), read_both, self._random
+                    self._loss, state.theta, state.buffers, self._given(moment.time), read_both, self._random
                 )
             self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
@@ -118,13 +118,13 @@ class LogitReader:
         return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
 
     def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
-        batch = self._batch_at(time)
+        batch = self._given(time)
         pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
         return torch.cat(
             [row_readings(self._loss, thetas[p], buffers[p], batch, read_both, self._random) for p in pieces]
         )
 
-    def _batch_at(self, time: int) -> Batch:
+    def _given(self, time: int) -> Batch:
         return {"probe": self._batch, "slope": self._slopes[time], "logits": self._logits}
 
     def _slope(self, state: JointState) -> Float[Tensor, "*token kind"]:
