@@ -179,7 +179,7 @@ def reproduce(
     if study is StudyName.language and device is Device.cuda and cluster is None:
         workers = workers or 1  # systems of one card run one after another
     with _plain_errors("cannot read the data"):
-        recipe = _recipe(study, seed, roots, quick, data, device, words)
+        recipe = _recipe(study, seed, quick, data, device, roots, words)
         wanted = recipe.systems if systems is None else select(recipe, systems)
     try:
         with _plain_errors(f"cannot write to {out}"):
@@ -218,10 +218,10 @@ def gather(
 def _recipe(
     study: StudyName,
     seed: int,
-    roots: int | None,
     quick: bool,
     data: Path | None,
     device: Device,
+    roots: int | None = None,
     words: LanguageOptions = LanguageOptions(),  # noqa: B008  (frozen)
 ) -> Study:
     if study is StudyName.language:
