@@ -312,6 +312,8 @@ def test_the_papers_own_spread_widens_the_interval_and_its_quartiles_are_numbers
 def test_what_does_not_vary_is_not_counted_unless_the_paper_has_another_number() -> None:
     (same,) = replications(np.array([1.0] * 9 + [0.9]), Quote.of("1.000"), seed=0)
     assert (same.holds, same.counted) == (True, False)
+    (still,) = replications(np.array([1.0] * 130 + [0.9] * 62), Quote.of("1.000"), seed=0)  # a lower quartile of 0.9
+    assert (still.holds, still.counted) == (True, False)
     (other,) = replications(np.ones(10), Quote.of("0.938"), seed=0)
     assert (other.holds, other.counted) == (False, True)
     (zero,) = replications(np.random.default_rng(0).standard_normal(32), Quote.of("0.02"), seed=0)
