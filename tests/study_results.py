@@ -56,7 +56,7 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
     variables = {
         "exact": (("system", "change", "scale", "horizon"), exact),
         "predicted": (("system", "answer", "change", "scale", "horizon"), predicted),
-        "identity_residual": ("system", np.full(systems, 2e-17)),
+        **_identity(study, setting, systems, horizons),
         "readout_cosine": (
             ("system", "horizon"),
             np.broadcast_to(np.linspace(1, 0.914, horizons), (systems, horizons)),
@@ -84,6 +84,25 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
     }
     attrs = {"machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}], "seed": 7}
     return xr.Dataset(variables, coords, attrs)
+
+
+def _identity(study: str, setting: str, systems: int, horizons: int) -> dict[str, tuple]:
+    """Of networks also what the error is made of: a fifth write-in, and gates switch in the CNN alone."""
+    if study == "quadratic":
+        return {"identity_residual": ("system", np.full(systems, 2e-17))}
+    shares = (
+        {"write_in": 0.2, "smooth": 0.5, "switching": 0.3} if setting == "cnn" else {"write_in": 0.2, "smooth": 0.8}
+    )
+    found = {"identity_residual": (("system", "change"), np.full((systems, CHANGES), 2e-17))}
+    for part in ("write_in", "smooth", "switching"):
+        values = np.full((systems, CHANGES, horizons), shares.get(part, 0.0))
+        found[f"state_share_{part}"] = (("system", "change", "horizon"), values)
+        # parts of either sign: shares of the response's error go by their sizes
+        found[f"output_from_{part}"] = (
+            ("system", "change", "horizon"),
+            1e-6 * values * (-1 if part == "smooth" else 1),
+        )
+    return found
 
 
 def _ranked(systems: int, sizes: np.ndarray) -> dict[str, tuple]:
@@ -132,6 +151,10 @@ def _memory(study: str, systems: int, horizons: int) -> dict[str, tuple]:
         found["channel_long"] = (
             ("system", "channel", "channel_change", "long_horizon"),
             over([SIZES[c] * bump(LONG, 4 * PEAKS[c]) for c in CHANNELS]),
+        )
+        found["persistence_long_m"] = (
+            ("system", "decay_m", "persistence_change", "long_horizon"),
+            over([(i + 1) * bump(LONG, 3 + 9 * i) for i in range(len(decays_m))]),
         )
     assert all(values.shape[2] == chosen for _, values in found.values())
     return found

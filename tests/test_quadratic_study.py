@@ -169,6 +169,9 @@ def test_channels_and_persistence_are_the_engines(scene: Scene, change: ak.Chang
     short, long = data["channel_exact"], data["channel_long"]
     assert (short.values == long.isel(long_horizon=slice(0, HORIZON)).values).all()
     assert long.sizes["long_horizon"] == 128
+    swept = data["persistence_long_v"]
+    assert (data["persistence_v"].values == swept.isel(long_horizon=slice(0, HORIZON)).values).all()
+    assert swept.sizes["long_horizon"] == 128
 
 
 def test_present_scores_are_the_engines(scene: Scene, path: ak.Path) -> None:

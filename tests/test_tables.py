@@ -17,7 +17,7 @@ from aftershock.studies.paper import TABLES, Quote
 from aftershock.studies.tables import Cell, build
 from aftershock.studies.verdicts import RULES, Measure, judge, spread
 
-from .study_results import CHANGES, SETTINGS, WOBBLE, made, slopes, study_of
+from .study_results import CHANGES, bump, SETTINGS, WOBBLE, made, slopes, study_of
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_numbers_of_the_text(quadratic: list[Cell], cifar: list[Cell]) -> None:
     assert at(quadratic, text, "Error exponent, largest over horizons", "value").ours == pytest.approx(2)
     assert at(quadratic, text, "Smallest readout cosine, standard", "value").ours == pytest.approx(0.914)
     assert at(quadratic, text, "Percentile in the readout null, rotating", "value").ours == 100
-    assert at(quadratic, text, "θ, then m, then v peaks within 128 horizons", "value").agrees
+    assert at(quadratic, "text:exp1_long", "Parameter deviations act earliest", "value").agrees
     assert at(cifar, "text:exp1_neural", "Positive extrema", "value").ours_text == "24 of 36"
     by_network = "text:exp1_neural_by_network"
     assert at(cifar, by_network, "Systems with a negative conditional v", "MLP–GELU").ours == 6
@@ -117,6 +117,34 @@ def test_numbers_of_the_text(quadratic: list[Cell], cifar: list[Cell]) -> None:
     assert at(cifar, by_network, "h* at β1 = 0.99", "CNN–ReLU").ours == 7
     gates = at(cifar, "text:exp1_neural_cnn", "Switched gates at h = 8, α = 1", "CNN–ReLU")
     assert gates.ours == pytest.approx(1e-4)
+    assert at(cifar, "text:exp1_neural_cnn", "Switched gates grow with the scale", "CNN–ReLU").ours_text == "yes"
+    assert "12 negative, 33.3%" in at(cifar, "text:exp1_neural", "Positive extrema", "value").note
+    assert at(cifar, "text:exp1_neural_mlp", "Error exponent, smallest over horizons", "MLP–GELU").ours == pytest.approx(2)
+
+
+def test_what_the_error_is_made_of(cifar: list[Cell]) -> None:
+    table = "text:exp1_neural_by_network"
+    for network, switching in (("CNN–ReLU", 0.3), ("MLP–GELU", 0.0)):
+        for whole in ("response", "state"):
+            share = at(cifar, table, f"Switched gates' share of the {whole}'s error, h = 8 (ours)", network)
+            assert share.ours == pytest.approx(switching)
+        write_in = at(cifar, table, "The write-in's share of the response's error, h = 12 (ours)", network)
+        assert write_in.ours == pytest.approx(0.2)
+
+
+def test_how_long_a_memory_lasts(quadratic: list[Cell]) -> None:
+    table, horizons = "text:exp1_long", np.arange(1, 129)
+    for row, peak in (("θ alone (ours)", 8), ("m, β1 = 0.99 (ours)", 39)):
+        curve = bump(128, peak)
+        assert at(quadratic, table, row, "Standard: h*").ours == peak
+        delay, late = (curve * horizons).sum() / curve.sum(), curve[32:].sum() / curve.sum()
+        assert at(quadratic, table, row, "Standard: mean delay").ours == pytest.approx(delay)
+        assert at(quadratic, table, row, "Anisotropic: ARE beyond h = 32").ours == pytest.approx(late)
+    # of the made-up channels m is larger than θ and v wherever they peak, and v peaks last
+    for row in ("Momentum dominates intermediate delays", "Second-moment effects persist longest"):
+        assert at(quadratic, table, row, "value").agrees
+    for name, peak in (("θ", 2), ("m", 6), ("v", 9)):
+        assert at(quadratic, "text:exp1_controlled", f"{name} alone peaks near", "value").ours == peak
 
 
 def test_rankings_and_their_tests(quadratic: list[Cell], cifar: list[Cell]) -> None:

@@ -32,7 +32,7 @@ PERSISTENCE_SCALE = 0.25
 def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu") -> Study:
     """16 systems of the MLP, then 16 of the CNN; quick: one of each, with the smaller numbers of `QUICK`.
 
-    One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 4,000 Hessian
+    One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 5,000 Hessian
     products.
     """
     protocol = QUICK if quick else FULL
@@ -52,7 +52,7 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
     }
     branches = range(protocol.futures // protocol.futures_per_piece)
     # the longest first, so that workers end together
-    pieces = ("fidelity", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
+    pieces = ("fidelity", "sources", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
     run = partial(run_piece, data=data, digest=found.digest, protocol=protocol, device=device)
     return Study("cifar", tuple(system for some in each for system in some), pieces, run, attrs)
 
@@ -66,7 +66,7 @@ def run_piece(
     if name == "futures":
         return {system.kind: futures(scene, int(part))}
     recipes: dict[str, Callable[[Scene], xr.Dataset]] = {
-        "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
+        "fidelity": fidelity, "sources": sources, "ranking": ranking, "memory": memory, "present": present,
     }  # fmt: skip
     return {system.kind: recipes[name](scene)}
 
@@ -85,9 +85,7 @@ def _require_device(device: str) -> None:
 def fidelity(scene: Scene) -> xr.Dataset:
     """The exact response and two predictions of it, at every scale.
 
-    `identity_residual` is the largest ‖e − Σ parts‖ of the recursive error identity along the first candidate's
-    exact pair at full scale. `switch_fraction` is counted on the batch of the step that follows each state; the
-    last state has none.
+    `switch_fraction` is counted on the batch of the step that follows each state; the last state has none.
     """
     import xarray as xr
 
@@ -97,12 +95,18 @@ def fidelity(scene: Scene) -> xr.Dataset:
         {
             "exact": response.sel({"answer": "exact"}, drop=True),
             "predicted": response.sel({"answer": list(PREDICTIONS)}),
-            "identity_residual": theory.decompose(change, index=0).data["identity_residual_absolute"].max(),
         }
     )
     if scene.system.kind == "cnn":
         data["switch_fraction"] = theory.switch_fraction(change, scales=scales, kinds=("relu",))
     return _numbered(data, "change")
+
+
+def sources(scene: Scene) -> xr.Dataset:
+    """Where the tangent's error comes from, for every candidate at one scale, and how well the identity holds."""
+    change = scene.path.replace(scene.candidates)
+    found = theory.error_shares(change, scene.probe, scale=scene.protocol.sources_at)
+    return _numbered(found.assign(identity_residual=found["identity_residual"].max("horizon")), "change")
 
 
 def ranking(scene: Scene) -> xr.Dataset:
