@@ -50,14 +50,13 @@ header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px;
 header .certificate strong { line-height: 1.5; flex-basis: 78px; }
 header h2 { font-size: 15px; margin-bottom: 8px; }
 .runs { width: 100%; font-variant-numeric: tabular-nums; margin-bottom: 20px; }
-.runs thead th { border-bottom: 2px solid #c9ced6; }
+.runs thead th { border-bottom: 2px solid var(--edge); }
 .runs td + td, .runs th { white-space: nowrap; }
-.runs tr.prevents td:nth-child(2) { color: #1f6b54; font-weight: 600; }
-.runs tr.chosen { background: #eff8f4; }
+.runs tr.prevents td:nth-child(2) { color: var(--good); font-weight: 600; }
+.runs tr.chosen { background: var(--good-wash); }
 .instruments dt { font-weight: 600; } .instruments dd { margin: 0 0 10px; max-width: 60em; }
 .sortable tr.tried td.number { color: var(--ink); font-weight: 500; }
-@media (max-width: 600px) { main { padding: 24px 16px 40px; } .verdict { font-size: 21px; }
-  .certificate li { flex-direction: column; gap: 0; } header .certificate strong { flex-basis: auto; }
+@media (max-width: 600px) { header .certificate strong { flex-basis: auto; }
   th, td { padding: 5px 6px; } .runs { font-size: 13px; } .runs th, .runs td + td { white-space: normal; } }
 """
 
