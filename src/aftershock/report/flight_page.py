@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..recorder.event import BARS
 from ..recorder.verdict import right
 from . import flight_figures as figures
+from . import flight_steps as steps
 from .flight_runs import OtherRun, loss_after, other_runs
 from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
 
@@ -43,7 +44,7 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check"),
+    *("scatter", "replay", "check", "descriptions"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
@@ -71,6 +72,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         _course(found),
         *_treatments(found),
         *_trials(found, culprits),
+        *steps.step_list(found, culprits),
         *_inside(found, culprits),
         *_instruments(found),
         section("Every step, in numbers", _table(found, culprits)),
@@ -79,7 +81,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
-    return write_page(Path(path), title, sections, style=STYLE)
+    return write_page(Path(path), title, sections, style=STYLE + steps.STYLE, script=steps.SCRIPT)
 
 
 def notebook_view(found: FlightExplanation) -> str:
@@ -191,6 +193,7 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
     elif len(drawn) < len(predicted):
         words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
+    words.append("Click a step to open it.")
     return [
         section(
             "Who did it, and the placebo",
@@ -294,7 +297,8 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
 
 
 def _row(culprit: Culprit, tried: bool, channels: Iterable[str]) -> str:
-    cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
+    link = f'<a href="#step-{culprit.step}">{culprit.step}</a>'
+    cells = [f'<td data-value="{culprit.step}" class="number">{link}</td>', number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')

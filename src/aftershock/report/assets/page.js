@@ -21,10 +21,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
 const unfold = () => {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!target || target.tagName !== "DETAILS") return;
-  target.open = true;
-  target.scrollIntoView({block: "nearest"});
+  for (let outer = target; outer; outer = outer.parentElement.closest("details")) outer.open = true;
+  target.scrollIntoView();
   target.querySelector("summary").focus({preventScroll: true});
 };
+const show = (id) => location.hash === `#${id}` ? unfold() : (location.hash = id);
 window.addEventListener("hashchange", unfold);
 unfold();
 
