@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import re
 import shutil
 import subprocess
@@ -25,6 +27,7 @@ from aftershock.report.response_page import write_response_page
 from aftershock.results.certificate import Certificate, Finding, Level
 
 HORIZONS = 6
+BASIC = {"scatter", "bar", "hline", "vline", "hrect", "vrect", "annotation"}  # drawn by plotly's basic bundle
 CURVES = {
     "plain": [0.1, 0.2, 0.5, 0.4, 0.2, -0.1],
     "<b>lowers</b>": [-0.01, -0.02, -0.03, -0.02, -0.01, -0.01],
@@ -219,7 +222,7 @@ def test_the_page_tells_everything_in_order_and_escapes_it(tmp_path: Path) -> No
     assert places == sorted(places)
     assert all(text in found.text for text in wanted)
     assert not [tag for tag, _ in found.tags if tag in ("i", "b", "link", "img", "iframe")]
-    assert not [attrs for _, attrs in found.tags if "src" in attrs or "href" in attrs]
+    assert not [attrs for _, attrs in found.tags if "src" in attrs or not (attrs.get("href") or "#").startswith("#")]
     assert sum(tag == "pre" for tag, _ in found.tags) == 1
 
 
@@ -234,6 +237,32 @@ def test_the_page_can_be_read_without_eyes(tmp_path: Path) -> None:
     assert headings.count("h2") == 5
     tables, captions = (sum(tag == name for tag, _ in found) for name in ("table", "caption"))
     assert tables == captions == 2
+
+
+def test_a_page_carries_its_library_or_shares_it(tmp_path: Path) -> None:
+    figure = shell.plot(figures.response_figure(made()), "response", "a caption", "words")
+    alone = shell.write_page(tmp_path / "alone.html", "t", [shell.section("One", figure)])
+    library = tmp_path / "lib" / "plotly.js"
+    pages = [
+        shell.write_page(tmp_path / name / "page.html", "t", [shell.section("One", figure)], library=library)
+        for name in ("a", "b c")
+    ]
+    packed = next(text for text in alone.read_text().split("<script") if 'id="library"' in text)
+    carried = gzip.decompress(base64.b64decode(packed.split(">")[1].split("<")[0]))
+    assert carried == library.read_bytes() == shell.asset(shell.LIBRARY).encode()
+    assert b"plotly.js (basic - minified) v4.1.1" in carried[:200]
+    assert alone.stat().st_size < 0.7e6
+    for page in pages:
+        sources = [attrs["src"] for _, attrs in Tags.of(page).tags if "src" in attrs]
+        assert sources == ["../lib/plotly.js"]
+        assert page.stat().st_size < 0.1e6
+    assert "Copyright (c)" in shell.asset("plotly-LICENSE.txt")
+
+
+def test_only_what_the_library_draws_is_drawn() -> None:
+    source = "".join(file.read_text() for file in Path(figures.__file__).parent.glob("*.py"))
+    assert set(re.findall(r"\bfigure\.add_([a-z]+)\(", source)) <= BASIC
+    assert not re.search(r"\bgo\.(?!Figure\b)", source)
 
 
 def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +304,7 @@ def test_no_word_of_a_sentence_changes_its_colour() -> None:
     for level in get_args(Level):
         page = shell.findings(Certificate((Finding(level, "x", "x", 1.0, 2.0, words),)))
         assert page.count("<li") == page.count(f"<li class='{level}'>") == 1
-        assert f".certificate .{level} " in shell.STYLE or level == "note"
+        assert f".certificate .{level} " in shell.asset("page.css") or level == "note"
         assert escape(words) in page
 
 
@@ -333,15 +362,17 @@ def browser() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def watched(browser: Any, file: Path) -> Iterator[Any]:
-    """A page as a reader opens it; whatever it complains about or asks the network for fails the test."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+def watched(browser: Any, file: Path, *beside: Path, **options: Any) -> Iterator[Any]:
+    """A page as a reader opens it; whatever it complains about, or asks for but itself and `beside`, fails the test."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
     trouble: list[str] = []
+    asked = [each.as_uri() for each in (file, *beside)]
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
+    page.on("request", lambda request: trouble.append(request.url) if request.url not in asked else None)
     page.goto(file.as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
     yield page
     page.close()
     assert trouble == []
@@ -391,6 +422,14 @@ def test_clicking_a_head_sorts_by_number_and_by_name(opened: Any) -> None:
     opened.get_by_role("button", name="change", exact=True).press("Enter")
     assert column(opened, 1)[-1] == "plain"
     assert heads.nth(peak - 1).get_attribute("aria-sort") is None
+
+
+def test_pages_that_share_a_library_are_drawn(browser: Any, tmp_path: Path) -> None:
+    figure = shell.plot(figures.response_figure(made()), "response", "a caption", "words")
+    library, file = tmp_path / "plotly.js", tmp_path / "deeper" / "page.html"
+    shell.write_page(file, "t", [shell.section("One", figure)], library=library)
+    with watched(browser, file, library) as page:
+        assert page.locator("#plot-response svg.main-svg").first.is_visible()
 
 
 def test_figures_fit_on_paper_and_come_back(opened: Any) -> None:

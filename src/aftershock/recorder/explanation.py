@@ -106,6 +106,11 @@ class FlightExplanation:
         )
 
     @property
+    def descriptions(self) -> dict[int, str | bytes]:
+        """What the batches of some steps look like, as text or as a PNG, by step."""
+        return {int(step): seen for step, seen in self.data.attrs.get("descriptions", {}).items()}
+
+    @property
     def verdict(self) -> str:
         """What happened, in words; every number in it is measured here."""
         return words.verdict(self)

@@ -124,6 +124,7 @@ def scale_figure(response: Response) -> Figure:
     figure = go.Figure()
     _add_spread(figure, errors, "scale", abs(errors["scale"]).values, response.order[:SHOWN])
     _trust_line(figure, TRUST.nrmse, f"{TRUST.nrmse:g}: trusted below")
+    figure.layout.annotations[-1].y = math.log10(TRUST.nrmse)  # words on a logarithmic axis stand at an exponent
     style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
     ticks = sorted(set(abs(errors["scale"]).values.tolist()))
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])

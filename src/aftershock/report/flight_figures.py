@@ -354,7 +354,8 @@ def _styled_rows(figure: Figure, titles: Sequence[str], height: int) -> None:
             row=row,
             col=1,
         )
-    figure.update_layout(showlegend=False)
+    # a step is found by its column: small bars are hard to hit
+    figure.update_layout(showlegend=False, hovermode="x", clickmode="event")
 
 
 def _scaled(figure: Figure, values: np.ndarray, row: int) -> None:

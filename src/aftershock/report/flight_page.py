@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..recorder.event import BARS
 from ..recorder.verdict import right
 from . import flight_figures as figures
+from . import flight_steps as steps
 from .flight_runs import OtherRun, loss_after, other_runs
 from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
 
@@ -43,21 +44,20 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check"),
+    *("scatter", "replay", "check", "descriptions"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
 header .certificate strong { line-height: 1.5; flex-basis: 78px; }
 header h2 { font-size: 15px; margin-bottom: 8px; }
 .runs { width: 100%; font-variant-numeric: tabular-nums; margin-bottom: 20px; }
-.runs thead th { border-bottom: 2px solid #c9ced6; }
+.runs thead th { border-bottom: 2px solid var(--edge); }
 .runs td + td, .runs th { white-space: nowrap; }
-.runs tr.prevents td:nth-child(2) { color: #1f6b54; font-weight: 600; }
-.runs tr.chosen { background: #eff8f4; }
+.runs tr.prevents td:nth-child(2) { color: var(--good); font-weight: 600; }
+.runs tr.chosen { background: var(--good-wash); }
 .instruments dt { font-weight: 600; } .instruments dd { margin: 0 0 10px; max-width: 60em; }
 .sortable tr.tried td.number { color: var(--ink); font-weight: 500; }
-@media (max-width: 600px) { main { padding: 24px 16px 40px; } .verdict { font-size: 21px; }
-  .certificate li { flex-direction: column; gap: 0; } header .certificate strong { flex-basis: auto; }
+@media (max-width: 600px) { header .certificate strong { flex-basis: auto; }
   th, td { padding: 5px 6px; } .runs { font-size: 13px; } .runs th, .runs td + td { white-space: normal; } }
 """
 
@@ -72,6 +72,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         _course(found),
         *_treatments(found),
         *_trials(found, culprits),
+        *steps.step_list(found, culprits),
         *_inside(found, culprits),
         *_instruments(found),
         section("Every step, in numbers", _table(found, culprits)),
@@ -80,7 +81,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
-    return write_page(Path(path), title, sections, style=STYLE)
+    return write_page(Path(path), title, sections, style=STYLE + steps.STYLE, script=steps.SCRIPT)
 
 
 def notebook_view(found: FlightExplanation) -> str:
@@ -192,6 +193,7 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
     elif len(drawn) < len(predicted):
         words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
+    words.append("Click a step to open it.")
     return [
         section(
             "Who did it, and the placebo",
@@ -295,7 +297,8 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
 
 
 def _row(culprit: Culprit, tried: bool, channels: Iterable[str]) -> str:
-    cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
+    link = f'<a href="#step-{culprit.step}">{culprit.step}</a>'
+    cells = [f'<td data-value="{culprit.step}" class="number">{link}</td>', number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
