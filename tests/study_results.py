@@ -25,6 +25,9 @@ PEAKS = {"100": 2, "010": 6, "001": 9, "110": 5, "101": 3, "011": 7, "111": 4, "
 SIZES = {"100": 0.25, "010": 0.75, "001": 0.05, "110": 1.1, "101": 0.2, "011": 0.7, "111": 1.0, "000": 0.0}
 
 
+FROZEN = {"a": 0.99, "b_m": -0.02, "b_v": 0.5, "d_m": 0.03, "d_v": 1e-4, "beta1": 0.9, "beta2": 0.999}
+
+
 def slopes(count: int) -> np.ndarray:
     """The tangent's relative error at α = 1, system by system: 0.30, 0.32, …"""
     return 0.3 + 0.02 * np.arange(count)
@@ -65,6 +68,9 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
         **_memory(study, systems, horizons),
         **_futures(systems, horizons, sizes),
     }
+    if setting != "rotating":
+        frozen = np.array(list(FROZEN.values()))
+        variables["frozen_memory"] = (("system", "coefficient"), np.broadcast_to(frozen, (systems, len(frozen))))
     if setting == "cnn":
         shares = 1e-4 * scales[None, None, :, None] * np.ones((systems, CHANGES, 1, horizons))
         variables["switch_fraction"] = (("system", "change", "scale", "horizon"), shares)
@@ -81,8 +87,13 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
         "decay_m": [0.5, 0.8, 0.9, 0.95, 0.99],
         "decay_v": [0.9, 0.99, 0.999, 0.9999],
         "long_horizon": np.arange(1, LONG + 1),
+        "coefficient": list(FROZEN),
     }
-    attrs = {"machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}], "seed": 7}
+    attrs = {
+        "machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}],
+        "seed": 7,
+        "sources_at": 0.25,
+    }
     return xr.Dataset(variables, coords, attrs)
 
 

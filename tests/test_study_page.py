@@ -16,10 +16,14 @@ from aftershock.report.study_figures import drawings
 from aftershock.report.study_page import kind_of, write_study_page
 from aftershock.studies.tables import Cell, build, verdict
 
-from .study_results import CHANGES, made, slopes, study_of
+from .study_results import CHANGES, FUTURES, made, slopes, study_of
 from .test_report import Tags, browser, watched  # noqa: F401  (a fixture)
 
-EVERYWHERE = {"curves", "scales", "sources", "exponents", "ranking", "channels", "persistence", "ratios", "present"}
+EVERYWHERE = {
+    "overview", "curves", "scales", "sources", "exponents", "ranking", "channels", "persistence", "ratios", "present",
+    "frozen-0", "frozen-1",
+}  # fmt: skip
+NETWORKS = {"switches", "parts"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def test_a_cloud_has_every_candidate_and_its_rank_correlation(results: dict[str,
 
 def test_every_choice_fills_every_trace(results: dict[str, Any]) -> None:
     found = {drawing.name: drawing for drawing in drawings(results)}
-    assert set(found) == EVERYWHERE | {"switches"}
+    assert set(found) == EVERYWHERE | NETWORKS
     assert {drawing.name for drawing in drawings(made("quadratic"))} == EVERYWHERE
     for drawing in found.values():
         assert bool(drawing.choices) == bool(drawing.frames)
@@ -70,6 +74,26 @@ def test_every_choice_fills_every_trace(results: dict[str, Any]) -> None:
     exact = results["mlp"]["exact"].sel({"system": "mlp-7-0", "change": 2, "scale": 0.5})
     np.testing.assert_allclose(curves[0], exact, rtol=1e-3)
     np.testing.assert_allclose(curves[1], exact * 1.15, rtol=1e-3)
+
+
+def test_the_overview_is_one_shock_of_one_run(results: dict[str, Any]) -> None:
+    (drawing,) = [drawing for drawing in drawings(results) if drawing.name == "overview"]
+    frame, one = drawing.frames["CNN–ReLU"], results["cnn"].isel(system=0)
+    assert "cnn-7-0, candidate 0" in drawing.caption  # all three are as large: the first
+    alone = one["channel_exact"].sel(channel=["100", "010", "001"], channel_change=0)
+    np.testing.assert_allclose(frame["y"][:3], alone, rtol=1e-3)
+    np.testing.assert_allclose(frame["y"][3], one["exact"].sel(change=0, scale=1.0), rtol=1e-3)
+    assert (frame["x"][5], frame["y"][5]) == ([4], [1.0])  # the peak
+    gaps = [i for i, y in enumerate(frame["y"][6]) if y is None]
+    assert gaps == [13 * k + 12 for k in range(FUTURES)]
+    np.testing.assert_allclose(frame["y"][6][:12], one["future_response"].sel(family="natural", change=0)[0], rtol=1e-3)
+
+
+def test_parts_of_the_error_are_shares_of_their_sizes(results: dict[str, Any]) -> None:
+    (drawing,) = [drawing for drawing in drawings(results) if drawing.name == "parts"]
+    for network, expected in (("CNN–ReLU", [0.2, 0.5, 0.3]), ("MLP–GELU", [0.2, 0.8, 0.0])):
+        for share, wanted in zip(drawing.frames[network]["y"], expected):
+            np.testing.assert_allclose(share, wanted, rtol=1e-3)
 
 
 # --- the page as a file
@@ -112,7 +136,7 @@ def choose(page: Any, name: str, choice: str, option: str) -> None:
 
 
 def test_every_figure_is_drawn_and_every_choice_can_be_made(opened: Any, results: dict[str, Any]) -> None:
-    for name in EVERYWHERE | {"switches"}:
+    for name in EVERYWHERE | NETWORKS:
         assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
     choose(opened, "curves", "setting", "CNN–ReLU")
     systems = opened.locator(".chooser:has(#plot-curves) select[name='system'] option").all_text_contents()
@@ -168,6 +192,7 @@ def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path:
     files = write_figures({"cnn": results["cnn"]}, tmp_path / "figures")
     names = {path.stem for path in files}
     assert {"responses", "error-by-scale", "channels", "ranking", "prospective-structure", "switched-gates"} <= names
+    assert {"overview", "error-sources"} <= names
     assert len(files) == 2 * len(names)
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in files)
     for path in files:

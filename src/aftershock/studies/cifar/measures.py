@@ -40,6 +40,7 @@ SIDES = (
 )
 HORIZONS = (1, 4, 8, 12)  # at which the paper gives the networks' exponents
 PROPAGATION = ("frozen_dynamics", "clamped_theta", "no_propagation", "initial_theta")  # ablations of it
+SPLIT = "at the largest scale that the exponents are fitted over"
 SOURCES = ("write_in", "smooth", "switching")
 SOURCES_IN_WORDS = {"write_in": "The write-in's", "smooth": "Smooth curvature's"}
 
@@ -155,10 +156,10 @@ def _sources(data: xr.Dataset, column: str) -> Iterator[Measure]:
     for h in horizons:
         for name, shares in (("response", outputs), ("state", states)):
             row = f"Switched gates' share of the {name}'s error, h = {h} (ours)"
-            yield measured(table, row, column, across_candidates(shares["switching"].sel(horizon=h)))
+            yield measured(table, row, column, across_candidates(shares["switching"].sel(horizon=h)), note=SPLIT)
     for part in SOURCES[:-1]:
         row = f"{SOURCES_IN_WORDS[part]} share of the response's error, h = {horizons[-1]} (ours)"
-        yield measured(table, row, column, across_candidates(outputs[part].sel(horizon=horizons[-1])))
+        yield measured(table, row, column, across_candidates(outputs[part].sel(horizon=horizons[-1])), note=SPLIT)
 
 
 def output_shares(data: xr.Dataset) -> dict[str, xr.DataArray]:

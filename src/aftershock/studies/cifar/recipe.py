@@ -153,7 +153,19 @@ def memory(scene: Scene) -> xr.Dataset:
             for channel, found in swept.items()
         }
     )
+    frozen = asdict(_frozen_memory(scene))
+    data = data.assign(frozen_memory=("coefficient", list(frozen.values()))).assign_coords(coefficient=list(frozen))
     return _numbered(data.drop_vars("answer"), "channel_change", "persistence_change")
+
+
+def _frozen_memory(scene: Scene) -> theory.FrozenMemory:
+    """Ā at the step after the shock, of the coordinate through which candidate 0 first moves the probe most."""
+    path = scene.path
+    control, layout = path.control(0), scene.point.loss.layout
+    (edit,) = path.perturb(scene.natural[:1]).edits
+    moved = edit.shock(control).endpoint(1.0)[0].theta - control.after.theta
+    first = layout.compact(path.watch(0, scene.probe, 1).slopes() * moved)[0]
+    return theory.FrozenMemory.at(path, 1, int(first.abs().argmax()))
 
 
 # --- Experiment 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ...theory.baselines import readout_null
 from ...theory.samplers import fit_process, sample_futures
 from ..study import Study, System, systems_of
 from .family import HYPER, Probe, Quadratic, mean_loss, stacked, values_of
+from .frozen import frozen_memory
 from .rows import (
     HYBRIDS,
     by_channel,
@@ -270,12 +271,14 @@ def memory(scene: Scene) -> dict[str, xr.Dataset]:
         "long_horizon": range(1, LONG_HORIZON + 1),
     } | {f"decay_{channel}": list(decays) for channel, decays in DECAYS.items()}
     found = {}
-    for k, name in enumerate(scene.probes):
+    for k, (name, probe) in enumerate(scene.probes.items()):
         curves = _short_and_long("channel_exact", "channel_long", ("channel", "channel_change"), hybrids[k])
         for channel, swept in lasting.items():
             dims = (f"decay_{channel}", "persistence_change")
             curves |= _short_and_long(f"persistence_{channel}", f"persistence_long_{channel}", dims, swept[k])
-        found[name] = xr.Dataset(curves, coords)
+        frozen = asdict(frozen_memory(scene, probe))
+        curves["frozen_memory"] = ("coefficient", list(frozen.values()))
+        found[name] = xr.Dataset(curves, {**coords, "coefficient": list(frozen)})
     return found
 
 
