@@ -203,6 +203,7 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
         "channel_exact": ("channel", "channel_change", "horizon"),
         "persistence_m": ("decay_m", "persistence_change", "horizon"),
         "persistence_v": ("decay_v", "persistence_change", "horizon"),
+        "frozen_memory": ("coefficient",),
         "future_response": ("family", "change", "future", "horizon"),
         "present_score": ("family", "present_method", "change"),
         "matched_first_step": ("change",),

@@ -469,7 +469,7 @@ def toy_command(log: Path, monkeypatch: pytest.MonkeyPatch, in_threads: None) ->
         write=lambda *words: given.update(tables=words),
         verdict=lambda cells: f"the verdict on {cells[0]}",
     )
-    page = SimpleNamespace(write_study_page=lambda *words: given.update(page=words))
+    page = SimpleNamespace(write_study_page=lambda *words, library: given.update(page=words))
     figures = SimpleNamespace(write_figures=lambda *words: given.update(figures=words))
     monkeypatch.setattr(studies, "tables", tables, raising=False)
     monkeypatch.setitem(sys.modules, "aftershock.report.study_page", page)

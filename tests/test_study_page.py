@@ -202,3 +202,15 @@ def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path:
     width = int.from_bytes(header[16:20], "big")
     assert width == 200 * 4  # four inches at 200 dots
     assert not re.search(rb"/CreationDate", (tmp_path / "figures" / "channels.pdf").read_bytes())
+
+
+# --- what the repository carries
+
+
+def test_the_results_in_the_repository_stay_small() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    kept = [file for file in folder.rglob("*") if file.is_file() and not {"results.zarr", "figures"} & set(file.parts)]
+    assert {"tables.json", "report.html"} <= {file.name for file in kept}
+    assert sum(file.stat().st_size for file in kept) < 3e6
+    for page in (file for file in kept if file.name == "report.html"):
+        assert [attrs["src"] for _, attrs in Tags.of(page).tags if "src" in attrs] == ["../plotly.js"]

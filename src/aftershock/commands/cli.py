@@ -115,6 +115,10 @@ def reproduce(
     device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
     cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
+    library: Annotated[
+        Path | None,
+        typer.Option(help="A file of the plotting library for several pages to share.", show_default="none"),
+    ] = None,
 ) -> None:
     """Regenerate a study of the paper, every number beside the paper's. Run again, it goes on where it was stopped."""
     from ..api.progress import duration
@@ -127,7 +131,7 @@ def reproduce(
     try:
         with _plain_errors(f"cannot write to {out}"):
             results = run_study(recipe, out, wanted, workers=workers, cluster=cluster)
-            _publish(recipe, results, out)
+            _publish(recipe, results, out, library)
             typer.echo(f"took {duration(time.monotonic() - start)} on {' | '.join(machine_kinds(results))}")
     except KeyboardInterrupt:
         typer.echo(
@@ -149,7 +153,7 @@ def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device:
     return quadratic_study(seed=seed, quick=quick)
 
 
-def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
+def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: Path | None) -> None:
     """Tables, page and figures from results, and a few words on them."""
     from ..report.paper_figures import write_figures
     from ..report.study_page import write_study_page
@@ -158,7 +162,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
 
     cells = tables.build(study.name, results)
     tables.write(cells, out, results, study)
-    write_study_page(study, results, cells, out / "report.html")
+    write_study_page(study, results, cells, out / "report.html", library=library)
     write_figures(results, out / "figures")
 
     kinds = machine_kinds(results)
