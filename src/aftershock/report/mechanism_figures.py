@@ -46,7 +46,7 @@ def _overview_frame(one: study_data.Overview) -> Frame:
     return {
         "x": [*([x] * 5), [at], [*x, None] * len(one.futures)],
         "y": [*(short(y) for y in (*one.alone.values(), one.exact, one.tangent, [height])), branches],
-        "name": [*one.alone, "exact", "tangent", f"largest: {height:+.2g} at h = {at}", "other futures"],
+        "name": [*(f"{name} alone" for name in one.alone), "exact", "tangent", f"largest: {height:+.2g} at h = {at}", "other futures"],
     }
 
 
@@ -56,7 +56,7 @@ def _overview_figure(frames: Mapping[str, Frame]) -> Figure:
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.07, subplot_titles=PANELS)
     first = next(iter(frames.values()))
     looks = (
-        *({"line": {"color": colour, "width": 2}} for colour in COLOURS[1:4]),
+        *({"line": {"color": colour, "width": 2}} for colour in (COLOURS[1], COLOURS[2], COLOURS[4])),
         {"line": {"color": INK, "width": 3}},
         {"line": {"color": ANSWER_COLOURS["tangent"], "width": 2, "dash": "dot"}},
         {"mode": "markers", "marker": {"size": 13, "color": "rgba(0,0,0,0)", "line": {"color": INK, "width": 2}}},

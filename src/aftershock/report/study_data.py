@@ -87,11 +87,12 @@ class Overview:
 
 
 def overview(data: xr.Dataset) -> Overview:
-    """The largest of the followed candidates of the first system, at full scale."""
+    """The largest of the first system's followed candidates whose effect peaks late but not at the end, if any does."""
     one = data.isel(system=0).sel(scale=data["scale"].max(), drop=True)
     channels = nested(one["channel_exact"])
     peaks = summarize(channels.sel(channel="111"))
-    i = int(peaks["peak"].argmax("change"))
+    turns = (peaks["peak_horizon"] > 1) & (peaks["peak_horizon"] < one["horizon"].max())
+    i = int(peaks["peak"].where(turns | ~turns.any()).argmax("change"))
     at = one.isel(change=i)
     return Overview(
         system=str(one["system"].values),
