@@ -56,7 +56,7 @@ def test_every_number_of_the_paper_has_a_cell_and_no_cell_is_there_twice(
     quadratic: list[Cell], cifar: list[Cell]
 ) -> None:
     wanted = {(label, *place) for label, table in TABLES.items() for place in table.quotes()}
-    assert len(wanted) == 440
+    assert len(wanted) == 443
     filled = [(c.table, c.row, c.column) for c in quadratic + cifar]
     assert len(filled) == len(set(filled))
     assert wanted <= set(filled)
@@ -145,6 +145,10 @@ def test_how_long_a_memory_lasts(quadratic: list[Cell]) -> None:
     # of the made-up channels m is larger than θ and v wherever they peak, and v peaks last
     for row in ("Momentum dominates intermediate delays", "Second-moment effects persist longest"):
         assert at(quadratic, table, row, "value").agrees
+    said = {row.row: row.ours_text for row in quadratic if row.table == "text:exp1_controlled"}
+    assert said["m alone has the largest of the three responses"] == "yes"
+    assert said["The extremum moves later as β1 increases"] == "yes"
+    assert said["The extremum moves later as β2 increases"] == "no"  # the made-up one stays where it is
     for name, peak in (("θ", 2), ("m", 6), ("v", 9)):
         assert at(quadratic, "text:exp1_controlled", f"{name} alone peaks near", "value").ours == peak
 
@@ -282,7 +286,7 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     assert found["judged"] == sum(c.known for c in counted)
     assert found["protocol_not_known"]["judged"] == sum(not c.known for c in counted)
     assert found["by_definition"] == 6 + 2 + 2  # the channel 000, tied one-step scores
-    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 234
+    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 237
     assert found["agree"] == sum(bool(c.agrees) for c in counted if c.known)
     assert tables.verdict(quadratic).startswith(f"{found['agree']} of {found['judged']} numbers agree")
     few = build("quadratic", made("quadratic", systems=3))

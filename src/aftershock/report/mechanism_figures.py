@@ -46,7 +46,13 @@ def _overview_frame(one: study_data.Overview) -> Frame:
     return {
         "x": [*([x] * 5), [at], [*x, None] * len(one.futures)],
         "y": [*(short(y) for y in (*one.alone.values(), one.exact, one.tangent, [height])), branches],
-        "name": [*(f"{name} alone" for name in one.alone), "exact", "tangent", f"largest: {height:+.2g} at h = {at}", "other futures"],
+        "name": [
+            *(f"{name} alone" for name in one.alone),
+            "exact",
+            "tangent",
+            f"largest: {height:+.2g} at h = {at}",
+            "other futures",
+        ],
     }
 
 

@@ -121,6 +121,9 @@ _CONTROLLED = (
         θ alone peaks near                              | 6
         m alone peaks near                              | 16
         v alone peaks near                              | 26
+        m alone has the largest of the three responses  | yes
+        The extremum moves later as β1 increases        | yes
+        The extremum moves later as β2 increases        | yes
         """),
     ),
     Table(

@@ -30,7 +30,7 @@ from ..measures import (
     ranking,
 )
 from ..verdicts import Measure
-from .persistence import isolated_peaks, long_measures
+from .persistence import isolated_peaks, long_measures, statements
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -81,6 +81,7 @@ def _controlled_text(results: Results) -> Iterator[Measure]:
             row = f"Percentile in the readout null, {setting}"
             yield measured(table, row, "value", percentile(results[setting], "matched"))
     yield from isolated_peaks(results)
+    yield from statements(results)
 
 
 def _matching(results: Results) -> Iterator[Measure]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...results.statistics import across_candidates
@@ -31,6 +31,33 @@ def isolated_peaks(results: Results) -> Iterator[Measure]:
     for name, channel in ALONE.items():
         values = across_candidates(both.sel(channel=channel))
         yield measured("text:exp1_controlled", f"{name} alone peaks near", "value", values, known=False, note=NEAR)
+
+
+def statements(results: Results) -> Iterator[Measure]:
+    """What the text says of channels and sweeps in words, each of the medians of every probe."""
+    settings = [s for s in PROBES if has(results, s, "channel_exact", "persistence_m", "persistence_v")]
+    if not settings:
+        return
+    largest: list[bool] = []
+    later: dict[str, list[bool]] = {"m": [], "v": []}
+    for setting in settings:
+        sizes = across_candidates(summarize(nested(results[setting]["channel_exact"]))["peak"]).median("system")
+        largest.append(str(sizes.sel(channel=list(ALONE.values())).idxmax("channel").values) == ALONE["m"])
+        for channel, found in later.items():
+            swept = summarize(nested(results[setting][f"persistence_{channel}"]))["peak_horizon"]
+            middles = across_candidates(swept).median("system").sortby(f"decay_{channel}")
+            found.append(bool((middles.diff(f"decay_{channel}") >= 0).all() and middles[-1] > middles[0]))
+    systems = results[settings[0]].sizes["system"]
+    yield _statement("text:exp1_controlled", "m alone has the largest of the three responses", largest, systems)
+    for number, channel in (("β1", "m"), ("β2", "v")):
+        row = f"The extremum moves later as {number} increases"
+        yield _statement("text:exp1_controlled", row, later[channel], systems)
+
+
+def _statement(table: str, row: str, holds: Sequence[bool], systems: int, note: str = "") -> Measure:
+    import numpy as np
+
+    return Measure(table, row, "value", np.array([float(all(holds))]), systems, "statement", note=note)
 
 
 def long_measures(results: Results) -> Iterator[Measure]:
@@ -72,8 +99,6 @@ def share_beyond(response: xr.DataArray, horizon: int) -> xr.DataArray:
 
 def _order(alone: Mapping[str, xr.DataArray]) -> Iterator[Measure]:
     """The paper's three statements, each for every probe's medians."""
-    import numpy as np
-
     holds: dict[str, list[bool]] = {name: [] for name in ("earliest", "intermediate", "longest")}
     for response in alone.values():
         peaks, delays = (
@@ -94,9 +119,7 @@ def _order(alone: Mapping[str, xr.DataArray]) -> Iterator[Measure]:
     }
     systems = next(iter(alone.values())).sizes["system"]
     for key, row in rows.items():
-        yield Measure(
-            TABLE, row, "value", np.array([float(all(holds[key]))]), systems, "statement", note=notes.get(key, "")
-        )
+        yield _statement(TABLE, row, holds[key], systems, notes.get(key, ""))
 
 
 def _dominates(response: xr.DataArray, start: float, stop: float) -> bool:
