@@ -34,9 +34,9 @@ PRESENT = {
     "forecast": "Forecast (ours)",
     "sampled_true": "Sampled, true process (ours)",
 }
-# What was tried to explain the networks' variances, which a run of root seed 2026 gave as 1.9 and 2.6 times the paper's.
+# What was tried on the networks' variances, which root seed 2026 gave as 1.9 and 2.6 times the paper's.
 NETWORK_VARIANCES = (
-    "it goes with the square of the matched target μ1, and so with the luck of the probe's 256 images. A second program "
+    "it goes with the square of the matched target μ1, and so with the luck of the probe's images. A second program "
     "(float32, 50,000 images, 4 futures) gave 5.9e-9 to 1.4e-6 between candidates of 16 MLP systems, median 7.5e-8 "
     "[3.8e-8, 9.6e-8], and 5.0e-9 within futures: two medians of 16 such systems differ by up to a factor of 1.9 in 95 "
     "of 100 cases. Readings of the text, on the same systems: μ1 from exact instead of linear first responses, 0.86 "
