@@ -92,7 +92,7 @@ def _overview(settings: Mapping[str, xr.Dataset]) -> Figure:
         height = one.exact[one.horizons.index(one.peak_horizon)]
         row[1].plot([one.peak_horizon], [height], "o", mfc="none", mec="black", ms=9)
         row[1].annotate(
-            f"h* = {one.peak_horizon}", (one.peak_horizon, height), (6, -3), textcoords="offset points", fontsize=7
+            f"h* = {one.peak_horizon}", (one.peak_horizon, height), (5, 7), textcoords="offset points", fontsize=7
         )
         for future in one.futures:
             row[2].plot(one.horizons, future, color="0.6", lw=0.6)
