@@ -111,6 +111,10 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small version, to see that it works.")] = False,
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 2026,
+    roots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Root seeds, four apart, that the tables pool.", show_default="6 quadratic, 1 cifar"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
     device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
@@ -126,7 +130,7 @@ def reproduce(
 
     start, out = time.monotonic(), out or Path("reproduction") / study.value
     with _plain_errors("cannot read the data"):
-        recipe = _recipe(study, seed, quick, data, device)
+        recipe = _recipe(study, seed, roots, quick, data, device)
         wanted = recipe.systems if systems is None else select(recipe, systems)
     try:
         with _plain_errors(f"cannot write to {out}"):
@@ -140,17 +144,35 @@ def reproduce(
         raise typer.Exit(130) from None
 
 
-def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device: Device) -> Study:
+@app.command()
+def gather(
+    out: Annotated[Path, typer.Argument(help="A study's results folder: made where there is none.")],
+    carried: Annotated[
+        list[Path] | None, typer.Argument(help="Systems that ran on machines without zarr: files, or folders of them.")
+    ] = None,
+) -> None:
+    """Bring systems that ran elsewhere into a study's results, and make its tables and page of everything there."""
+    from ..studies.carried import bring_in
+    from ..studies.results import load_results
+
+    with _plain_errors(f"cannot write to {out}"):
+        brought = bring_in(carried, out) if carried else ()
+        study, results = load_results(out)
+        typer.echo(f"brought in {len(brought)} systems")
+        _publish(study, results, out)
+
+
+def _recipe(study: StudyName, seed: int, roots: int | None, quick: bool, data: Path | None, device: Device) -> Study:
     if study is StudyName.cifar:
         from ..studies.cifar.recipe import cifar_study
 
         # workers may run in another folder
-        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value)
+        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value, roots=roots or 1)
     from ..studies.quadratic.recipe import quadratic_study
 
     if data is not None or device is not Device.cpu:
         raise InvalidInput("--data and --device belong to cifar: the quadratic study has no data and runs on the CPU")
-    return quadratic_study(seed=seed, quick=quick)
+    return quadratic_study(seed=seed, quick=quick, roots=roots)
 
 
 def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: Path | None) -> None:

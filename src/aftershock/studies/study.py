@@ -38,9 +38,9 @@ class System:
         return torch.Generator().manual_seed(self.entropy(stream))
 
 
-def systems_of(kind: str, root_seed: int, each: int) -> tuple[System, ...]:
-    """`each` systems for each of the paper's four seeds."""
-    return tuple(System(kind, root_seed + s, i) for s in range(SEEDS) for i in range(each))
+def systems_of(kind: str, root_seed: int, each: int, roots: int = 1) -> tuple[System, ...]:
+    """`each` systems for each of the paper's four seeds; of several root seeds, four apart, that many times more."""
+    return tuple(System(kind, root_seed + s, i) for s in range(SEEDS * roots) for i in range(each))
 
 
 @dataclass(frozen=True)

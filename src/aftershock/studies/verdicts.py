@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..results.statistics import across_systems, median_interval
+from ..results.statistics import median_interval
 from .paper import Quote
 
 if TYPE_CHECKING:
@@ -69,12 +69,24 @@ class Spread:
 
 def spread(measure: Measure) -> Spread:
     """Our number: the median over systems, the count, or the number itself."""
+    import numpy as np
+
     if measure.kind == "count":
         return Spread(float(measure.values.sum()))
     if measure.kind in ("p", "statement", "maximum"):
         return Spread(float(measure.values[0]))
-    found = across_systems(_labelled(measure.values))
-    return Spread(float(found["median"]), float(found["q25"]), float(found["q75"]))
+    known = measure.values[~np.isnan(measure.values)]
+    if not len(known):
+        return Spread(math.nan)
+    low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
+    return Spread(float(middle), float(low), float(high))
+
+
+def replicable(measure: Measure, quote: Quote) -> bool:
+    """Whether the number is a median of systems, or a count, of which the paper's can be a second draw."""
+    if measure.systems < FEWEST_SYSTEMS or math.isnan(spread(measure).middle):
+        return False
+    return (measure.kind, quote.kind) in (("systems", "value"), ("systems", "range"), ("count", "count"))
 
 
 def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tuple[bool | None, str]:

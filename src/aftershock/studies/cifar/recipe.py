@@ -29,8 +29,8 @@ PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
 PERSISTENCE_SCALE = 0.25
 
 
-def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu") -> Study:
-    """16 systems of the MLP, then 16 of the CNN; quick: one of each, with the smaller numbers of `QUICK`.
+def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu", roots: int = 1) -> Study:
+    """16 systems of the MLP, then 16 of the CNN, for each root seed; quick: one of each, with the numbers of `QUICK`.
 
     One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 5,000 Hessian
     products.
@@ -39,9 +39,10 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
     _require_device(device)
     found = load_cifar(data)
     found.require(protocol.images, protocol.probe)
-    each = [systems_of(kind, seed, SYSTEMS_PER_SEED)[: 1 if quick else None] for kind in ("mlp", "cnn")]
+    each = [systems_of(kind, seed, SYSTEMS_PER_SEED, roots)[: 1 if quick else None] for kind in ("mlp", "cnn")]
     attrs = {
         "seed": seed,
+        "roots": roots,
         "quick": quick,
         "device": device,
         "dtype": "float64",
