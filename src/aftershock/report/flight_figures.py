@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..recorder.event import BARS
+from ..recorder.explanation import OFF_SCALE
 from .figures import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
@@ -186,6 +187,9 @@ def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: S
     if tried:
         most = max([1.0, *(min(c.left, MOST_LEFT) for c in culprits if not math.isnan(c.left))])
         figure.update_yaxes(range=[-0.05, 1.1 * most], tickformat=".0%", row=1, col=1)
+    largest = _largest(found, culprits)
+    if any(abs(c.measured) > largest for c in culprits):
+        figure.update_yaxes(range=[-largest, largest], row=len(heights), col=1)
     figure.update_layout(barmode="overlay", showlegend=tried)
     key_above(figure)
     return figure
@@ -254,9 +258,14 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
 
 def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:
     """The steps whose prediction has a size that may be drawn beside what is measured."""
-    measured = [abs(c.measured) for c in culprits if math.isfinite(c.measured)]
-    limit = max([found.size, *(FRAME * value for value in measured)])
+    limit = _largest(found, culprits)
     return [c for c in culprits if abs(c.predicted) <= limit]
+
+
+def _largest(found: FlightExplanation, culprits: Sequence[Culprit]) -> float:
+    """The largest part that is drawn whole: a run that went away without some step must not flatten the others."""
+    measured = [abs(c.measured) for c in culprits if abs(c.measured) <= OFF_SCALE * found.data.attrs["peak"]]
+    return max([found.size, *(FRAME * value for value in measured)])
 
 
 def emergence_figure(found: FlightExplanation, step: int) -> Figure:
