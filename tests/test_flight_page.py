@@ -221,6 +221,7 @@ def click_on(page: Any, step: int) -> None:
 
 def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> None:
     placebo = next(c for c in found.culprits if c.role == "placebo")
+    assert [one.get_attribute("id") for one in opened.locator("details[open]").all()] == [f"step-{CULPRIT}"]
     for culprit, word in ((found.culprits[0], "blamed"), (placebo, "placebo")):
         click_on(opened, culprit.step)
         entry = opened.locator(f"#step-{culprit.step}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
+import math
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import xarray as xr
 import aftershock as ak
 from aftershock.core.responses import ANSWERS
 from aftershock.errors import InvalidInput
+from aftershock.recorder.forecast import Forecast
 from aftershock.report import figures, shell
 from aftershock.report.response_page import write_response_page
 from aftershock.results.certificate import Certificate, Finding, Level
@@ -348,6 +350,14 @@ def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_notebook_shows_words_and_no_markup_of_the_user() -> None:
+    response = made({"<b>one</b>": [0.1, 0.2]})
+    for shown in (response, response.certificate, Forecast(None, math.inf, 1)):
+        html = shown._repr_html_()
+        assert html == f"<pre>{escape(str(shown))}</pre>"
+        assert "<b>" not in html
 
 
 # --- the page in a browser

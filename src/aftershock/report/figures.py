@@ -221,7 +221,7 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
 def _add_peak(figure: Figure, name: str, truth: xr.DataArray, noise: xr.DataArray, colour: str, *, named: bool) -> None:
     """A ring around the largest effect; for a run that diverges, around its last finite one."""
     known = truth.where(finite(truth), drop=True)
-    if not abs(known).max() > 0:
+    if not (known != 0).any():
         return
     lost = diverged_at(truth)
     whole = bool(lost.isnull())

@@ -44,7 +44,7 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check", "descriptions"),
+    *("scatter", "replay", "check", "descriptions", "own_left"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
@@ -62,8 +62,13 @@ header h2 { font-size: 15px; margin-bottom: 8px; }
 """
 
 
-def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str | None = None) -> Path:
-    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file."""
+def write_flight_page(
+    found: FlightExplanation, path: str | Path, *, title: str | None = None, library: Path | None = None
+) -> Path:
+    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file.
+
+    library: a file of the plotting library that several pages share; without it the page carries the library.
+    """
     title = _title(found) if title is None else title
     culprits = found.culprits
     sections = [
@@ -81,7 +86,8 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
-    return write_page(Path(path), title, sections, style=STYLE + steps.STYLE, script=steps.SCRIPT)
+    style = STYLE + steps.STYLE
+    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT, library=library)
 
 
 def notebook_view(found: FlightExplanation) -> str:

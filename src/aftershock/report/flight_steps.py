@@ -89,8 +89,10 @@ def _earlier(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culp
 
 def _details(step: int, word: str, says: str, parts: Iterable[str]) -> str:
     role = f", <span class='{escape(word)}'>{escape(word)}</span>" if word else ""
+    unfolded = " open" if word == "blamed" else ""
     return (
-        f"<details class='step' id='step-{step}'><summary>Step {step}{role}: <em>{escape(says)}</em></summary>\n"
+        f"<details class='step' id='step-{step}'{unfolded}>"
+        f"<summary>Step {step}{role}: <em>{escape(says)}</em></summary>\n"
         f"<div>{_lines(part for part in parts if part)}</div></details>"
     )
 
