@@ -28,7 +28,7 @@ from .replay import Replay, replay
 from .reruns import Run
 from .stability import amplification, sharpness
 from .store import Flight
-from .suspects import inquire
+from .suspects import LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, proved, try_all
 
@@ -62,8 +62,8 @@ def explain(
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
         beside those against no step: as many gradients per step.
-    verify: how many steps to run again without: the highest predicted, and some with the largest gradients; or the
-        numbers of the steps.
+    verify: how many steps to run again without: the highest predicted, and some with the largest gradients; fewer
+        where placebos show that nobody did it; or the numbers of the steps.
     placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
         without it loses half of the event, and the runs without others do not.
     treatments: also try what would have prevented it.
@@ -105,7 +105,11 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     held = [_held(steps, change, event) for change in f.changes]
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
-        f.inquiry = inquire(trajectory, event, suspected, placebos=placebos, seed=seed, tick=tick)
+        least = LEAST if isinstance(verify, int) else len(suspected)
+        own = f.data.kind == "own batch"
+        f.inquiry = inquire(
+            trajectory, event, suspected, placebos=placebos, seed=seed, least=least, own_batch=own, tick=tick
+        )
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
