@@ -66,11 +66,11 @@ class Findings:
             return "hyperparameter"
         if self.data is not None and self.data.kind == "shift":
             return "shift"
+        if self.hyperparameter(("ramp",)) is not None:
+            return "hyperparameter"
         if self._guilty:
             alone = "own batch" if self._guilty == (self.replayed.last,) else "batch"
             return alone if len(self._guilty) == 1 else "group"
-        if self.hyperparameter(("ramp",)) is not None:
-            return "hyperparameter"
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
@@ -88,7 +88,8 @@ class Findings:
         if not removes:
             return None
         left, best = min(removes)
-        guilty = [t.left for t in self.inquiry.suspects if self.inquiry.blamed and t.removes]
+        tried = (*self.inquiry.suspects, *([self.inquiry.group] if self.inquiry.group else []))
+        guilty = [t.left for t in tried if self.inquiry.blamed and t.removes]
         return best if not guilty or left <= min(guilty) - CLEARER or self.changes[best].kind in ABRUPT else None
 
     @property
