@@ -241,7 +241,8 @@ def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> 
 
 def test_the_steps_are_there_without_a_script(found: FlightExplanation, tmp_path: Path) -> None:
     image = b"\x89PNG\r\n\x1a\n and so on"
-    seen = with_data(found, descriptions={CULPRIT: "two <b>rows</b>\nof it", CULPRIT - 1: image})
+    kept = {"text": "two <b>rows</b>\nof it"}, {"png": base64.b64encode(image).decode()}
+    seen = with_data(found, descriptions={str(CULPRIT): kept[0], str(CULPRIT - 1): kept[1]})
     file = write_flight_page(seen, tmp_path / "page.html")
     page = Tags.of(file)
     assert [attrs["id"] for tag, attrs in page.tags if tag == "details" and attrs["class"] == "step"] == [
@@ -258,6 +259,29 @@ def test_the_steps_are_there_without_a_script(found: FlightExplanation, tmp_path
     lefts = sorted(c.left for c in found.culprits if c.role == "placebo")
     assert f"({lefts[0]:.0%} to {lefts[-1]:.0%})" in inside
     assert f"So it added {best.measured:+.3g}. Predicted to add {best.predicted:+.3g}" in inside
+
+
+def test_the_figure_shows_what_the_headline_says(found: FlightExplanation, tmp_path: Path) -> None:
+    def left(one: FlightExplanation) -> dict[str, dict[int, float]]:
+        figure = trial_figure(one, one.culprits, [])
+        return {trace.name: dict(zip(trace.x, trace.y)) for trace in figure.data}
+
+    own = with_data(found, event="own batch", blamed=[SPIKE], own_left=0.02, data="it is high on other weights too")
+    assert own.verdict.startswith(f"The batch of step {SPIKE} itself is the spike")
+    assert left(own)["without a blamed step"] == {SPIKE: 0.02}
+    assert other_runs(own)[0].word == "prevents it"
+    text = text_of(own, tmp_path)
+    assert "None of those that were tried prevents it" not in text
+    assert "Without it 2% of the event is left." in text
+    pair = [CULPRIT, CULPRIT + 1]
+    more = {"group": pair, "group_left": 0.1, "group_placebos": 8, "group_placebos_change": 0}
+    group = with_data(found, event="group", blamed=pair, **more)
+    assert group.verdict.startswith(f"Steps {CULPRIT} and {CULPRIT + 1} did it together: without them 10%")
+    assert left(group)["without all that are blamed"] == dict.fromkeys(pair, 0.1)
+    assert f"without steps {CULPRIT}, {CULPRIT + 1} together" in text_of(group, tmp_path)
+    nobody = text_of(with_data(found, event="unknown", blamed=[]), tmp_path)
+    assert "Who did it" not in nobody
+    assert "Was it a batch?" in nobody
 
 
 def test_a_run_that_went_away_flattens_no_bar(found: FlightExplanation) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..recorder.verdict import right
-from .flight_figures import CHANNELS
+from .inside_figures import CHANNELS
 from .shell import section
 
 if TYPE_CHECKING:
