@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..recorder.verdict import right
-from .flight_figures import CHANNELS
+from .inside_figures import CHANNELS
 from .shell import section
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ STYLE = """
 .step { border-bottom: 1px solid var(--rule); }
 .step > summary { padding: 7px 4px; cursor: pointer; }
 .step[open] > summary { font-weight: 600; }
-.step > summary .number, .step > summary em { color: var(--faint); font-style: normal; font-weight: 400; }
+.step > summary em { color: var(--faint); font-style: normal; font-weight: 400; }
 .step .blamed { color: var(--bad); font-weight: 600; }
 .step > div { padding: 4px 4px 18px 20px; }
 .step h3, .step caption { margin: 16px 0 4px; font-size: 14px; font-weight: 600; color: var(--ink); padding: 0; }
-.step p { margin: 0 0 8px; max-width: 60em; }
+.step p { margin: 6px 0 8px; max-width: 60em; }
 .step table { font-variant-numeric: tabular-nums; }
 .step pre { margin: 4px 0; max-height: 24em; overflow: auto; }
 .step img { display: block; max-width: 100%; image-rendering: pixelated; background: #fff; }
@@ -88,9 +88,11 @@ def _earlier(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culp
 
 
 def _details(step: int, word: str, says: str, parts: Iterable[str]) -> str:
-    role = f" <span class='{escape(word)}'>{escape(word)}</span>" if word else ""
+    role = f", <span class='{escape(word)}'>{escape(word)}</span>" if word else ""
+    unfolded = " open" if word == "blamed" else ""
     return (
-        f"<details class='step' id='step-{step}'><summary>Step {step}{role} <em>{escape(says)}</em></summary>\n"
+        f"<details class='step' id='step-{step}'{unfolded}>"
+        f"<summary>Step {step}{role}: <em>{escape(says)}</em></summary>\n"
         f"<div>{_lines(part for part in parts if part)}</div></details>"
     )
 
@@ -104,6 +106,9 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
     value, others = attrs["value"], [c for c in culprits if c.role == "placebo" and c.step != culprit.step]
     rows = [("as it was", _loss(value), "100%")]
     rows.append((f"without step {culprit.step}", _loss(value - culprit.measured), _share(culprit.left)))
+    if culprit.step in attrs["group"]:
+        together = f"without steps {', '.join(map(str, attrs['group']))} together"
+        rows.append((together, "", _share(attrs["group_left"])))
     if others:
         name = f"without a placebo (median of {len(others)}; all of them)"
         rows.append(
@@ -113,11 +118,16 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
         f'<tr><th scope="row">{name}</th><td class="number">{loss}</td><td class="number">{left}</td></tr>'
         for name, loss, left in rows
     )
+    added = (
+        f"So it added {_signed(culprit.measured)}."
+        if math.isfinite(culprit.measured)
+        else "Without it the run diverges."
+    )
     return (
         "<div class='wide'><table><caption>Measured, in real runs</caption>\n"
         f'<thead><tr><th></th><th scope="col" class="number">loss of step {attrs["step"]}</th>'
-        f'<th scope="col" class="number">of the event</th></tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
-        f"<p>So it added {_signed(culprit.measured)}. {_prediction(found, culprit)}</p>"
+        f'<th scope="col" class="number">left of the event</th></tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
+        f"<p>{added} {_prediction(found, culprit)}</p>"
     )
 
 
