@@ -101,6 +101,11 @@ class Device(enum.StrEnum):
     cuda = "cuda"
 
 
+Library = Annotated[
+    Path | None, typer.Option(help="A file of the plotting library for pages to share.", show_default="none")
+]
+
+
 @app.command()
 def reproduce(
     study: Annotated[StudyName, typer.Argument(help="Which of the paper's studies.")],
@@ -119,10 +124,7 @@ def reproduce(
     device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
     cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
-    library: Annotated[
-        Path | None,
-        typer.Option(help="A file of the plotting library for several pages to share.", show_default="none"),
-    ] = None,
+    library: Library = None,
 ) -> None:
     """Regenerate a study of the paper, every number beside the paper's. Run again, it goes on where it was stopped."""
     from ..api.progress import duration
@@ -150,6 +152,7 @@ def gather(
     carried: Annotated[
         list[Path] | None, typer.Argument(help="Systems that ran on machines without zarr: files, or folders of them.")
     ] = None,
+    library: Library = None,
 ) -> None:
     """Bring systems that ran elsewhere into a study's results, and make its tables and page of everything there."""
     from ..studies.carried import bring_in
@@ -159,7 +162,7 @@ def gather(
         brought = bring_in(carried, out) if carried else ()
         study, results = load_results(out)
         typer.echo(f"brought in {len(brought)} systems")
-        _publish(study, results, out)
+        _publish(study, results, out, library)
 
 
 def _recipe(study: StudyName, seed: int, roots: int | None, quick: bool, data: Path | None, device: Device) -> Study:

@@ -140,6 +140,7 @@ _CONTROLLED = (
         The extremum moves later as β1 increases        | yes
         The extremum moves later as β2 increases        | yes
         """),
+        systems=CONTROLLED,
     ),
     Table(
         "text:exp1_long",
