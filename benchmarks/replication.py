@@ -2,12 +2,13 @@
 
 Systems of the quadratic study are split into "paper" and "ours", over and over; the "paper" prints its medians, and
 the quartiles that the paper prints, with the paper's digits. Run it on the six root seeds:
-`python -m benchmarks.replication reproduction/quadratic`.
+`python -m benchmarks.replication docs/results/quadratic/values.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from rich.table import Table
 
 from aftershock.studies.paper import TABLES, Quote
 from aftershock.studies.replication import LOWER, MEDIAN, QUANTILES, UPPER, bounds, draws_of, saturated
-from aftershock.studies.results import load_results
-from aftershock.studies.tables import MEASURES
 from aftershock.studies.verdicts import Measure, judge
 
 FACTORS = (1.0, 1.3, 1.5)
+ROUNDING = 1e-9
 
 
 @dataclass
@@ -97,20 +97,26 @@ def _judge_old(shares: Shares, measure: Measure, mine: np.ndarray, quote: Quote,
             shares.accepted[factor] += bool(agrees)
 
 
-def numbers_of(results: Path) -> list[tuple[Measure, Quote]]:
-    """The medians over systems of the quadratic study's tables, those that vary."""
-    _, found = load_results(results)
-    quotes = {label: table.quotes() for label, table in TABLES.items()}
-    pairs = [(m, quotes[m.table].get((m.row, m.column))) for m in MEASURES["quadratic"](found)]
-    return [(m, q) for m, q in pairs if q and q.kind == "value" and m.kind == "systems" and np.nanstd(m.values) > 0]
+def numbers_of(file: Path) -> list[tuple[Measure, Quote]]:
+    """The medians over systems of a study's `values.json`: those that vary, and not at rounding."""
+    cells = json.loads(file.read_text(encoding="utf-8"))
+    systems = max(len(cell["values"]) for cell in cells)
+    found = []
+    for cell in cells:
+        place, values = (cell["row"], cell["column"]), np.array(cell["values"], dtype=float)
+        quote = TABLES[cell["table"]].quotes().get(place)
+        whole = len(values) == systems and np.isfinite(values).all()
+        if quote is not None and quote.kind == "value" and whole and values.std() > ROUNDING * abs(np.median(values)):
+            found.append((Measure(cell["table"], *place, values, systems), quote))
+    return [(measure, quote) for measure, quote in found if measure.column != "CV of |d1|" != measure.row]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replication", description=__doc__)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("values", type=Path, help="values.json of a study of several root seeds")
     parser.add_argument("--splits", type=int, default=100)
     options = parser.parse_args()
-    numbers = numbers_of(options.results)
+    numbers = numbers_of(options.values)
     table = Table("ours", "verdict", *(f"accepted at ×{f:g}" for f in FACTORS), "numbers missed: mean, 95 % of splits")
     for ours in (32, len(numbers[0][0].values) - 32):
         new, old = calibrate(numbers, ours, options.splits)

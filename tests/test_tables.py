@@ -368,9 +368,7 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     assert replicated["judged"] == len(numbers) > found["judged"] / 2
     assert replicated["agree"] == sum(one.holds for one in numbers)
     assert replicated["expected_misses"] == pytest.approx(MISSED * len(numbers))
-    assert (
-        sum(len(c.replications) == 3 for c in quadratic) == 6 + 8
-    )  # printed quartiles, success among them is saturated
+    assert sum(len(c.replications) == 3 for c in quadratic) == 6 + 8  # the paper prints their quartiles
     words = tables.verdict(quadratic)
     assert words.startswith(f"{replicated['agree']} of {len(numbers)} numbers replicate")
     assert f"{found['agree']} of {found['judged']} agree" in words
@@ -381,7 +379,7 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
 
 def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> None:
     tables.write(quadratic, tmp_path, made("quadratic"), study_of("quadratic"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["tables.json", "tables.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tables.json", "tables.md", "values.json"]
 
     def refuse(text: str) -> float:
         raise AssertionError(f"{text} is not JSON")
@@ -395,13 +393,17 @@ def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> Non
     tied = next(c for c in page["cells"] if c["rule"] == "tied in both")
     assert tied["ours"] is None
     assert tied["paper"] is None
+    values = json.loads((tmp_path / "values.json").read_text(), parse_constant=refuse)
+    assert [len(one["values"]) for one in values] == [len(c.values) for c in quadratic]
+    np.testing.assert_allclose(values[0]["values"], slopes(6) / 32, rtol=1e-5)  # NRMSE of the standard probe, α = 1/32
     text = (tmp_path / "tables.md").read_text()
     assert all(f"({label}" in text for label in {c.table for c in quadratic})
     for row in [line for line in text.splitlines() if line.startswith("| CV of")]:
         assert len(row.replace("\\|", "").split("|")) == 5  # |d1| does not break the row: name, two probes, two ends
     wrong = [c for c in quadratic if c.holds is False]
     assert sum(line.startswith("- ") and ", the paper's " in line for line in text.splitlines()) == len(wrong)
-    assert text.count("a perfect replication would miss") == 1 + len({c.table for c in quadratic if c.replications})
+    judged = {c.table for c in quadratic if any(one.counted for one in c.replications)}
+    assert text.count("a perfect replication would miss") == 1 + len(judged)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(

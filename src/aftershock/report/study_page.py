@@ -120,9 +120,8 @@ def _tested(cell: Cell) -> str:
     parts = []
     for one in [one for one in cell.replications if one.counted]:
         reach = f"The {one.number}, ours less the paper's, is between {one.low:.3g} and {one.high:.3g}"
-        caught = (
-            f"a factor of {one.catches:.2f}" if one.catches > 0 else f"a difference of {one.catches_difference:.2g}"
-        )
+        factor, shift = f"a factor of {one.catches:.2f}", f"a difference of {one.catches_difference:.2g}"
+        caught = factor if one.catches > 0 else shift
         parts.append(f"{reach}; {caught} would have been caught. ")
     return "".join(parts)
 

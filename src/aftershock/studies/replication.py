@@ -92,7 +92,8 @@ def _range(values: np.ndarray, quote: Quote, seed: int) -> Replication:
     """The interval reaches into the range that the paper gives for several numbers at once."""
     import numpy as np
 
-    assert quote.low is not None and quote.high is not None
+    assert quote.low is not None
+    assert quote.high is not None
     ours = float(np.median(values))
     mine, theirs = draws_of(values, QUANTILES[MEDIAN], replace(quote, low=None), seed)
     low, high = bounds(mine, theirs, quote.half_unit)
@@ -173,7 +174,8 @@ def _count(outcomes: np.ndarray, quote: Quote) -> Replication:
     """Two shares: Fisher's exact test. The interval is that of their difference, by the binomial's own variance."""
     from scipy import stats
 
-    assert quote.value is not None and quote.high is not None
+    assert quote.value is not None
+    assert quote.high is not None
     ours, n, theirs, total = float(outcomes.sum()), len(outcomes), quote.value, quote.high
     table = [[ours, n - ours], [theirs, total - theirs]]
     p = float(stats.fisher_exact(table).pvalue)

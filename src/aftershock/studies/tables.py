@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -53,6 +53,7 @@ class Cell:
     is no median of systems. agrees: by the weaker rule named in `rule`; None where nothing can be said.
     paper is None where the paper has none (`ours_only`) or prints "--".
     known: whether the paper's protocol for this number is known. The texts are the numbers as a table shows them.
+    values: what the number is made of, one per system.
     """
 
     table: str
@@ -71,6 +72,7 @@ class Cell:
     ours_only: bool
     ours_text: str
     paper_text: str
+    values: tuple[float, ...] = field(repr=False)
 
     @property
     def counted(self) -> bool:
@@ -116,6 +118,7 @@ def _cell(measure: Measure, quote: Quote | None, seed: int) -> Cell:
         ours_only=quote is None,
         ours_text=_ours_text(measure, quote, ours),
         paper_text="" if quote is None else quote.text,
+        values=tuple(measure.values.astype(float).tolist()),
     )
 
 
@@ -228,11 +231,10 @@ def verdict(cells: Sequence[Cell]) -> str:
         text += f" Half of these verdicts would have caught a factor of {first['typical_factor_caught']:.2f}."
     if other["judged"]:
         text += f" Of {other['judged']} more, whose protocol the paper leaves open, {other['agree']} replicate."
-    weaker = (
-        f" By the weaker rule, the paper's median inside our quartiles, {found['agree']} of {found['judged']} agree"
-    )
-    rest = found["protocol_not_known"]
-    return text + weaker + (f", and {rest['agree']} of {rest['judged']} more." if rest["judged"] else ".")
+    rest, weaker = found["protocol_not_known"], f"{found['agree']} of {found['judged']} agree"
+    if rest["judged"]:
+        weaker += f", and {rest['agree']} of {rest['judged']} more"
+    return f"{text} By the weaker rule, the paper's median inside our quartiles, {weaker}."
 
 
 def replication_words(found: Mapping[str, Any]) -> str:
@@ -253,11 +255,12 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
-    """Write `tables.json` and `tables.md` into the folder, each whole or not at all."""
+    """Write `tables.json`, `tables.md` and `values.json`, every system's numbers, each whole or not at all."""
     made = provenance(study, results)
     page = {"cells": [_plain(cell) for cell in cells], "agreement": agreement(cells), "machine": made}
     text = json.dumps(page, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    for name, content in (("tables.json", text + "\n"), ("tables.md", markdown(cells, made))):
+    contents = {"tables.json": text + "\n", "tables.md": markdown(cells, made), "values.json": _values(cells)}
+    for name, content in contents.items():
         write_whole(out / name, partial(_write_text, content))
 
 
@@ -266,8 +269,25 @@ def _write_text(content: str, part: str) -> None:
 
 
 def _plain(cell: Cell) -> dict[str, Any]:
-    values = asdict(cell)
+    values = asdict(replace(cell, values=()))
+    del values["values"]
     return _without_nan(values | {"replications": [_without_nan(one) for one in values["replications"]]})
+
+
+def _values(cells: Sequence[Cell]) -> str:
+    """One line a cell, six digits a number, so that anybody can judge, pool or calibrate again."""
+    lines = [
+        json.dumps(
+            {"table": c.table, "row": c.row, "column": c.column, "values": [_six(x) for x in c.values]},
+            ensure_ascii=False,
+        )
+        for c in cells
+    ]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def _six(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
