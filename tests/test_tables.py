@@ -419,7 +419,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     with pytest.raises(OSError, match="No space left"):
         tables.write(quadratic[:1], tmp_path, made("quadratic"), study_of("quadratic"))
     assert (tmp_path / "tables.json").read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_same_results_give_the_same_verdicts() -> None:

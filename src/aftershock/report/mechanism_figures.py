@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import study_data
 from .drawing import Drawing, Frame, lines, short
@@ -61,7 +61,7 @@ def _overview_figure(frames: Mapping[str, Frame]) -> Figure:
 
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.07, subplot_titles=PANELS)
     first = next(iter(frames.values()))
-    looks = (
+    looks: tuple[dict[str, Any], ...] = (
         *({"line": {"color": colour, "width": 2}} for colour in (COLOURS[1], COLOURS[2], COLOURS[4])),
         {"line": {"color": INK, "width": 3}},
         {"line": {"color": ANSWER_COLOURS["tangent"], "width": 2, "dash": "dot"}},
