@@ -14,7 +14,16 @@ from aftershock.errors import InvalidInput
 from aftershock.studies import tables
 from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES, Quote
-from aftershock.studies.replication import COUNT, LOWER, MEDIAN, MISSED, RANGE, UPPER, quantile_draws, replications
+from aftershock.studies.replication import (
+    COUNT,
+    LOWER,
+    MEDIAN,
+    MISSED_FEW,
+    RANGE,
+    UPPER,
+    quantile_draws,
+    replications,
+)
 from aftershock.studies.tables import Cell, build
 from aftershock.studies.verdicts import RULES, Measure, judge, spread
 
@@ -329,6 +338,7 @@ def test_the_papers_own_spread_widens_the_interval_and_its_quartiles_are_numbers
     assert (own.holds, lower.holds, upper.holds) == (True, True, True)
     wrong = Quote("made up", "value", float(np.median(theirs)), float(np.quantile(theirs, 0.25)) / 2, 1.4, systems=32)
     assert not replications(ours, wrong, seed=0)[1].holds
+    assert plain[0].missed < replications(drawn(32, 0), quote_of(theirs), seed=0)[0].missed
     few = Quote("made up", "value", float(np.median(theirs)), systems=8)
     assert replications(ours, few, seed=0)[0].catches > plain[0].catches
 
@@ -367,7 +377,7 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     replicated = found["replication"]
     assert replicated["judged"] == len(numbers) > found["judged"] / 2
     assert replicated["agree"] == sum(one.holds for one in numbers)
-    assert replicated["expected_misses"] == pytest.approx(MISSED * len(numbers))
+    assert replicated["expected_misses"] == pytest.approx(MISSED_FEW * len(numbers))
     assert sum(len(c.replications) == 3 for c in quadratic) == 6 + 8  # the paper prints their quartiles
     words = tables.verdict(quadratic)
     assert words.startswith(f"{replicated['agree']} of {len(numbers)} numbers replicate")
