@@ -30,7 +30,7 @@ STYLE = """
 .step p { margin: 6px 0 8px; max-width: 60em; }
 .step table { font-variant-numeric: tabular-nums; }
 .step pre { margin: 4px 0; max-height: 24em; overflow: auto; }
-.step img { display: block; max-width: 100%; image-rendering: pixelated; background: #fff; }
+.step img { display: block; min-width: min(100%, 256px); max-width: 100%; image-rendering: pixelated; }
 .bars { display: grid; grid-template-columns: minmax(3em, max-content) minmax(60px, 16em) auto; gap: 2px 12px;
   align-items: center; font-size: 13px; max-width: 44em; }
 .bars i { height: 10px; border-radius: 2px; min-width: 1px; background: var(--link); }

@@ -35,7 +35,8 @@ const loadLibrary = async () => {
   if (!packed) return;
   const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
   const script = document.createElement("script");
-  script.textContent = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  script.textContent = await new Response(unpacked).text();
   document.head.append(script);
 };
 
@@ -67,12 +68,14 @@ const narrowed = ({data, layout}) => {
   const notes = Math.max(0, ...(layout.annotations ?? []).map((note) => linesOf(note.text) - 1));
   const shape = {...layout, height: layout.height + 20 * (keyed + notes), font: {...layout.font, size: 12}};
   shape.margin = {...layout.margin, l: 44, r: 8, t: layout.margin.t + 16 * notes};
-  shape.legend = {traceorder: "normal", orientation: "h", x: 0, y: 0, xanchor: "left", yanchor: "bottom", yref: "container"};
+  const under = {x: 0, y: 0, xanchor: "left", yanchor: "bottom", yref: "container"};
+  shape.legend = {traceorder: "normal", orientation: "h", ...under};
   shape.annotations = layout.annotations?.map((note) => ({...note, text: folded(note.text)}));
   for (const axis of Object.keys(layout).filter((key) => /^xaxis/.test(key) && layout[key].title?.text)) {
     shape[axis] = {...layout[axis], title: {...layout[axis].title, text: folded(layout[axis].title.text)}};
   }
-  return {data: data.map((trace) => ({...trace, legend: "legend", name: trace.name && folded(trace.name)})), layout: shape};
+  const refolded = (trace) => ({...trace, legend: "legend", name: trace.name && folded(trace.name)});
+  return {data: data.map(refolded), layout: shape};
 };
 
 const figures = [...document.querySelectorAll(".plot")].map((plot) => {
@@ -82,9 +85,10 @@ const draw = (paper) => {
   for (const {plot, figure} of figures) {
     const sized = narrow.matches && !paper ? narrowed(figure) : figure;
     const {data, layout} = dark.matches && !paper ? darkened(sized) : sized;
-    const bare = {autosize: !paper, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", ...(paper && {width: PAPER})};
+    const clear = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};  // the page shows through
+    const width = paper ? {width: PAPER} : {autosize: true};
     const config = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
-    Plotly.react(plot, structuredClone(data), {...structuredClone(layout), ...bare}, config);
+    Plotly.react(plot, structuredClone(data), {...structuredClone(layout), ...clear, ...width}, config);
     // what was chosen beside a figure is put into it again
     plot.closest(".chooser")?.querySelector("select").dispatchEvent(new Event("change"));
   }
