@@ -27,7 +27,7 @@ from aftershock.studies.replication import (
 from aftershock.studies.tables import Cell, build
 from aftershock.studies.verdicts import RULES, Measure, judge, spread
 
-from .study_results import CHANGES, SETTINGS, WOBBLE, made, slopes, study_of
+from .study_results import CHANGES, SETTINGS, WOBBLE, bump, made, slopes, study_of
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_every_number_of_the_paper_has_a_cell_and_no_cell_is_there_twice(
 ) -> None:
     others = {label: table for label, table in TABLES.items() if "exp3" not in label}  # of the language models
     wanted = {(label, *place) for label, table in others.items() for place in table.quotes()}
-    assert len(wanted) == 428
+    assert len(wanted) == 443
     filled = [(c.table, c.row, c.column) for c in quadratic + cifar]
     assert len(filled) == len(set(filled))
     assert wanted <= set(filled)
@@ -121,7 +121,7 @@ def test_numbers_of_the_text(quadratic: list[Cell], cifar: list[Cell]) -> None:
     assert at(quadratic, text, "Error exponent, largest over horizons", "value").ours == pytest.approx(2)
     assert at(quadratic, text, "Smallest readout cosine, standard", "value").ours == pytest.approx(0.914)
     assert at(quadratic, text, "Percentile in the readout null, rotating", "value").ours == 100
-    assert at(quadratic, text, "θ, then m, then v peaks within 128 horizons", "value").agrees
+    assert at(quadratic, "text:exp1_long", "Parameter deviations act earliest", "value").agrees
     assert at(cifar, "text:exp1_neural", "Positive extrema", "value").ours_text == "24 of 36"
     by_network = "text:exp1_neural_by_network"
     assert at(cifar, by_network, "Systems with a negative conditional v", "MLP–GELU").ours == 6
@@ -129,6 +129,40 @@ def test_numbers_of_the_text(quadratic: list[Cell], cifar: list[Cell]) -> None:
     assert at(cifar, by_network, "h* at β1 = 0.99", "CNN–ReLU").ours == 7
     gates = at(cifar, "text:exp1_neural_cnn", "Switched gates at h = 8, α = 1", "CNN–ReLU")
     assert gates.ours == pytest.approx(1e-4)
+    assert at(cifar, "text:exp1_neural_cnn", "Switched gates grow with the scale", "CNN–ReLU").ours_text == "yes"
+    assert "12 negative, 33.3%" in at(cifar, "text:exp1_neural", "Positive extrema", "value").note
+    assert at(
+        cifar, "text:exp1_neural_mlp", "Error exponent, smallest over horizons", "MLP–GELU"
+    ).ours == pytest.approx(2)
+
+
+def test_what_the_error_is_made_of(cifar: list[Cell]) -> None:
+    table = "text:exp1_neural_by_network"
+    for network, switching in (("CNN–ReLU", 0.3), ("MLP–GELU", 0.0)):
+        for whole in ("response", "state"):
+            share = at(cifar, table, f"Switched gates' share of the {whole}'s error, h = 8 (ours)", network)
+            assert share.ours == pytest.approx(switching)
+        write_in = at(cifar, table, "The write-in's share of the response's error, h = 12 (ours)", network)
+        assert write_in.ours == pytest.approx(0.2)
+
+
+def test_how_long_a_memory_lasts(quadratic: list[Cell]) -> None:
+    table, horizons = "text:exp1_long", np.arange(1, 129)
+    for row, peak in (("θ alone (ours)", 8), ("m, β1 = 0.99 (ours)", 39)):
+        curve = bump(128, peak)
+        assert at(quadratic, table, row, "Standard: h*").ours == peak
+        delay, late = (curve * horizons).sum() / curve.sum(), curve[32:].sum() / curve.sum()
+        assert at(quadratic, table, row, "Standard: mean delay").ours == pytest.approx(delay)
+        assert at(quadratic, table, row, "Anisotropic: ARE beyond h = 32").ours == pytest.approx(late)
+    # of the made-up channels m is larger than θ and v wherever they peak, and v peaks last
+    for row in ("Momentum dominates intermediate delays", "Second-moment effects persist longest"):
+        assert at(quadratic, table, row, "value").agrees
+    said = {row.row: row.ours_text for row in quadratic if row.table == "text:exp1_controlled"}
+    assert said["m alone has the largest of the three responses"] == "yes"
+    assert said["The extremum moves later as β1 increases"] == "yes"
+    assert said["The extremum moves later as β2 increases"] == "no"  # the made-up one stays where it is
+    for name, peak in (("θ", 2), ("m", 6), ("v", 9)):
+        assert at(quadratic, "text:exp1_controlled", f"{name} alone peaks near", "value").ours == peak
 
 
 def test_rankings_and_their_tests(quadratic: list[Cell], cifar: list[Cell]) -> None:
@@ -182,7 +216,8 @@ def test_a_variable_that_was_not_made_leaves_its_cells_out() -> None:
     whole = made("cifar")
     part = {s: whole[s][["score", "magnitude"]] for s in SETTINGS["cifar"]}
     cells = build("cifar", part)
-    assert {c.table for c in cells} == {"text:exp1_neural", "tab:app_exp2_ranking", "text:exp1_neural_tests"}
+    ranked = {"text:exp1_neural", "text:exp1_neural_mlp", "tab:app_exp2_ranking", "text:exp1_neural_tests"}
+    assert {c.table for c in cells} == ranked
     assert build("quadratic", {}) == build("language", {}) == []
     with pytest.raises(InvalidInput, match="no tables for the study 'vision'"):
         build("vision", {})
@@ -339,7 +374,7 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     assert found["judged"] == sum(c.known for c in counted)
     assert found["protocol_not_known"]["judged"] == sum(not c.known for c in counted)
     assert found["by_definition"] == 6 + 2 + 2  # the channel 000, tied one-step scores
-    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 229
+    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 237
     assert found["agree"] == sum(bool(c.agrees) for c in counted if c.known)
     numbers = [one for c in quadratic if c.known for one in c.replications if one.counted]
     replicated = found["replication"]

@@ -231,6 +231,12 @@ class ExactRows:
         out = [0.0 if s is None else values[s] - control if self._alive[s] else math.inf for s in self.slots]
         return torch.tensor(out, dtype=torch.float64)
 
+    def retire(self, row: int) -> None:
+        """Nobody asks for this row any more: it takes no further step."""
+        slot = self.slots[row]
+        if slot is not None:
+            self._alive[slot] = False
+
     def clip_switches(self) -> list[int]:
         """At how many steps so far clipping has bound one of row and control only, row by row."""
         return [0 if slot is None else self._switched[slot] for slot in self.slots]

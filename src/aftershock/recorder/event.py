@@ -24,6 +24,7 @@ class Bars:
 
 BARS = Bars()
 FEWEST = 3  # losses before the event that say what is usual
+SETTLED = 4  # usual losses in a row, after which an event is over
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,21 @@ class Event:
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
 
+    def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
+        """May a run end here? Its own event is there, and over or twice as large; that of the path is past.
+
+        A run without an event is never decided before the end: it may come later.
+        """
+        worst = max(range(self.onset, self.last + 1), key=self.losses.__getitem__)
+        if max(run) < max(self.step, worst) or self.prevented(run):
+            return False
+        left, recent = self.left(run, without), self._stretch(run, without)[-SETTLED:]
+        return left >= 1 / BARS.half or (left > BARS.half and max(recent) <= self.level)
+
     def _stretch(self, run: Mapping[int, float], without: frozenset[int]) -> list[float]:
-        places = [i for i in range(self.onset, len(self.losses)) if i not in without]
+        """Losses from the onset on: the path's until the run begins, then the run's as far as it goes."""
+        end = max(run) if run else self.last
+        places = [i for i in range(self.onset, end + 1) if i not in without]
         found = [run.get(i, self.losses[i]) for i in places]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 

@@ -16,6 +16,7 @@ from . import study_data
 from .axes import finish as _finish
 from .axes import grid as _grid
 from .language_files import language_files
+from .mechanism_figures import SOURCES
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -47,6 +48,9 @@ def write_figures(results: Mapping[str, xr.Dataset], folder: Path) -> list[Path]
 
 
 def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
+    whole = study_data.having(results, *study_data.WHOLE)
+    if whole:
+        yield "overview", _overview(whole)
     fitted = study_data.having(results, "exact", "predicted")
     if fitted:
         yield "responses", _responses(fitted)
@@ -54,11 +58,14 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
         yield "error-by-horizon", _panels(fitted, _error_by_horizon)
         yield "error-exponents", _exponents(fitted)
     drawn = (
+        ("error-sources", "output_from_switching", _sources),
         ("switched-gates", "switch_fraction", _switches),
         ("channels", "channel_exact", partial(_channels, variable="channel_exact")),
         ("channels-long", "channel_long", partial(_channels, variable="channel_long")),
         ("persistence-m", "persistence_m", partial(_persistence, channel="m", number="β1")),
         ("persistence-v", "persistence_v", partial(_persistence, channel="v", number="β2")),
+        ("persistence-m-long", "persistence_long_m", partial(_persistence, channel="m", number="β1", ending="long_")),
+        ("persistence-v-long", "persistence_long_v", partial(_persistence, channel="v", number="β2", ending="long_")),
     )
     for name, variable, draw in drawn:
         settings = study_data.having(results, variable)
@@ -75,6 +82,38 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
 
 
 # --- Experiment 1
+
+
+def _overview(settings: Mapping[str, xr.Dataset]) -> Figure:
+    """One shock of one real run: through each memory alone, whole with its prediction, and under other futures."""
+    figure, axes = _grid(len(settings), 3, height=2.3)
+    for row, (setting, data) in zip(axes, settings.items()):
+        one = study_data.overview(data)
+        for colour, (name, curve) in zip(COLOURS, one.alone.items()):
+            row[0].plot(one.horizons, curve, color=colour, label=f"{name} alone")
+        row[1].plot(one.horizons, one.exact, color="black", lw=2, label="exact")
+        row[1].plot(one.horizons, one.tangent, LOOKS["tangent"][1], color=LOOKS["tangent"][0], label="tangent")
+        height = one.exact[one.horizons.index(one.peak_horizon)]
+        row[1].plot([one.peak_horizon], [height], "o", mfc="none", mec="black", ms=9)
+        row[1].annotate(
+            f"h* = {one.peak_horizon}", (one.peak_horizon, height), (5, 7), textcoords="offset points", fontsize=7
+        )
+        for future in one.futures:
+            row[2].plot(one.horizons, future, color="0.6", lw=0.6)
+        titles = ("through one memory alone", "the whole effect", f"{len(one.futures)} other futures")
+        for axis, title in zip(row, titles):
+            axis.axhline(0, color="0.6", lw=0.8)
+            _finish(axis, f"{setting}: {title}", HORIZON, LOSS if axis is row[0] else "")
+        for axis in row[:2]:
+            axis.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _sources(axis: Axes, data: xr.Dataset) -> None:
+    for colour, (part, share) in zip(COLOURS, study_data.source_shares(data).items()):
+        axis.plot(share["horizon"], share, color=colour, marker="o", ms=3, label=SOURCES[part])
+    axis.set_ylim(-0.02, 1.02)
+    _finish(axis, "", HORIZON, "share of the tangent's error")
 
 
 def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
@@ -142,8 +181,8 @@ def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
     _finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
-def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str) -> None:
-    size = study_data.typical_size(data[f"persistence_{channel}"])
+def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str, ending: str = "") -> None:
+    size = study_data.typical_size(data[f"persistence_{ending}{channel}"])
     decays = size[f"decay_{channel}"].values
     for colour, decay in zip(_ramp(len(decays)), decays):
         row = size.sel({f"decay_{channel}": decay})
