@@ -25,7 +25,7 @@ from aftershock.report.flight_runs import other_runs
 from aftershock.report.flight_steps import step_list
 
 from .test_cli import call, failed
-from .test_report import Tags, browser, outside, watched
+from .test_report import Tags, browser, outside, until, watched
 
 __all__ = ["browser"]  # the fixture
 
@@ -225,8 +225,8 @@ def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> 
     for culprit, word in ((found.culprits[0], "blamed"), (placebo, "placebo")):
         click_on(opened, culprit.step)
         entry = opened.locator(f"#step-{culprit.step}")
-        opened.wait_for_function(f"document.getElementById('step-{culprit.step}').open")
-        assert opened.evaluate("document.activeElement.parentElement.id") == f"step-{culprit.step}"
+        until(opened, f"document.activeElement.parentElement?.id === 'step-{culprit.step}'")
+        assert entry.evaluate("entry => entry.open")
         summary = entry.locator("summary").text_content()
         assert summary == f"Step {culprit.step}, {word}: without it {culprit.left:.0%} of the event is left"
         value = found.data.attrs["value"]

@@ -412,6 +412,15 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield page
 
 
+def until(page: Any, condition: str) -> None:
+    """Wait for it; the page's own policy forbids playwright's way, which evaluates text in the page."""
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never: {condition}")
+
+
 def outside(page: Any) -> list[str]:
     """Legends, titles and notes that leave their figure."""
     return page.evaluate("""() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
@@ -477,7 +486,7 @@ def test_a_dark_screen_has_dark_figures_and_paper_stays_white(browser: Any, tmp_
         page.emulate_media(media="print", color_scheme="dark")
         assert page.evaluate(paper) == "rgb(255, 255, 255)"
         page.emulate_media(media="screen", color_scheme="light")
-        page.wait_for_function(f"{line}.includes('36, 41, 47')")
+        until(page, f"{line}.includes('36, 41, 47')")
         assert page.evaluate(paper) == "rgb(255, 255, 255)"
 
 
@@ -486,11 +495,11 @@ def test_on_a_small_screen_the_key_is_under_the_figure(opened: Any) -> None:
     key, axis = opened.evaluate(boxes)
     assert key < axis
     opened.set_viewport_size({"width": 390, "height": 800})
-    opened.wait_for_function(f"(([key, axis]) => key > axis)({boxes})")
+    until(opened, f"(([key, axis]) => key > axis)({boxes})")
     assert opened.evaluate("document.documentElement.scrollWidth") == 390
     assert outside(opened) == []
     opened.set_viewport_size({"width": 1280, "height": 900})
-    opened.wait_for_function(f"(([key, axis]) => key < axis)({boxes})")
+    until(opened, f"(([key, axis]) => key < axis)({boxes})")
 
 
 def test_every_section_has_an_anchor_and_the_contents_lead_to_it(tmp_path: Path) -> None:
@@ -515,6 +524,6 @@ def test_figures_fit_on_paper_and_come_back(opened: Any) -> None:
     screen = opened.evaluate(width)
     assert screen > 800
     opened.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    opened.wait_for_function(f"{width} < 690")
+    until(opened, f"{width} < 690")
     opened.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    opened.wait_for_function(f"{width} === {screen}")
+    until(opened, f"{width} === {screen}")

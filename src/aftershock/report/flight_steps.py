@@ -38,10 +38,12 @@ STYLE = """
 .more > summary { padding: 9px 4px; cursor: pointer; color: var(--faint); }
 """
 
-# A click on a step in a figure opens it.
+# A click on a step in a figure opens it. A finger's click comes after plotly's: the page must not have moved by then.
 SCRIPT = """
 for (const name of ["course", "trials"]) {
-  document.getElementById(`plot-${name}`)?.on("plotly_click", ({points}) => show(`step-${points[0].x}`));
+  document.getElementById(`plot-${name}`)?.on("plotly_click", ({points}) => {
+    setTimeout(() => show(`step-${points[0].x}`), 100);
+  });
 }
 """
 

@@ -67,6 +67,7 @@ const narrowed = ({data, layout}) => {
   const keyed = named.reduce((sum, trace) => sum + linesOf(trace.name), 0);
   const notes = Math.max(0, ...(layout.annotations ?? []).map((note) => linesOf(note.text) - 1));
   const shape = {...layout, height: layout.height + 20 * (keyed + notes), font: {...layout.font, size: 12}};
+  shape.dragmode = false;  // a finger scrolls the page
   shape.margin = {...layout.margin, l: 44, r: 8, t: layout.margin.t + 16 * notes};
   const under = {x: 0, y: 0, xanchor: "left", yanchor: "bottom", yref: "container"};
   shape.legend = {traceorder: "normal", orientation: "h", ...under};
