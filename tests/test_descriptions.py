@@ -11,6 +11,7 @@ from PIL import Image
 
 from aftershock.recorder.descriptions import kept, read
 
+
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3), (3, 5, 7), (1, 5, 7), (5, 7, 4)])
 def test_an_image_comes_back_to_the_pixel(shape: tuple[int, ...]) -> None:
     pixels = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

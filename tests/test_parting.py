@@ -99,7 +99,6 @@ def test_a_step_without_zero_grad(tmp_path: Path) -> None:
     assert "the gradients of the step before were still there" in mismatch(tmp_path, loop)
 
 
-
 def test_a_small_gradient_that_was_not_zeroed_is_found_at_its_own_step() -> None:
     """By a plain loop, the norm there changes by less than what two runs may differ by; their losses part later."""
     left_over, last = 2, 4

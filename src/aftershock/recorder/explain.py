@@ -209,9 +209,7 @@ def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> R
             break
         last += 1
     records = [flight.records[number] for number in range(flight.start(target, window), last + 1)]
-    return replay(
-        records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant
-    )
+    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
 
 
 def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> NotANumberFinding | None:
