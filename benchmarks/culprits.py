@@ -41,7 +41,7 @@ from .culprit_runs import (
     wrong_rare_labels,
 )
 from .spike_truth import HALF, Event
-from .spikes import Said, recorder_options
+from .spikes import Said
 
 LEAD, LONGEST, AFTER = 24, 40, 16  # recorded steps before the cause, until the spike, and after it
 SIGMAS = 8.0
@@ -259,8 +259,8 @@ def judged(case: Case) -> Judged:
     began, steps = time.process_time(), case.planted.steps[: len(case.losses)]
     loop, norms, rates = warm(case.system, case.draw % 2).twin(), [], []
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"clip": case.system.clip, "triggers": [AtStep(WARM + case.trigger)]}
-        options = recorder_options(LEAD + LONGEST) | asked
+        options: dict[str, Any] = {"window": LEAD + LONGEST, "after": AFTER, "clip": case.system.clip}
+        options["triggers"] = [AtStep(WARM + case.trigger)]
         with ak.FlightRecorder(loop.model, loop.optimizer, case.system.loss_fn, folder, **options) as recorder:
             for i, step in enumerate(steps):
                 batch, loss = loop.step(WARM + i, step)

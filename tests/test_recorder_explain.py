@@ -241,6 +241,19 @@ def test_contributions_agree_with_the_engine_and_add_up(run: Run, found: Any) ->
     assert list(found.data["layer"].values) == ["0", "2"]
 
 
+def test_batches_are_described_and_a_describe_that_fails_loses_nothing(run: Run) -> None:
+    def shown(batch: Any) -> str:
+        if torch.equal(batch[0], run.batches[SPIKE][0]):
+            raise ValueError("no picture")
+        return f"largest target {float(batch[1].max()):.3f}"
+
+    found = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], treatments=False, describe=shown)
+    assert found.descriptions == {
+        CULPRIT: f"largest target {float(run.batches[CULPRIT][1].max()):.3f}",
+        SPIKE: "describe() failed on this batch: ValueError: no picture",
+    }
+
+
 def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:
     path = found.save_skip_list(tmp_path / "skip_batches.json")
     assert json.loads(path.read_text()) == [CULPRIT - WARM]

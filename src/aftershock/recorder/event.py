@@ -72,10 +72,13 @@ class Event:
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
 
-        run: its losses by place in the path; where it has none, it is the path. without: steps that it did not take,
-        whose losses it does not have.
+        run: its losses by place in the path; where it has none, before it begins and after it was ended, it is the
+        path. without: steps that it did not take, whose losses it does not have.
         """
-        theirs, ours = self._stretch(run, without), self._stretch({}, frozenset())
+        return self._share(self._stretch(run, without, self.last))
+
+    def _share(self, theirs: Sequence[float]) -> float:
+        ours = self._stretch({}, frozenset(), self.last)
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, self.level), BARS.half * self.peak)
         pairs = (
@@ -86,12 +89,12 @@ class Event:
 
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one."""
-        highest = max(self._stretch(run, frozenset()))
+        highest = max(self._stretch(run, frozenset(), max(run)))
         return highest - self.usual <= max(BARS.gone * self.sigma, BARS.little * self.peak)
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained loss is usual."""
-        theirs, ours = self._stretch(run, frozenset()), self._stretch({}, frozenset())
+        theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
 
@@ -103,13 +106,13 @@ class Event:
         worst = max(range(self.onset, self.last + 1), key=self.losses.__getitem__)
         if max(run) < max(self.step, worst) or self.prevented(run):
             return False
-        left, recent = self.left(run, without), self._stretch(run, without)[-SETTLED:]
-        return left >= 1 / BARS.half or (left > BARS.half and max(recent) <= self.level)
+        theirs = self._stretch(run, without, max(run))
+        left = self._share(theirs)
+        return left >= 1 / BARS.half or (left > BARS.half and max(theirs[-SETTLED:]) <= self.level)
 
-    def _stretch(self, run: Mapping[int, float], without: frozenset[int]) -> list[float]:
-        """Losses from the onset on: the path's until the run begins, then the run's as far as it goes."""
-        end = max(run) if run else self.last
-        places = [i for i in range(self.onset, end + 1) if i not in without]
+    def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
+        """Losses from the onset to `last`: the path's where the run has none."""
+        places = [i for i in range(self.onset, last + 1) if i not in without]
         found = [run.get(i, self.losses[i]) for i in places]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
@@ -24,7 +25,7 @@ from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import FlightRecorder, find_flight
-from .records import Source
+from .records import Record, Source
 from .replay import Replay, replay
 from .reruns import Run
 from .stability import amplification, sharpness
@@ -37,6 +38,7 @@ AFTER = 16  # steps after the explained one that belong to the event, where they
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
+REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
 HELD = 3  # hyperparameters that are held at their former value
 
 
@@ -141,9 +143,10 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
 
 
 def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
-    """Which steps to run without: those asked for, or the highest predicted and, for a third of the places, those with
-    the largest gradients: a prediction is linear, and a batch that was bad enough is not. The explained step itself
-    comes last, where its own batch is high."""
+    """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
+    batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
+    largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
+    batch is high."""
     last = f.replayed.last
     numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
@@ -155,9 +158,25 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
     predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
     loudest = loud[: verify // 3] if predicted else loud[:verify]
+    if len(loudest) < verify and last:
+        loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
     highest = [i for i in predicted if i not in loudest]
+    chosen = loudest + highest[: verify - len(loudest)]
     own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return loudest + highest[: verify - len(loudest)] + own
+    return chosen + _same_inputs(f.replayed.records[:last], chosen)[:REPEATED] + own
+
+
+def _same_inputs(records: Sequence[Record], chosen: Sequence[int]) -> list[int]:
+    """Other steps that saw the inputs of a chosen one: the largest of its tensors is equal."""
+    inputs = [max(record.fed[0].tensors, key=lambda x: x.numel(), default=None) for record in records]
+    return [
+        i for i, own in enumerate(inputs)
+        if i not in chosen and own is not None and any(_equal(own, inputs[j]) for j in chosen)
+    ]  # fmt: skip
+
+
+def _equal(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 # --- replay

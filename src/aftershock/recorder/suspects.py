@@ -80,8 +80,9 @@ def inquire(
     """Run again without as many steps that nobody suspects as placebos are asked for, then without each suspect.
 
     Where a third of the placebos change the event, nobody can be blamed, and `least` suspects are run without. Where
-    few do and somebody seems guilty, as many placebos are drawn once more; one that removes the event, where the others
-    do not, is a suspect from then on. Where no earlier step alone removes half, suspects are left out together.
+    few do and somebody seems guilty, or where it is close, more placebos are drawn, at most as many again; one that
+    removes the event, where the others do not, is a suspect from then on. Where no earlier step alone removes half,
+    suspects are left out together.
 
     own_batch: the explained step's batch is bad by itself, so that it may be the only one.
     """
@@ -104,8 +105,11 @@ def inquire(
         found.suspects = singles(suspected[:least])
         return found
     found.suspects = singles(suspected)
-    if 0 < found.share <= BARS.unspecific and (found.share > BARS.specific or _guilty(found, event)):
-        found.placebos += singles(innocent[placebos : 2 * placebos])
+    more = placebos // 2
+    if 0 < found.share <= BARS.specific and _guilty(found, event):
+        found.placebos += singles(innocent[placebos : placebos + more])
+    while BARS.specific < found.share <= BARS.unspecific and len(found.placebos) < min(2 * placebos, len(innocent)):
+        found.placebos += singles(innocent[len(found.placebos) : len(found.placebos) + more])
     if found.share <= BARS.specific:
         found.suspects += [t for t in found.placebos if t.removes]
         found.placebos = [t for t in found.placebos if not t.removes]
