@@ -13,7 +13,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 def draw():
     labels = torch.randint(4, (32,), generator=generator)
-    return centres[labels] + torch.randn(32, 16, generator=generator), labels
+    return centres[labels] + 2 * torch.randn(32, 16, generator=generator), labels
 
 
 def loss_fn(model, batch):
