@@ -38,3 +38,40 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
     build(config)
     assert (tmp_path / "site" / "index.html").is_file()
+
+
+# --- equations
+
+LABEL = re.compile(r"\b(?:eq|thm|prop):\w+")
+
+
+def cited() -> set[str]:
+    return {label for file in (ROOT / "src").rglob("*.py") for label in LABEL.findall(file.read_text())}
+
+
+def derived() -> list[str]:
+    """Labels of equations, theorems and propositions of the derivations."""
+    text = "".join(file.read_text() for file in sorted((DOCS / "derivations").glob("*.md")))
+    return re.findall(r"\\label\{(\S+?)\}", text) + re.findall(r"^#+ .*\{ #(\S+) \}$", text, flags=re.MULTILINE)
+
+
+def test_every_label_that_the_code_cites_is_derived() -> None:
+    assert cited()
+    assert sorted(cited() - set(derived())) == []
+
+
+def test_every_derived_equation_is_cited_by_the_code_and_has_one_place() -> None:
+    assert sorted(set(derived()) - cited()) == []
+    assert len(derived()) == len(set(derived()))
+
+
+# --- notebooks
+
+
+def test_a_notebook_holds_the_code_of_its_page(tmp_path: Path) -> None:
+    assert pages.main(["notebooks", str(tmp_path)]) == 0
+    assert len(pages.tutorials()) == 5
+    for page in pages.tutorials():
+        cells = json.loads((tmp_path / f"{page.file.stem}.ipynb").read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        assert code == [block.code.strip("\n") for block in page.blocks() if block.runs]

@@ -41,6 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    markdown = pages.included(markdown)
     if f"{Path(page.file.src_uri).with_suffix('')}.ipynb" not in files.src_uris:
         return markdown
     title, _, rest = markdown.partition("\n")

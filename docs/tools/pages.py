@@ -1,12 +1,13 @@
 """The documentation's own code: Python blocks of a page are run in order in one namespace, or become a notebook.
 
-    python docs/tools/pages.py run [PAGE …]        run pages (all of them, the slow ones too) and compare what they print
+    python docs/tools/pages.py run [PAGE …]        run pages, the slow ones too, and compare what they print
     python docs/tools/pages.py fill [PAGE …]       run pages and write what they print into their output blocks
     python docs/tools/pages.py notebooks FOLDER    write every tutorial as a notebook
 
-A block that begins with ```python runs. One with title="Not run: …" does not, and its title says why. A ```text block
-with title="Output" right after a block is what that block prints; numbers in it may differ from machine to machine.
-A page with `slow: true` in its header runs with `make docs` only.
+A block that begins with ```python runs; a line such as `# snippets/small_run.py` in it stands for that file. A block
+with title="Not run: …" does not run, and its title says why. A ```text block with title="Output" right after a block is
+what that block prints; numbers in it may differ from machine to machine. A page with `slow: true` in its header runs
+with `make docs` only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent
-SNIPPETS = DOCS / "snippets"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<about>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
-INCLUDE = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
+INCLUDE = re.compile(r"^( *)# (snippets/\w+\.py)$", re.MULTILINE)
 NUMBER = re.compile(r"[-+−±]?\d[\d,]*(\.\d+)?([eE][-+]?\d+)?")
 BARS = re.compile(r"[▁▂▃▄▅▆▇█~∞]+")
 
@@ -85,8 +85,8 @@ class Page:
 
 
 def included(code: str) -> str:
-    """Snippets in their place, as the site shows them."""
-    return INCLUDE.sub(lambda found: textwrap.indent((SNIPPETS / found[2]).read_text().rstrip(), found[1]), code)
+    """The file in the place of a comment that is its name alone, as the site shows it."""
+    return INCLUDE.sub(lambda found: textwrap.indent((DOCS / found[2]).read_text().rstrip(), found[1]), code)
 
 
 def pages() -> list[Page]:
