@@ -229,7 +229,7 @@ class LinearStep:
         return cls(layout, tuple(runs_of(layout, hypers, state.counts, present)), state, raw, clip)
 
     def control(self, run: Run, w: slice) -> Control:
-        """The control's step on the piece `w` of an active run."""
+        """The control's step on the piece `w` of an active run. eq:app_m_of_g, eq:app_v_of_g"""
         g = self.raw[..., w] * (run.sign * self.clip.factor)
         if run.coupled:
             g.add_(self.before.theta[..., w], alpha=run.coupled)
