@@ -14,6 +14,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -200,6 +201,7 @@ def _finished(made: plt.Figure, *axes: Axes) -> plt.Figure:
             ax.legend()
     for ax in made.axes:
         ax.set_xlabel("horizon (states after the change)")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return made
 
 
