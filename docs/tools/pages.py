@@ -100,7 +100,7 @@ def tutorials() -> list[Page]:
 
 def run(page: Page) -> list[tuple[Block, str]]:
     """Run a page's blocks in a temporary folder; each output block with what was printed in its place."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    names: dict[str, object] = {"__name__": "page"}
     outputs: list[tuple[Block, str]] = []
     printed = ""
     with _in_temporary_folder():
