@@ -34,6 +34,7 @@ docs: $(VENV)/.installed  ## the documentation as site/, built strictly; the cod
 
 notebooks: $(VENV)/.installed  ## every tutorial as a notebook in notebooks/, each one run
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	rm -rf notebooks
 	$(BIN)/python docs/tools/pages.py notebooks notebooks
 	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
