@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Two OpenMP threads beside two test workers can be 25 times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs notebooks lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,5 +28,15 @@ bench: $(VENV)/.installed  ## the speed and memory table, each ratio with its ba
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.culprits
 
+docs: $(VENV)/.installed  ## the documentation as site/, built strictly; the code of every page is run, the slow ones too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/tools/pages.py run
+
+notebooks: $(VENV)/.installed  ## every tutorial as a notebook in notebooks/, each one run
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	rm -rf notebooks
+	$(BIN)/python docs/tools/pages.py notebooks notebooks
+	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site notebooks *.egg-info .pytest_cache .mypy_cache .ruff_cache

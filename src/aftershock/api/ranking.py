@@ -180,7 +180,10 @@ def _measure(
 def _calibrated(
     predicted: xr.DataArray, measured: xr.DataArray, by: str, found: PoolScores, watch: Watch, path: Path
 ) -> xr.Dataset:
-    """Predictions with the mean residual of the reruns added, sorted, and how good that is on each rerun left out."""
+    """Predictions with the mean residual of the reruns added, sorted, and how good that is on each rerun left out.
+
+    eq:calibration.
+    """
     import xarray as xr
 
     residual = (measured - predicted).where(abs(measured) < torch.inf)

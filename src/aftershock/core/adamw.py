@@ -5,9 +5,9 @@ reaches the moments, a step takes a tangent to
 
     δm' = β1 δm + (1−β1) u
     δv' = β2 δv + 2(1−β2) g ⊙ u
-    δθ' = (1−ηλ) δθ + M δm' + V δv'            (`LinearStep.absorb_`)
+    δθ' = (1−ηλ) δθ + M δm' + V δv'            (`LinearStep.absorb_`, eq:absorb)
 
-which is the paper's carry K at u = 0, its write-in B at δx = 0 and its transition A at u = H δθ.
+which is the paper's carry K (eq:carry) at u = 0, its write-in B at δx = 0 and its transition A at u = H δθ.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def adamw_step(
     consume: bool = False,
     bounded: bool = False,
 ) -> JointState:
-    """x_{s+1} by `torch.optim.adam.adam`, equal to the bit to the optimizer's own step.
+    """x_{s+1} by `torch.optim.adam.adam`, equal to the bit to the optimizer's own step. eq:adamw_step
 
     `grads` are those that reach the optimizer (clipped). A parameter whose gradient is `None` is left
     alone, decay and step count included. `consume` writes into the tensors of `state`, which is then gone.
@@ -186,7 +186,8 @@ def _stretches(layout: Layout, counts: Sequence[int], present: Sequence[bool]) -
 def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*rows param"]) -> tuple[Tensor, Tensor]:
     """M = ∂q/∂m = −η/(ρ1 d) and V = ∂q/∂v = η m̂ / (2 ρ2 √v̂ d²), d = √v̂ + ε, at post-update moments.
 
-    Singular at v̂ = 0. There V = 0 is the right derivative if m̂ = 0 too (no gradient ever came: the
+    eq:app_M, eq:app_V.
+    Singular at v̂ = 0 (eq:zero_v_step). There V = 0 is the right derivative if m̂ = 0 too (no gradient ever came: the
     step −c g/(k|g| + ε) has slope −η(1−β1)/(ρ1 ε)); where m̂ ≠ 0 no derivative exists.
     """
     root = (v / run.bias2).sqrt_()
@@ -243,7 +244,7 @@ class LinearStep:
         return cls(layout, tuple(runs_of(layout, hypers, state.counts, present)), state, raw, clip)
 
     def control(self, run: Run, w: slice) -> Control:
-        """The control's step on the piece `w` of an active run."""
+        """The control's step on the piece `w` of an active run. eq:app_m_of_g, eq:app_v_of_g"""
         g = self.raw[..., w] * (run.sign * self.clip.factor)
         if run.coupled:
             g.add_(self.before.theta[..., w], alpha=run.coupled)
@@ -341,7 +342,7 @@ class LinearStep:
             dx.theta[..., w].mul_(run.shrink).addcmul_(dq_dm, dm).addcmul_(dq_dv, dv)
 
     def absorb_exactly_(self, dx: Tangent, xi: Float[Tensor, "change param"], max_norm: float | None) -> None:
-        """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g.
+        """One step of finite differences, in place: AdamW's own arithmetic at g + ξ, less that at g. eq:semilinear
 
         Written in differences, so that a small δx loses no digits.
         """
@@ -394,7 +395,7 @@ def step_size(run: Run, m: Tensor, v: Tensor) -> Tensor:
 def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
     """q(m + δm, v + δv) − q(m, v) with q = −η m̂/(√v̂ + ε): exact for any δ, and without loss of digits.
 
-    m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
+    eq:displacement: m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
     """
     d = (v / run.bias2).sqrt_().add_(run.eps)
     shocked = torch.add(v, dv).clamp_(min=0).div_(run.bias2).sqrt_().add_(run.eps)

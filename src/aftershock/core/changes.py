@@ -122,7 +122,10 @@ class Replace(Edit):
 
 @dataclass(frozen=True)
 class Perturb(Edit):
-    """A given difference of raw gradients: g(α) = g + α ξ."""
+    """A given difference of raw gradients: g(α) = g + α ξ.
+
+    Its exact write is eq:app_exact_delta_m, eq:app_exact_delta_v and eq:app_delta_theta.
+    """
 
     name = "perturb"
     by_gradient = True

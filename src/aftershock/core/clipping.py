@@ -16,7 +16,7 @@ TORCH_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
 @dataclass(frozen=True)
 class Clip:
-    """What clipping did to one gradient: n = ‖ĝ‖ and the factor c = min(1, max_norm / (n + 1e-6))."""
+    """What clipping did to one gradient: n = ‖ĝ‖ and the factor c = min(1, max_norm / (n + 1e-6)). eq:clip_factor"""
 
     norm: float
     factor: float
@@ -48,7 +48,7 @@ def scale_(grads: Sequence[Tensor | None], norm: Tensor, max_norm: float | None)
 def clip_jacobian(
     clip: Clip, raw: Float[Tensor, " param"], xi: Float[Tensor, "*rows param"]
 ) -> Float[Tensor, "*rows param"]:
-    """J ξ, with J = c (I − ĝĝᵀ / (n (n + 1e-6))) where clipping binds and J = I where not.
+    """J ξ, with J = c (I − ĝĝᵀ / (n (n + 1e-6))) where clipping binds and J = I where not. eq:clip_jacobian
 
     J is symmetric, so this is also Jᵀ. It jumps where the norm meets the threshold: the response
     reports whether a change switched clipping on or off.

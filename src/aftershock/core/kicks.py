@@ -4,10 +4,10 @@ At a coordinate whose v is tiny (a row of a rare token, an untouched weight) a r
 small part of itself: the step saturates, and its slope predicts moves a thousand times too large. But the write is
 known exactly, and without new gradients it moves θ at every later step s by a known *kick*
 
-    q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s),      q(m, v) = −η m̂ / (√v̂ + ε)
+    q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s),      q(m, v) = −η m̂ / (√v̂ + ε)      (eq:kick)
 
 so that only the feedback of the displacement through the network is linear: the response is Σ_s ⟨λ_θ(s+1), kick(s)⟩
-with the adjoint's θ part alone. Coordinates with |δv| ≤ τ v stay in the linear pairing.
+(eq:kick_response) with the adjoint's θ part alone. Coordinates with |δv| ≤ τ v stay in the linear pairing.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ class Transposed:
 class WriteIn(LinearOperator):
     """B: a raw gradient difference ξ to the state after the step.
 
-    δm = (1−β1) J ξ, δv = 2(1−β2) g ⊙ J ξ, δθ = M δm + V δv. No gradient, one elementwise pass.
+    δm = (1−β1) J ξ, δv = 2(1−β2) g ⊙ J ξ, δθ = M δm + V δv (eq:writein_remainder; its transpose
+    eq:write_in_transposed). No gradient, one elementwise pass.
     """
 
     def __init__(self, linear: LinearStep) -> None:
@@ -92,7 +93,10 @@ class WriteIn(LinearOperator):
 
 
 class Transition(LinearOperator):
-    """A_s = K + B H P_θ: one step of the tangent. One Hessian product per vector, either way."""
+    """A_s = K + B H P_θ: one step of the tangent. One Hessian product per vector, either way.
+
+    eq:transition, as blocks eq:joint_state_jacobian; its transpose eq:transition_transposed.
+    """
 
     def __init__(self, linearized: Linearized) -> None:
         self.linearized = linearized
@@ -113,7 +117,7 @@ class Transition(LinearOperator):
 
 
 class Propagator(LinearOperator):
-    """Φ(stop, start) = A_{stop−1} ⋯ A_start along a trajectory; the identity where they are equal."""
+    """Φ(stop, start) = A_{stop−1} ⋯ A_start along a trajectory; the identity where they are equal. eq:propagator"""
 
     def __init__(self, trajectory: Trajectory, start: int, stop: int) -> None:
         self.trajectory, self.start, self.stop = trajectory, start, stop
@@ -134,6 +138,8 @@ class Propagator(LinearOperator):
 
 class ResponseOperator(LinearOperator):
     """G_h = c_{t+h}ᵀ Φ(t+h, t+1) B_t for the given horizons: ξ to the signed response.
+
+    thm:finite_horizon_response, eq:response_operator.
 
     `readouts[i]` is ∇F at the control state of `horizons[i]`. Forward costs one Hessian product per
     step and change; the transpose one per step and outcome.
@@ -179,7 +185,7 @@ class ResponseOperator(LinearOperator):
 
 
 def readout(gradients: Float[Tensor, "outcome param"]) -> Cotangent:
-    """c = (∇F, 0, 0): the probe sees the moments only once they have moved the parameters."""
+    """c = (∇F, 0, 0): the probe sees the moments only once they have moved the parameters. eq:readout"""
     return Cotangent(gradients, torch.zeros_like(gradients), torch.zeros_like(gradients))
 
 

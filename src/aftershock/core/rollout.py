@@ -3,7 +3,7 @@
 A row is a run with a change, or a prediction of one, and has a rule:
 
     exact        AdamW and the network as they are: the truth            1 g per row and step
-    semilinear   AdamW exact, the network's gradient linear: g + H δθ    1 Hessian product
+    semilinear   AdamW exact, the network's gradient linear: g + H δθ    1 Hessian product (eq:semilinear_gradient)
     linear       the tangent A δx                                        1 Hessian product
 
 Rows start at the state after a change and pass every later state together with the control. Whoever wants to know

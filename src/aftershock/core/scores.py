@@ -52,7 +52,7 @@ def mean_write(control: ControlStep, pool: Sequence[Batch]) -> Tangent:
 
 
 def midpoint_slopes(watch: Watch, shared: Tangent, horizons: Sequence[int]) -> dict[int, Float[Tensor, " param"]]:
-    """∇F half way along a displacement that all candidates share, carried on as one semilinear row.
+    """∇F half way along a displacement that all candidates share, carried on as one semilinear row. eq:midpoint
 
     Candidates that replace the same batch share most of what they do: read at the control the probe's slope would
     miss its curvature along that. One Hessian product per step, one gradient per outcome.
@@ -91,7 +91,7 @@ def adjoint(
     place: torch.device,
     tick: Callable[[], None] = lambda: None,
 ) -> Adjoint:
-    """Φ(t+h, t+1)ᵀ c_{t+h} for every horizon, as rows at the state after the changed step.
+    """Φ(t+h, t+1)ᵀ c_{t+h} for every horizon, as rows at the state after the changed step. eq:adjoint
 
     Outcomes join the sweep when their time comes: H horizons cost H²/2 Hessian products.
     """

@@ -29,7 +29,7 @@ class Trust:
     0.1
     """
 
-    symmetric_error: float = 0.2  # the paper's bar for a valid horizon or scale (eq. app_validity_radius)
+    symmetric_error: float = 0.2  # the paper's bar for a valid horizon or scale (eq:app_validity_radius)
     # The paper has no bar for the numbers below; they are our judgement.
     nrmse: float = 0.2  # the same fifth, over all horizons together: sizes can be read off
     careful_nrmse: float = 0.5  # beyond it half of the response is error, and only its rough size is left
@@ -108,7 +108,7 @@ class Certificate:
 def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
     """Error of each number between 0 (equal) and 1 (another sign, or infinitely far off).
 
-    e = |d − d̂| / (|d| + |d̂| + 1e−30)
+    e = |d − d̂| / (|d| + |d̂| + 1e−30)    (eq:app_relative_error)
 
     NaN where the exact number is not finite, or a prediction is missing (NaN): there is nothing to compare.
 
@@ -128,7 +128,7 @@ def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArra
 def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
     """Error over all horizons together, relative to the size of the exact response: 0 is equal, 1 is as bad as zero.
 
-    (Σ_h (d − d̂)² / Σ_h d²)^½ over the horizons at which d is finite
+    (Σ_h (d − d̂)² / Σ_h d²)^½ over the horizons at which d is finite    (eq:app_nrmse)
 
     NaN where the exact response is zero throughout, and where a prediction is missing (NaN) at one of the horizons.
 
@@ -194,7 +194,7 @@ def trusted_horizon(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> 
 def validity_radius(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> xr.DataArray:
     """The largest scale run whose median symmetric error over horizons is within the bar; 0 where none is.
 
-    α* = max {α : median_h e_h(α) ≤ 0.2}, on the grid of scales that were run (eq. app_validity_radius)
+    α* = max {α : median_h e_h(α) ≤ 0.2}, on the grid of scales that were run (eq:app_validity_radius)
 
     error: of `symmetric_error`, with dimensions `horizon` and `scale` and the scales as a coordinate.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def summarize(response: xr.DataArray) -> xr.Dataset:
-    """A response in a few numbers: how large, when, which way, and how much in all.
+    """A response in a few numbers: how large, when, which way (eq:peak), and how much in all (eq:totals).
 
     peak              M = max_h |δF|
     peak_horizon      h* = the earliest horizon of the peak
@@ -73,7 +73,7 @@ def diverged_at(response: xr.DataArray) -> xr.DataArray:
 
 
 def spike_margin(control: xr.DataArray, threshold: float | xr.DataArray) -> xr.DataArray:
-    """How much the loss may rise at each horizon before it is a spike: T_{t+h} − F_{t+h}(θ^c).
+    """How much the loss may rise at each horizon before it is a spike: T_{t+h} − F_{t+h}(θ^c). eq:spike_margin
 
     control: the loss without the change, by `horizon`. threshold: T, one number or one per horizon.
 

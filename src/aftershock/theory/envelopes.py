@@ -86,7 +86,7 @@ def _times(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.Dataset:
-    """‖r_θ‖ ≤ κ_θ/2 ‖ξ‖² and ‖r_B‖ ≤ (κ_θ/2 + 1−β2) ‖ξ‖² (eq. app_writein_quadratic_bound), beside the truth.
+    """‖r_θ‖ ≤ κ_θ/2 ‖ξ‖² and ‖r_B‖ ≤ (κ_θ/2 + 1−β2) ‖ξ‖² (eq:app_writein_quadratic_bound), beside the truth.
 
     κ_θ = max_i sup |χ_i| on the segment g^c … g^c + ξ, enclosed rigorously (`curvature_bound`);
     `coordinate_bound` keeps the coordinates apart, ‖(sup |χ_i| ξ_i²)_i‖/2, and is much sharper. NaN with a
@@ -157,7 +157,7 @@ def _spectral(matrix: Float[Tensor, "out in"]) -> float:
 
 
 def smooth_constant(pair: PairStep, transition: Float[Tensor, "out in"]) -> float:
-    """L_s: how fast D f̃_s turns along the segment x^c … x^c + δx (eq. app_smooth_remainder_bound).
+    """L_s: how fast D f̃_s turns along the segment x^c … x^c + δx (eq:app_smooth_remainder_bound).
 
     The largest ‖D f̃(x^c + τ δx) − A‖ / (τ ‖δx‖) over `SEGMENT`, with `transition` the dense A. Small systems.
     """
@@ -200,10 +200,10 @@ def error_bounds(
 ) -> xr.Dataset:
     """Every bound on the tangent's error at each horizon, beside the error itself.
 
-    state_bound          ‖Φ‖ ‖r_B‖ + Σ_j ‖Φ‖ (L_j/2 ‖δx_j‖² + ‖r^sw_j‖)         (eq. multistep_state_error_bound)
-    envelope             ε' = ‖A‖ ε + L/2 (‖δx̂‖ + ε)² + ‖r^sw‖                   (eq. app_epsilon_recursion)
-    quadratic_envelope   ε' = ‖A‖ ε + (L/2 + C^sw) (‖δx̂‖ + ε)²          (eq. app_quadratic_epsilon_recursion)
-    output_bound         ‖c‖ ‖e‖ + L_F/2 ‖δθ‖², with a probe                   (eq. multistep_output_error_bound)
+    state_bound          ‖Φ‖ ‖r_B‖ + Σ_j ‖Φ‖ (L_j/2 ‖δx_j‖² + ‖r^sw_j‖)         (eq:multistep_state_error_bound)
+    envelope             ε' = ‖A‖ ε + L/2 (‖δx̂‖ + ε)² + ‖r^sw‖                   (eq:app_epsilon_recursion)
+    quadratic_envelope   ε' = ‖A‖ ε + (L/2 + C^sw) (‖δx̂‖ + ε)²          (eq:app_quadratic_epsilon_recursion)
+    output_bound         ‖c‖ ‖e‖ + L_F/2 ‖δθ‖², with a probe                   (eq:multistep_output_error_bound)
 
     C^sw is ρ L̄_a of `activation_margin` on dense systems, else ‖r^sw‖/‖δx‖². Costs about 20·d products a step
     where dense, and 24·H³/6 elsewhere: choose a short horizon.

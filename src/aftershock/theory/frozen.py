@@ -2,7 +2,7 @@
 
     z' = Ā z,   z = (δθ, δm, δv),       Ā = ⎡ a    b_m  b_v ⎤
                                             ⎢ d_m  β1   0   ⎥
-                                            ⎣ d_v  0    β2  ⎦
+                                            ⎣ d_v  0    β2  ⎦        (eq:frozen_memory)
 
 b_m, b_v turn memory into motion; d_m, d_v feed motion back into memory. It shows how a write that waits in m or v
 comes out late, and larger, even where the system is stable. It is a picture of the mechanism, not a forecast: the
@@ -108,7 +108,10 @@ class FrozenMemory:
         )
 
     def response(self, horizons: int, probe_sensitivity: float = 1.0) -> xr.DataArray:
-        """γ_F r_k(h) for h = 1 … `horizons`, r_k(h) = e_θᵀ Ā^{h−1} e_k. `probe_sensitivity` is γ_F = ∂F/∂θ."""
+        """γ_F r_k(h) for h = 1 … `horizons`, r_k(h) = e_θᵀ Ā^{h−1} e_k. `probe_sensitivity` is γ_F = ∂F/∂θ.
+
+        eq:memory_channel_response.
+        """
         import numpy as np
 
         if horizons < 1:

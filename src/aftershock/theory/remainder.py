@@ -1,10 +1,12 @@
 """Where the tangent's error comes from: write-in, smooth curvature, switched gates (paper, section 3.6, appendix D).
 
-e_{t+h} = Φ(t+h, t+1) r_B + Σ_j Φ(t+h, j+1) (r^sm_j + r^sw_j)               (eq. exact_multistep_error)
+e_{t+h} = Φ(t+h, t+1) r_B + Σ_j Φ(t+h, j+1) (r^sm_j + r^sw_j)               (eq:exact_multistep_error)
 
 r_B  = δx_{t+1} − B ξ                          AdamW's own curvature at the changed step
 r^sm = f̃(x^c + δx) − f̃(x^c) − A δx            curvature of the step with the control's gates
 r^sw = f(x^c + δx) − f̃(x^c + δx)              gates, and clipping, that switched
+
+eq:remainders, in the recursions eq:tangent_recursion and eq:piecewise_error_recursion.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def joint(norms: xr.DataArray) -> xr.DataArray:
 def decompose(
     change: Change, *, scale: float = 1.0, index: int = 0, horizon: int | None = None, probe: Any = None
 ) -> Decomposition:
-    """Run one exact pair and split the tangent's error at every horizon (theorem finite_horizon_error).
+    """Run one exact pair and split the tangent's error at every horizon (thm:finite_horizon_error).
 
     change: its `index`-th change is taken, at `scale`. A change without ξ (skip, set, reset) has no linear
         write-in: its tangent starts from the exact difference, so that its write-in part is zero.

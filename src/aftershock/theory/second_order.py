@@ -33,7 +33,7 @@ def d2theta_dg2(control: ControlStep) -> Float[Tensor, " param"]:
 
         χ = η/d² · ( 2 (1−β1)/ρ1 · r  −  2 m̂ r²/d  +  m̂ ((1−β2)/ρ2 − r²)/s )
 
-    in which nothing overflows where s is small. Does not exist at v̂ = 0, where 0 is given: see
+    (eq:write_in_curvature), in which nothing overflows where s is small. Does not exist at v̂ = 0, where 0 is given: see
     `second_order`, which counts such coordinates. One elementwise pass.
     """
     linear, chi = control.linear, control.dynamics.layout.zeros()
@@ -56,7 +56,7 @@ def clip_curvature(
 
     With n = ‖ĝ‖, e = 1e-6, c = max_norm/(n+e), a = ⟨ĝ,ξ⟩/n and b = ∂²n = (‖ξ‖² − a²)/n:
 
-        c · ( (2a²/(n+e)² − b/(n+e)) ĝ  −  2a/(n+e) ξ )
+        c · ( (2a²/(n+e)² − b/(n+e)) ĝ  −  2a/(n+e) ξ )        (eq:clip_curvature)
     """
     if not clip.binds:
         return None

@@ -231,8 +231,8 @@ def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tang
 
 
 def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> xr.Dataset:
-    """The activation-margin condition at one step, with its constants (eqs. app_weighted_margin_mass and
-    app_switching_quadratic_bound): ‖r^sw‖ ≤ ρ L̄_a ‖δx‖².
+    """The activation-margin condition at one step, with its constants (eq:app_weighted_margin_mass and
+    eq:app_switching_quadratic_bound): ‖r^sw‖ ≤ ρ L̄_a ‖δx‖².
 
     L̄_a = max_j |δa_j| / ‖δx‖ over all gates; K_j = ‖r^sw_j‖ / ‖δx‖, by the telescoped switch where j switched
     and by switching j alone at x^s where it only could have (|a_j| ≤ L̄_a ‖δx‖); ρ = max_u Σ_{|a_j| ≤ u} K_j / u.
@@ -268,7 +268,7 @@ def margin_of(pair: PairStep) -> xr.Dataset:
 
 
 def margin_mass(margins: list[float], weights: list[float]) -> float:
-    """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq. app_weighted_margin_mass)."""
+    """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq:app_weighted_margin_mass)."""
     total, mass = 0.0, 0.0
     order = sorted(zip(margins, weights))
     for i, (margin, weight) in enumerate(order):
