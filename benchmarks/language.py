@@ -196,7 +196,7 @@ def emptied(device: torch.device) -> None:
 
 def together(point: ak.TrainingPoint) -> str:
     """Which kinds of work ran in rows, so that a silent fall-back is seen."""
-    sharing = point.loss.sharing
+    sharing, recorded = point.loss.sharing, point.loss.player.recordings
     if not sharing.wanted:
         return "rows not wanted together here"
     found = sharing._agreed
@@ -205,7 +205,7 @@ def together(point: ak.TrainingPoint) -> str:
         "ALONE": [kind for kind, agreed in found.items() if not agreed],
     }
     parts = [f"{word}: {', '.join(kinds)}" for word, kinds in lists.items() if kinds]
-    return "; ".join(parts or ["no kind compared yet"]) + f"; at once ≤ {sharing.at_once}"
+    return "; ".join(parts or ["no kind compared yet"]) + f"; at once ≤ {sharing.at_once}; {recorded} recordings"
 
 
 def milliseconds(seconds: float) -> str:
@@ -373,10 +373,11 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     """All three answers within a fixed memory, beside nothing but the captured point."""
     run.drop_everything()
     path = run.follow(memory=run.point.captured.state.nbytes)  # too little for a second state: only the start is kept
+    change = path.replace(run.candidates)
     emptied(run.device)
     there = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
     limit = LIMIT_GIB * 2**30 - there - SLACK if run.device.type == "cuda" else CPU_LIMIT
-    change, clock = path.replace(run.candidates), clock_of(run.device)
+    clock = clock_of(run.device)
     try:
         estimate, refused = change.estimate(run.probe, memory=limit), ""
     except OutOfMemory as error:  # measured all the same, with what there is
@@ -386,8 +387,9 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     plan = planned(change, run.probe, ANSWERS, limit)
     emptied(run.device)
     with quiet():
+        recorded = run.point.loss.player.nbytes
         began = clock()
-        peak = peak_of(lambda: change.response(run.probe, memory=limit), run.device)
+        peak = recorded + peak_of(lambda: change.response(run.probe, memory=limit), run.device)
         seconds = clock() - began
     work = f"exact, semilinear and tangent, {CHANGES} × {STEPS}"
     passes = " + ".join(
@@ -399,8 +401,11 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     gib = (there + peak) / 2**30
     note = f"{readable(there)} there before, budget {readable(limit)}, estimate {readable(estimate.memory)}"
     yield Row(f"peak memory of the same: {run.describe()}", gib, run.bar("GiB"), "GiB", grows, note)
-    ratio = estimate.memory / peak
-    note = f"estimate {readable(estimate.memory)}, real {readable(peak)}: {ratio:.2f} ×; said {estimate.seconds:.1f} s"
+    ratio = (recorded + estimate.memory) / peak
+    note = (
+        f"estimate {readable(estimate.memory)}, recorded {readable(recorded)}, real {readable(peak)}: {ratio:.2f} ×; "
+        f"said {estimate.seconds:.1f} s"
+    )
     yield Row(
         f"estimate of the peak, off by: {run.describe()}", abs(ratio - 1), ESTIMATE_BAR, "of the real one", "", note
     )

@@ -33,7 +33,8 @@ from aftershock.api.progress import progress
 from aftershock.commands import cli
 from aftershock.errors import AftershockError, InvalidFile, InvalidInput, NotFinite, StudyStopped
 from aftershock.studies import runner
-from aftershock.studies.results import ResultStore, digest, merge_pieces
+from aftershock.studies.carried import CarriedStore, bring_in
+from aftershock.studies.results import ResultStore, digest, load_results, merge_pieces
 from aftershock.studies.runner import machine_kinds, run_study, select
 
 from . import toy_study
@@ -198,13 +199,56 @@ def test_results_of_another_run_are_left_alone(tmp_path: Path, log: Path) -> Non
     with pytest.raises(InvalidFile) as caught:
         run_study(other, tmp_path)
     message = str(caught.value)
-    assert "seed is 2026 there and 7 here" in message
+    assert "seed" not in message  # the systems of several seeds may lie in one folder
     assert "data is None there and 'abc' here" in message
     assert "quick" not in message
     assert "another folder with --out" in message
     assert len(toy_study.units(log)) == 3
     same = run_study(toy_study.study(log, delay=0.01), tmp_path, select(toy_study.study(log), "1"))
     assert bits(same) == bits(first)
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_systems_carried_from_a_machine_without_zarr_are_the_same_bits(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away, home = tmp_path / "away", tmp_path / "home"
+    first, second = toy_study.study(log), toy_study.study(log, seed=2030)
+    with monkeypatch.context() as bare:
+        bare.setitem(sys.modules, "zarr", None)
+        run_study(second, away, select(second, "3"), kept=CarriedStore)
+        there = run_study(second, away, kept=CarriedStore)  # and goes on
+    assert len(toy_study.units(log)) == 4 * 3
+    run_study(first, home)  # another root seed in the same folder, one run each
+    assert bring_in([away], home) == tuple(sorted(system.name for system in second.systems))
+    assert bring_in([away / "mlp-2030-0.safetensors"], home) == ()  # it is there
+    study, results = load_results(home)
+    assert {system.seed for system in study.systems} == {2026, 2030}
+    assert results["mlp"].sizes["system"] == 4
+    for setting, data in there.items():
+        xr.testing.assert_equal(results[setting].sel(system=data["system"]), data)
+    assert results["mlp"].attrs["machines"] == [runner.this_machine()]
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_carried_systems_that_do_not_belong_or_were_changed_are_refused(tmp_path: Path, log: Path) -> None:
+    away, home = tmp_path / "away", tmp_path / "home"
+    study = toy_study.study(log)
+    run_study(study, away, select(study, "1"), kept=CarriedStore)
+    other = toy_study.study(log, data="abc")
+    run_study(other, home, select(other, "2"))
+    with pytest.raises(InvalidFile, match="from another run: data is 'abc' there and None here"):
+        bring_in([away], home)
+    with pytest.raises(InvalidFile, match="from another run: data is None there and 'abc' here"):
+        run_study(other, away, kept=CarriedStore)
+    file = away / "mlp-2026-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(InvalidFile, match="changed after it was written"):
+        bring_in([file], tmp_path / "new")
+    with pytest.raises(InvalidInput, match=r"no \*\.safetensors"):
+        bring_in([log], home)
+    with pytest.raises(InvalidFile, match="holds no results of a study"):
+        load_results(log)
 
 
 def truncate(group: Path) -> None:
@@ -532,5 +576,5 @@ def test_the_command_refuses_in_words(tmp_path: Path, log: Path) -> None:
 
 def test_options_of_the_other_study_are_refused() -> None:
     for device, data in ((cli.Device.cuda, None), (cli.Device.cpu, Path("x"))):
-        with pytest.raises(AftershockError, match="belong to cifar"):
+        with pytest.raises(AftershockError, match="do not belong to the quadratic study"):
             cli._recipe(cli.StudyName.quadratic, 2026, False, data, device)

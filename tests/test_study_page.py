@@ -83,7 +83,7 @@ def test_the_page_tells_the_verdict_every_cell_and_every_reason(file: Path, cell
     kinds = [attrs.get("class") for tag, attrs in found.tags if tag == "td"]
     for kind in ("agrees", "differs", "ours", "none"):
         assert kinds.count(kind) == sum(kind_of(cell) == kind for cell in cells)
-    wrong = [cell for cell in cells if cell.agrees is False]
+    wrong = [cell for cell in cells if cell.holds is False]
     assert sum(tag == "li" and attrs.get("class") in ("bad", "care") for tag, attrs in found.tags) == len(wrong)
     assert not [attrs for _, attrs in found.tags if "src" in attrs or "href" in attrs]
     tables = [attrs for tag, attrs in found.tags if tag == "table"]
@@ -137,7 +137,7 @@ def test_an_entry_opens_to_its_rule_with_mouse_and_keyboard(opened: Any) -> None
     entry = opened.locator("td.differs details").first
     assert not entry.locator("p").is_visible()
     entry.locator("summary").click()
-    assert "Does not agree" in entry.locator("p").inner_text()
+    assert "Does not replicate" in entry.locator("p").inner_text()
     entry.locator("summary").press("Enter")
     assert not entry.locator("p").is_visible()
 

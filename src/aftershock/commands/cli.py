@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,28 +79,63 @@ def demo(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="A response saved with response.save().")],
+    results: Annotated[Path, typer.Argument(help="A response saved with response.save(), or a study's folder.")],
     out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("report.html"),
 ) -> None:
-    """Turn a saved response into one self-contained page."""
+    """Turn a saved response, or the results of a study, into one self-contained page."""
+    page = out / "report.html" if out.is_dir() else out
+    write = _study_page if (results / "results.zarr").is_dir() else _response_page
+    typer.echo(f"wrote {write(results, page)}")
+
+
+def _response_page(results: Path, page: Path) -> Path:
     from ..api.response import load_response
     from ..report.response_page import write_response_page
 
     with _plain_errors(f"cannot read {results}"):
         response = load_response(results)
-    page = out / "report.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
-        typer.echo(f"wrote {write_response_page(response, page)}")
+        return write_response_page(response, page)
+
+
+def _study_page(results: Path, page: Path) -> Path:
+    from ..report.study_page import write_study_page
+    from ..studies.results import load_results
+    from ..studies.tables import build
+
+    with _plain_errors(f"cannot read {results}"):
+        study, found = load_results(results)
+        cells = build(study.name, found)
+    with _plain_errors(f"cannot write {page}"):
+        return write_study_page(study, found, cells, page)
 
 
 class StudyName(enum.StrEnum):
     quadratic = "quadratic"
     cifar = "cifar"
+    language = "language"
 
 
 class Device(enum.StrEnum):
     cpu = "cpu"
     cuda = "cuda"
+
+
+class Precision(enum.StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """What only the language study takes."""
+
+    models: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    fresh: bool = False
+    dtype: Precision = Precision.float32
 
 
 @app.command()
@@ -111,8 +148,25 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small version, to see that it works.")] = False,
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 2026,
+    roots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Root seeds, four apart, that the tables pool.", show_default="6 quadratic, 1 cifar"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
-    device: Annotated[Device, typer.Option(help="Where cifar trains.")] = Device.cpu,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="language: a folder, a GGUF file, a hub name, pythia-410m; NAME=… names it. Repeatable."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="language: a UTF-8 file, a dataset, wikitext-103; NAME=… names it. Repeatable."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="language: tokenizer.json.", show_default="the model's")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="language: weights drawn anew, only to measure.")] = False,
+    dtype: Annotated[Precision, typer.Option(help="language: of the weights.")] = Precision.float32,
+    device: Annotated[Device, typer.Option(help="Where cifar and language train.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
     cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
 ) -> None:
@@ -121,12 +175,19 @@ def reproduce(
     from ..studies.runner import machine_kinds, run_study, select
 
     start, out = time.monotonic(), out or Path("reproduction") / study.value
+    words = LanguageOptions(tuple(model or ()), tuple(text or ()), tokenizer, fresh, dtype)
+    if study is StudyName.language and device is Device.cuda and cluster is None:
+        workers = workers or 1  # systems of one card run one after another
     with _plain_errors("cannot read the data"):
-        recipe = _recipe(study, seed, quick, data, device)
+        recipe = _recipe(study, seed, roots, quick, data, device, words)
         wanted = recipe.systems if systems is None else select(recipe, systems)
     try:
         with _plain_errors(f"cannot write to {out}"):
             results = run_study(recipe, out, wanted, workers=workers, cluster=cluster)
+            if study is StudyName.language:
+                from ..studies.language.recipe import require_same_sources
+
+                require_same_sources(recipe, results)
             _publish(recipe, results, out)
             typer.echo(f"took {duration(time.monotonic() - start)} on {' | '.join(machine_kinds(results))}")
     except KeyboardInterrupt:
@@ -136,17 +197,66 @@ def reproduce(
         raise typer.Exit(130) from None
 
 
-def _recipe(study: StudyName, seed: int, quick: bool, data: Path | None, device: Device) -> Study:
+@app.command()
+def gather(
+    out: Annotated[Path, typer.Argument(help="A study's results folder: made where there is none.")],
+    carried: Annotated[
+        list[Path] | None, typer.Argument(help="Systems that ran on machines without zarr: files, or folders of them.")
+    ] = None,
+) -> None:
+    """Bring systems that ran elsewhere into a study's results, and make its tables and page of everything there."""
+    from ..studies.carried import bring_in
+    from ..studies.results import load_results
+
+    with _plain_errors(f"cannot write to {out}"):
+        brought = bring_in(carried, out) if carried else ()
+        study, results = load_results(out)
+        typer.echo(f"brought in {len(brought)} systems")
+        _publish(study, results, out)
+
+
+def _recipe(
+    study: StudyName,
+    seed: int,
+    roots: int | None,
+    quick: bool,
+    data: Path | None,
+    device: Device,
+    words: LanguageOptions = LanguageOptions(),  # noqa: B008  (frozen)
+) -> Study:
+    if study is StudyName.language:
+        if data is not None or roots is not None:
+            raise InvalidInput("--data and --roots do not belong to the language study: it takes --model and --text")
+        return _language(seed, quick, device, words)
+    if words != LanguageOptions():
+        raise InvalidInput("--model, --text, --tokenizer, --fresh and --dtype belong to the language study")
     if study is StudyName.cifar:
         from ..studies.cifar.recipe import cifar_study
 
         # workers may run in another folder
-        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value)
+        return cifar_study(data and data.absolute(), seed=seed, quick=quick, device=device.value, roots=roots or 1)
     from ..studies.quadratic.recipe import quadratic_study
 
     if data is not None or device is not Device.cpu:
-        raise InvalidInput("--data and --device belong to cifar: the quadratic study has no data and runs on the CPU")
-    return quadratic_study(seed=seed, quick=quick)
+        raise InvalidInput(
+            "--data and --device do not belong to the quadratic study: it has no data and runs on the CPU"
+        )
+    return quadratic_study(seed=seed, quick=quick, roots=roots)
+
+
+def _language(seed: int, quick: bool, device: Device, words: LanguageOptions) -> Study:
+    from ..studies.language.recipe import language_study
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        study = language_study(
+            words.models, words.texts, tokenizer=words.tokenizer and words.tokenizer.absolute(), fresh=words.fresh,
+            seed=seed, quick=quick, device=device.value, dtype=words.dtype.value,
+        )  # fmt: skip
+    for one in told:
+        if issubclass(one.category, UserWarning):
+            typer.echo(f"aftershock: {one.message}", err=True)
+    return study
 
 
 def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:

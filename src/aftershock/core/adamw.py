@@ -69,6 +69,9 @@ def adamw_step(
     larger than one.
     """
     new = state if consume else state.clone()
+    if new.theta.is_cuda and not bounded and (flat := layout.whole(grads)) is not None:
+        _step_whole(layout, new, flat, hypers, [grad is not None for grad in grads])
+        return replace(new, counts=advanced(state.counts, grads))
     theta, m, v = (layout.typed_views(flat) for flat in (new.theta, new.m, new.v))
     for group, hyper in enumerate(hypers):
         own = [i for i, g in enumerate(layout.groups) if g == group and grads[i] is not None]
@@ -87,6 +90,16 @@ def adamw_step(
         for flat, views in ((new.theta, theta), (new.m, m), (new.v, v)):
             layout.write(flat, views)
     return replace(new, counts=advanced(state.counts, grads))
+
+
+def _step_whole(
+    layout: Layout, state: JointState, grad: Float[Tensor, " param"], hypers: Sequence[Hyper], present: Sequence[bool]
+) -> None:
+    """The same in as few tensors as there are stretches that share their scalars: AdamW is elementwise."""
+    for where, group, taken, active in _stretches(layout, state.counts, present):
+        if active:
+            theta, g, m, v = ([x[where]] for x in (state.theta, grad, state.m, state.v))
+            adam_(theta, g, m, v, [taken], hypers[group])
 
 
 def _bounded(hyper: Hyper, theta: Tensor, grad: Tensor, v: Tensor, count: int) -> Hyper:
@@ -155,17 +168,19 @@ class Run:
 
 def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool]) -> list[Run]:
     """The stretches of the flat vector at a step that starts from `counts`."""
-    runs: list[Run] = []
-    previous = None
-    for i, group in enumerate(layout.groups):
-        stop = layout.starts[i] + layout.padded_sizes[i]
+    found = _stretches(layout, counts, present)
+    return [Run.at(hypers[group], taken + 1, where, active) for where, group, taken, active in found]
+
+
+def _stretches(layout: Layout, counts: Sequence[int], present: Sequence[bool]) -> list[tuple[slice, int, int, bool]]:
+    """Stretches of parameters with one group, step count and presence of a gradient."""
+    found: list[tuple[slice, int, int, bool]] = []
+    for i, (group, start, size) in enumerate(zip(layout.groups, layout.starts, layout.padded_sizes)):
         key = (group, counts[i], present[i])
-        if key == previous:
-            runs[-1] = replace(runs[-1], where=slice(runs[-1].where.start, stop))
-            continue
-        previous = key
-        runs.append(Run.at(hypers[group], counts[i] + 1, slice(layout.starts[i], stop), present[i]))
-    return runs
+        if found and found[-1][1:] == key:
+            start = found.pop()[0].start
+        found.append((slice(start, layout.starts[i] + size), *key))
+    return found
 
 
 def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*rows param"]) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
+from .clipping import global_norm
 from .loss import Gradient, LossFunction, accumulated, derivative_error
 from .randomness import RandomState
 from .reductions import norms
@@ -49,7 +50,8 @@ class GradientGraph:
             (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
             self._graph = _edges(grads)
             plain = list(map(accumulated, grads, self._leaves))
-            found = Gradient(value, after, random, plain, loss.finite_norm(value, plain, where))
+            found = Gradient(value, after, random, plain, global_norm(plain, loss.layout.model_order))
+            loss.refuse_not_finite(found, where)
             del grads, plain
         self.raw: Float[Tensor, " param"] = loss.layout.join(found.grads)  # ĝ
         views = loss.layout.typed_views(self.raw)

@@ -88,8 +88,30 @@ class Layout:
     def zeros(self, *rows: int) -> Float[Tensor, "*rows param"]:
         return torch.zeros(*rows, self.padded_size, dtype=self.dtype, device=self.device)
 
+    def blank(self) -> Float[Tensor, " param"]:
+        """A vector to be written to: only its padding is zero already."""
+        flat = torch.empty(self.padded_size, dtype=self.dtype, device=self.device)
+        return flat.index_fill_(-1, self._padding, 0.0)
+
+    @cached_property
+    def _padding(self) -> Int64[Tensor, " coordinate"]:
+        """Positions of the padding."""
+        stops = (*self.starts[1:], self.padded_size)
+        ends = zip(self.starts, self.sizes, stops)
+        return torch.cat([torch.arange(start + size, stop) for start, size, stop in ends]).to(self.device)
+
+    @cached_property
+    def _pieces(self) -> list[Tensor] | None:
+        """Parameters and padding as tensors without memory, in turns; None where one has a memory format of its own."""
+        if any(torch.empty(s, device="meta").stride() != stride for s, stride in zip(self.shapes, self.strides)):
+            return None
+        shapes = zip(self.shapes, self.sizes, self.padded_sizes)
+        return [torch.empty(x, device="meta") for shape, size, whole in shapes for x in (shape, (whole - size,))]
+
     def views(self, flat: Float[Tensor, " param"]) -> list[Tensor]:
         """Each parameter as a view of the flat vector, in its own shape and memory format."""
+        if self._pieces is not None and 0 not in self.sizes:
+            return list(torch._utils._unflatten_dense_tensors(flat, self._pieces)[::2])
         pieces = flat.split(self.padded_sizes)
         return [piece.as_strided(shape, stride) for piece, shape, stride in zip(pieces, self.shapes, self.strides)]
 
@@ -108,7 +130,22 @@ class Layout:
 
     def typed_views(self, flat: Float[Tensor, " param"]) -> list[Tensor]:
         """The same in each parameter's own dtype: a view where it is the flat one, else a copy."""
-        return [view.to(dtype) for view, dtype in zip(self.views(flat), self.dtypes)]
+        views = self.views(flat)
+        return views if self.uniform else [view.to(dtype) for view, dtype in zip(views, self.dtypes)]
+
+    def whole(self, tensors: Sequence[Tensor | None]) -> Float[Tensor, " param"] | None:
+        """The flat vector of which all these tensors are the views; None where they are not."""
+        places = zip(tensors, self.starts, self.strides)
+        there = [(x, start, stride) for x, start, stride in places if x is not None]
+        if not there or not self.uniform:
+            return None
+        first, start, _ = there[0]
+        offset, width = first.storage_offset() - start, self.dtype.itemsize
+        base = first.data_ptr() - start * width
+        fits = offset >= 0 and first.untyped_storage().nbytes() >= (offset + self.padded_size) * width
+        if not fits or any(x.data_ptr() != base + at * width or x.stride() != stride for x, at, stride in there):
+            return None
+        return first.as_strided((self.padded_size,), (1,), offset)
 
     def write(self, flat: Float[Tensor, " param"], tensors: Sequence[Tensor | None]) -> None:
         """Copy tensors into the flat vector; `None` leaves its place as it is."""

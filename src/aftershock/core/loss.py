@@ -34,6 +34,7 @@ from .clipping import global_norm
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
+from .playback import Player, Program
 from .randomness import RandomState, drawing_from
 from .rows import Sharing
 from .structure import flatten
@@ -123,6 +124,7 @@ class LossFunction:
         self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
+        self.player = Player(layout, wanted=self.sharing.wanted)
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
         self.wrapper = Wrapper(model)
         self.keeper = Keeper(model, loss_fn)
@@ -134,6 +136,7 @@ class LossFunction:
             self._functions[function] = LossFunction(
                 self.model, lambda model, _: _as_number(function(model)), self.layout, self.constants, self.autocast
             )
+            self._functions[function].player = self.player.beside()
         found = self._functions[function]
         found.sharing.wanted = self.sharing.wanted
         return found
@@ -143,6 +146,7 @@ class LossFunction:
         other = copy.copy(self)
         other.surroundings = surroundings
         other.sharing = Sharing(wanted=False)  # what watches a pass cannot watch a mapped one
+        other.player = Player(self.layout, wanted=False)  # nor a recorded one
         return other
 
     # -- evaluations
@@ -158,16 +162,12 @@ class LossFunction:
         evaluating: bool = False,
     ) -> Evaluation:
         """The loss alone: one forward pass."""
-
-        def program(model: nn.Module) -> Tensor:
-            # parameters and gradients as in training: a penalty differentiates inside, a decay sums what is trainable
-            micro = micro_batches(batch, self.layout.device)
-            return added([share(self.raw(model, b, where)).detach() for b, share in micro])
-
-        loss, after, random = self.call(self.leaves(theta), buffers, random, program, evaluating=evaluating)
-        if not torch.isfinite(loss):
-            raise NotFinite(f"the loss at {where} is {float(loss)}")
-        return Evaluation(loss, after, random)
+        found = self._played("value", theta, buffers, batch, random, evaluating)
+        if found is None:
+            found = self.plain("value", theta, buffers, batch, random, where, evaluating=evaluating)
+        if not torch.isfinite(found.loss):
+            raise NotFinite(f"the loss at {where} is {float(found.loss)}")
+        return found
 
     def gradient(
         self,
@@ -184,9 +184,93 @@ class LossFunction:
 
         wait: until it is seen to be finite; else whoever asks looks at its norm later, and a GPU is not held up.
         """
-        leaves = self.leaves(theta)
+        found = self._played("gradient", theta, buffers, batch, random, evaluating)
+        if found is None:
+            found = self.plain("gradient", theta, buffers, batch, random, where, evaluating=evaluating)
+        assert isinstance(found, Gradient)
+        if wait:
+            self.refuse_not_finite(found, where)
+        return found
 
-        def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
+    def _played(
+        self,
+        kind: str,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        evaluating: bool,
+    ) -> Evaluation | None:
+        """The same by a recording, where there is one for batches of this shape."""
+        if not self.player.recordings:
+            return None
+        found = self.player.find(kind, self.place(batch), evaluating=evaluating)
+        if found is None:
+            return None
+        played = found[0].play(theta, buffers, found[1], random)
+        if played.norm is None:
+            return Evaluation(played.loss, played.buffers, played.random)
+        return Gradient(played.loss, played.buffers, played.random, played.grads(self.layout), played.norm)
+
+    def rehearse(
+        self,
+        kind: str,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batches: Sequence[Batch],
+        random: RandomState,
+        *,
+        evaluating: bool = False,
+    ) -> bool:
+        """Record "value" or "gradient" over batches of one shape; says whether it is played back from now on."""
+
+        def make(theta: Float[Tensor, " param"], batch: Batch) -> tuple[list[Tensor], Program]:
+            leaves = self.leaves(theta)
+            return leaves, self.program(kind, leaves, batch, "a recorded pass")
+
+        return self.player.rehearse(self, kind, make, theta, buffers, batches, random, evaluating=evaluating)
+
+    def plain(
+        self,
+        kind: str,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        batch: Batch,
+        random: RandomState,
+        where: str = "a plain pass",
+        *,
+        evaluating: bool = False,
+    ) -> Evaluation:
+        """A "value" or a "gradient" by running the user's code; nobody has looked whether it is finite."""
+        leaves = self.leaves(theta)
+        program = self.program(kind, leaves, batch, where)
+        if kind == "value":
+            (loss, _, _), after, random = self.call(leaves, buffers, random, program, evaluating=evaluating)
+            return Evaluation(loss, after, random)
+        left: list[Left] = []
+        (loss, grads, norm), after, drawn = self.call(
+            leaves, buffers, random, program, evaluating=evaluating, left=left
+        )
+
+        def again(begin: Callable[[], None]) -> tuple[Found, list[Left]]:
+            then: list[Left] = []
+            found = self.call(leaves, buffers, random, program, evaluating=evaluating, left=then, begin=begin)[0]
+            return found[:2], then
+
+        if fresh := self.keeper.not_judged(left):
+            refuse_carried(fresh, (loss, grads), again)
+            self.keeper.settle(fresh)
+        return Gradient(loss, after, drawn, grads, norm)
+
+    def program(self, kind: str, leaves: Sequence[Tensor], batch: Batch, where: str) -> Program:
+        """What a pass computes with the model: its loss and, where wanted, its gradient and that one's norm."""
+
+        def value(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+            # parameters and gradients as in training: a penalty differentiates inside, a decay sums what is trainable
+            micro = micro_batches(batch, self.layout.device)
+            return added([share(self.raw(model, b, where)).detach() for b, share in micro]), [], None
+
+        def gradient(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
             total: Tensor | None = None
             grads: list[Tensor | None] = [None] * len(leaves)
             for b, share in micro_batches(batch, self.layout.device):
@@ -197,21 +281,9 @@ class LossFunction:
                     grads[i] = grad if before is None else before if grad is None else before + grad
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
-            return total, grads
+            return total, grads, global_norm(grads, self.layout.model_order)
 
-        left: list[Left] = []
-        (loss, grads), after, drawn = self.call(leaves, buffers, random, program, evaluating=evaluating, left=left)
-
-        def again(begin: Callable[[], None]) -> tuple[Found, list[Left]]:
-            then: list[Left] = []
-            found = self.call(leaves, buffers, random, program, evaluating=evaluating, left=then, begin=begin)[0]
-            return found, then
-
-        if fresh := self.keeper.not_judged(left):
-            refuse_carried(fresh, (loss, grads), again)
-            self.keeper.settle(fresh)
-        norm = self.finite_norm(loss, grads, where) if wait else global_norm(grads, self.layout.model_order)
-        return Gradient(loss, after, drawn, grads, norm)
+        return value if kind == "value" else gradient
 
     def example_derivatives(
         self,
@@ -379,15 +451,14 @@ class LossFunction:
             for i, (grad, leaf) in enumerate(zip(grads, leaves))
         )
 
-    def finite_norm(self, loss: Tensor, grads: Sequence[Tensor | None], where: str) -> Tensor:
-        """The gradient's norm, once it and the loss are seen to be finite: the one wait for a GPU."""
-        norm = global_norm(grads, self.layout.model_order)
-        if not torch.isfinite(norm + loss):
-            if not torch.isfinite(loss):
-                raise NotFinite(f"the loss at {where} is {float(loss)}")
-            bad = [n for n, g in zip(self.layout.names, grads) if g is not None and not torch.isfinite(g).all()]
-            raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
-        return norm
+    def refuse_not_finite(self, found: Gradient, where: str) -> None:
+        """Raise `NotFinite` unless loss and gradient are finite: the one wait for a GPU."""
+        if torch.isfinite(found.norm + found.loss):
+            return
+        if not torch.isfinite(found.loss):
+            raise NotFinite(f"the loss at {where} is {float(found.loss)}")
+        bad = [n for n, g in zip(self.layout.names, found.grads) if g is not None and not torch.isfinite(g).all()]
+        raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
 
 
 def _as_number(value: Any) -> Any:

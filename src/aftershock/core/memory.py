@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import weakref
 
 import torch
 
@@ -15,6 +16,15 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
+
+
+_set_aside: dict[int, int] = {}  # by owner: what torch counts as free and only the owner can use
+
+
+def set_aside(owner: object, nbytes: int) -> None:
+    """Count bytes that a recording has reserved for itself as taken for as long as it lives."""
+    _set_aside[id(owner)] = nbytes
+    weakref.finalize(owner, _set_aside.pop, id(owner), None).atexit = False
 
 
 def budget(memory: str | int | None, device: torch.device) -> int:
@@ -35,7 +45,8 @@ def free(device: torch.device) -> int:
     """Free bytes on the device."""
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
-        return available + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return available + cached - sum(_set_aside.values())
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -20,8 +20,9 @@ from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
-from .memory import budget, readable
-from .probe import Watch
+from .memory import budget, free, readable
+from .playback import typical
+from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
@@ -31,6 +32,8 @@ COUNTING = 6  # and where coordinates with v = 0 are counted
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 FEW = 3  # rows whose memory stands for that of many
+ROOM = 8  # copies of the flat vector that must be free where passes are recorded, which takes two and the activations
+LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 
 
 class Meter(TorchDispatchMode):
@@ -129,6 +132,8 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     vector = loss.layout.padded_size * loss.layout.dtype.itemsize
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
+    if loss.player.wanted and loss.layout.size >= LARGE:
+        _record(trajectory, vector)
     value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
     few = state.theta[None].expand(FEW, -1)
@@ -154,6 +159,23 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
     cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
     return Footprint(vector, value, gradient, row, graph, build, product, products, update, together, cpu, fused)
+
+
+def _record(trajectory: Trajectory, vector: int) -> None:
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
+    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    batches = typical(step.batch for step in trajectory.steps)
+    if batches is None or free(trajectory.device) < ROOM * vector:
+        return
+    if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
+        loss.sharing.settle("gradient", False)
+
+
+def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
+    """The same for the values of a probe."""
+    state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
+    if loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating):
+        loss.sharing.settle("value", False)
 
 
 def plan_states(
@@ -220,9 +242,27 @@ class Load:
 def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan:
     """The fewest passes that fit: all answers at once, else the truth apart from predictions, else each alone.
 
-    Where not even one exact row fits beside the model, rows are parked in host memory.
+    Where not even one exact row fits beside the model, recorded passes give their memory back, then rows are parked
+    in host memory.
     """
-    available = budget(memory, work.watch.trajectory.dynamics.layout.device)
+    trajectory, probe = work.watch.trajectory, work.watch.probe
+    loss = trajectory.dynamics.loss
+    Footprint.of(trajectory)  # what it records is in memory before the rest is planned
+    if not probe.own and loss.player.wanted and loss.layout.size >= LARGE:
+        _record_probe(trajectory, probe)
+    recorded = loss.player.nbytes if memory is not None else 0  # a budget is for what is recorded, too
+    try:
+        return _plan(work, answers, budget(memory, trajectory.device) - recorded, park=not loss.player.recordings)
+    except OutOfMemory:
+        if not loss.player.recordings:
+            raise
+    loss.player.clear()
+    loss.sharing.forget()
+    delattr(trajectory, "footprint")  # it was one of recorded passes
+    return _plan(work, answers, budget(memory, trajectory.device), park=True)
+
+
+def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
     predictions = tuple(answer for answer in wanted if answer != "exact")
     truth: list[tuple[str, ...]] = [("exact",)] if "exact" in wanted else []
@@ -240,7 +280,7 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     rest = [_fitting(work, (answer,), available) for answer in predictions]
     parked = Pass(("exact",), 1, parked=True)
     elsewhere = work.watch.trajectory.device.type != "cpu"
-    if truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
+    if park and truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
         return _planned(work, [parked, *(each for each in rest if each is not None)], available)
     raise OutOfMemory(_advice(work, wanted, available))
 

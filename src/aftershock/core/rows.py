@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import NotFinite, OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
+from .playback import Program
 from .randomness import RandomState
 from .reductions import equal, row_norms
 from .structure import flatten
@@ -56,6 +57,10 @@ class Sharing:
 
     def settle(self, kind: str, agreed: bool) -> None:
         self._agreed[kind] = agreed
+
+    def forget(self) -> None:
+        """Compare every kind again."""
+        self._agreed.clear()
 
     def in_pieces(self, count: int, run: Callable[[slice], T]) -> list[T]:
         """`run` over slices of at most `at_once` rows; where memory runs out the piece is halved and run again."""
@@ -122,6 +127,76 @@ def row_values(
         if pieces is not None:
             return torch.cat(pieces)
     return torch.tensor([alone(thetas[i], i) for i in range(len(thetas))], dtype=torch.float64)
+
+
+def row_readings(
+    loss: LossFunction,
+    thetas: Float[Tensor, "row param"],
+    buffers: Sequence[Mapping[str, Tensor]],
+    batch: Batch,
+    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
+    random: RandomState,
+) -> Float[Tensor, "row reading"]:
+    """Several numbers of the model on one batch at every row, in float64 on the CPU. A forward pass a row, or less."""
+
+    placed = loss.place(batch)
+    recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
+
+    def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
+        return _read(loss, model, placed, read)
+
+    def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
+        if recorded is not None:
+            return recorded[0].play(theta, buffers[i], recorded[1], random).loss.cpu()
+        return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()
+
+    def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
+        inside = {f"model.{name}": p for name, p in zip(loss.layout.names, own)}
+        inside |= {f"model.{name}": b for name, b in held.items()}
+        return torch.func.functional_call(loss.wrapper, inside, (numbers,), tie_weights=True)
+
+    def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, "row reading"]:
+        stacked = {name: torch.stack([each[name] for each in held]) for name in held[0]}
+        own = list(loss.layout.row_views(rows))
+        views = loss.layout.typed_views(rows[0])
+        work = _mapped_over((0, 0), one)
+        return loss.call(views, held[0], random, lambda model: work(own, stacked), derivative=True)[0].cpu()
+
+    def agrees() -> bool:
+        far = _apart(thetas)
+        one, other = alone(far[1], -1), mapped(far, [buffers[0], buffers[-1]])[1]
+        return torch.allclose(other, one, rtol=tolerance(loss), atol=0.0)
+
+    if loss.sharing.tries("reading", len(thetas)):
+        pieces = _tried(loss, "reading", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
+        if pieces is not None:
+            return torch.cat(pieces)
+    return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
+
+
+def rehearse_reading(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batch: Batch,
+    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
+    random: RandomState,
+) -> None:
+    """Record a reading where it can be: rows are then read one after another, each faster than its share of many."""
+
+    def make(theta: Float[Tensor, " param"], given: Batch) -> tuple[list[Tensor], Program]:
+        return loss.layout.typed_views(theta), lambda model: (_read(loss, model, given[1], read), [], None)
+
+    both = ((read, batch), (read, batch))
+    if loss.player.rehearse(loss, "reading", make, theta, buffers, both, random):
+        loss.sharing.settle("reading", False)
+
+
+def _read(
+    loss: LossFunction, model: nn.Module, batch: Batch, read: Callable[[nn.Module, Batch], Tensor]
+) -> Float[Tensor, " reading"]:
+    with torch.no_grad(), loss.surroundings(model), loss.forward():
+        return read(model, batch).double()
 
 
 def row_gradients(
@@ -283,7 +358,7 @@ def _mapped_pool(
     return _Mapped(loss, losses, grads, after, static, random)
 
 
-Program = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
+MappedProgram = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
 
 
 def _loss_at(
@@ -305,7 +380,7 @@ def _over_parameters(
     parameters: Sequence[Float[Tensor, "row ..."]],
     moving: dict[str, Tensor],
     gradients: bool,
-) -> Program:
+) -> MappedProgram:
     """Losses of rows of parameters, each with its own moving buffers; micro-batches one after another."""
 
     def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
@@ -332,7 +407,7 @@ def _over_parameters(
 
 def _over_batches(
     loss: LossFunction, batches: Sequence[Batch], where: str, parameters: Sequence[Tensor], moving: dict[str, Tensor]
-) -> Program:
+) -> MappedProgram:
     """Gradients of many batches at one θ."""
     placed = [flatten(loss.place(batch)) for batch in batches]
     spec = placed[0][1]

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import NotFinite
 from .dynamics import Dynamics, Linearized, Step, Taken
+from .playback import LONG, typical
 from .randomness import RandomState
 from .state import JointState
 
@@ -53,6 +54,8 @@ class Trajectory:
         self = cls(dynamics, keep, spacing)
         state, waiting, seconds = start, list[Taken](), []
         self._states[0] = start
+        if len(steps) >= LONG and (batches := typical(step.batch for step in steps)) is not None:
+            dynamics.loss.rehearse("gradient", start.theta, start.buffers, batches, random)
         for step in steps:
             began = perf_counter()
             if not step.own_random:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import ANSWERS
 from . import study_data
+from .axes import finish, grid
+from .language_files import language_files
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,7 +33,7 @@ CLOUD_SYSTEMS = 12
 def write_figures(results: Mapping[str, xr.Dataset], folder: Path) -> list[Path]:
     """Write every figure that these results can fill, each file whole or not at all; gives the files."""
     written = []
-    for name, figure in _figures(results):
+    for name, figure in chain(_figures(results), language_files(results)):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once: twice for every file takes longer than all the drawing
         for kind in ("png", "pdf"):
@@ -75,7 +78,7 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
 
 def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
     """The first candidate of the first system, at a local scale and at full scale."""
-    figure, axes = _grid(2, len(settings), share_y=False)
+    figure, axes = grid(2, len(settings), share_y=False)
     for column, (setting, data) in enumerate(settings.items()):
         scales = data["scale"].values
         for row, scale in enumerate((scales[scales <= 0.125].max(initial=scales.min()), scales.max())):
@@ -84,7 +87,7 @@ def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
             for answer, (colour, dash) in _answers(data):
                 axis.plot(one["horizon"], one["predicted"].sel({"answer": answer}), dash, color=colour, label=answer)
             axis.axhline(0, color="0.6", lw=0.8)
-            _finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
+            finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
     axes[0][0].legend(frameon=False, fontsize=7)
     return figure
 
@@ -100,7 +103,7 @@ def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
     axis.loglog(scales, start * (scales / scales[0]) ** 2, color="0.6", lw=0.8, label="slope 2")
     axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axis.set_xticks([], minor=True)
-    _finish(axis, "", "scale α of the shock", "error over the response at α = 1")
+    finish(axis, "", "scale α of the shock", "error over the response at α = 1")
 
 
 def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
@@ -108,18 +111,18 @@ def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
     for answer, (colour, dash) in _answers(data):
         row = found.sel({"answer": answer})
         axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=answer)
-    _finish(axis, "", HORIZON, "error over the response's size, α = 1")
+    finish(axis, "", HORIZON, "error over the response's size, α = 1")
 
 
 def _exponents(settings: Mapping[str, xr.Dataset]) -> Figure:
-    figure, axes = _grid(1, 1)
+    figure, axes = grid(1, 1)
     for colour, (setting, data) in zip(COLOURS, settings.items()):
         found = study_data.exponents_by_horizon(data)
         axes[0][0].plot(found["horizon"], found["median"], color=colour, marker="o", ms=3, label=setting)
         axes[0][0].fill_between(found["horizon"], found["q25"], found["q75"], color=colour, alpha=0.15, lw=0)
     axes[0][0].axhline(2, color="0.6", lw=0.8, ls="--")
     axes[0][0].legend(frameon=False, fontsize=7)
-    _finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
+    finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
     return figure
 
 
@@ -128,14 +131,14 @@ def _switches(axis: Axes, data: xr.Dataset) -> None:
     for colour, scale in zip(_ramp(found.sizes["scale"]), found["scale"].values):
         row = found.sel(scale=scale)
         axis.semilogy(found["horizon"], row.where(row > 0), color=colour, marker="o", ms=3, label=f"α = {scale:g}")
-    _finish(axis, "", HORIZON, "share of gates that differ")
+    finish(axis, "", HORIZON, "share of gates that differ")
 
 
 def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
     size = study_data.typical_size(data[variable])
     for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
         axis.plot(size["horizon"], size.sel(channel=channel), color=colour, label=name)
-    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+    finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
 def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str) -> None:
@@ -144,13 +147,13 @@ def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str) -> Non
     for colour, decay in zip(_ramp(len(decays)), decays):
         row = size.sel({f"decay_{channel}": decay})
         axis.semilogy(size["horizon"], row.where(row > 0), color=colour, label=f"{number} = {decay:g}")
-    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+    finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
 def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
     """Full ISO and endpoint-exact against M, a row per family of candidates."""
     families = list(dict.fromkeys(str(f) for data in settings.values() for f in data["family"].values))
-    figure, axes = _grid(len(families), len(settings))
+    figure, axes = grid(len(families), len(settings))
     for column, (setting, data) in enumerate(settings.items()):
         for row, family in enumerate(families):
             axis = axes[row][column]
@@ -165,7 +168,7 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
                     axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
             axis.legend(frameon=False, fontsize=7)
             _plain_decades(axis)
-            _finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
+            finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
     return figure
 
 
@@ -178,7 +181,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
     names = list(dict.fromkeys(getattr(point, rows) for point in points))
     across = min(len(panels), 4)
     down = math.ceil(len(panels) / across)
-    figure, axes = _grid(down, across, height=1.2 + 0.28 * len(names))
+    figure, axes = grid(down, across, height=1.2 + 0.28 * len(names))
     for i, panel in enumerate(panels):
         axis = axes[i // across][i % across]
         some = [p for p in points if getattr(p, by) == panel and not math.isnan(p.middle)]
@@ -190,7 +193,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
         axis.plot([q for q, _ in quoted], [place for _, place in quoted], "D", mfc="none", mec="black", label="paper")
         axis.set_yticks(range(len(names)), names if i % across == 0 else [""] * len(names))
         axis.set_ylim(len(names) - 0.5, -0.5)
-        _finish(axis, panel, title, "")
+        finish(axis, panel, title, "")
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
     )
@@ -200,16 +203,9 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
 # --- how to draw
 
 
-def _grid(rows: int, columns: int, share_y: bool = False, height: float = 2.6) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.6 * columns + 0.4, height * rows + 0.3), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, sharey=share_y)
-
-
 def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
     """One panel per setting, the key in each: slopes differ."""
-    figure, axes = _grid(1, len(settings))
+    figure, axes = grid(1, len(settings))
     for axis, (setting, data) in zip(axes[0], settings.items()):
         draw(axis, data)
         axis.set_title(setting, fontsize=9)
@@ -219,14 +215,6 @@ def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
 
 def _answers(data: xr.Dataset) -> list[tuple[str, tuple[str, str]]]:
     return [(answer, LOOKS[answer]) for answer in study_data.predictions(data)]
-
-
-def _finish(axis: Axes, title: str, x: str, y: str) -> None:
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel(x, fontsize=8)
-    axis.set_ylabel(y, fontsize=8)
-    axis.tick_params(labelsize=7)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _plain_decades(axis: Axes) -> None:

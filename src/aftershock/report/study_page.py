@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..studies.paper import TABLES
-from ..studies.tables import Cell, agreement, by_table, mark, provenance, verdict
-from ..studies.verdicts import RULES, TRIVIAL
+from ..studies.replication import CALIBRATION
+from ..studies.tables import LEGEND, Cell, agreement, by_table, mark, provenance, table_line, verdict
+from ..studies.verdicts import RULES
 from .drawing import Drawing
+from .language_figures import language_drawings
+from .language_page import language_sections
 from .shell import plot, provenance_table, section, write_page
 from .study_figures import drawings
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..studies.study import Study
 
-WORDS = {"agrees": "agrees", "differs": "does not agree", "none": "not judged", "ours": "ours only"}
+WORDS = {"agrees": "replicates", "differs": "does not replicate", "none": "not counted", "ours": "ours only"}
 
 
 def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Sequence[Cell], path: Path) -> Path:
@@ -30,8 +33,10 @@ def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Seq
     sections = [
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(verdict(cells))}</p>",
         f"{_facts(cells, made)}</header>",
+        *language_sections(results),
         section("Where they do not agree", _disagreements(cells)),
         *(_drawing(one) for one in drawings(results)),
+        *(_drawing(one) for one in language_drawings(results)),
         section("The paper's tables", _legend(), *(_table(label, some) for label, some in by_table(cells).items())),
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
@@ -42,7 +47,7 @@ def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Seq
 def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     """Partial runs, the machine and the seed, in a line."""
     found = agreement(cells)
-    parts = [f"{made['systems']} systems", f"seed {made['seed']}" if "seed" in made else ""]
+    parts = [f"{made['systems']} systems", f"seeds {made['seeds']}"]
     machines = made.get("machines")
     if isinstance(machines, list):
         names = {str(m.get("gpu") or m.get("processor") or m.get("machine")) for m in machines}
@@ -50,8 +55,10 @@ def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     if made.get("quick"):
         parts.append("a small version of the study (--quick)")
     if found["no_verdict"]:
-        parts.append(f"{found['no_verdict']} numbers not judged: too few systems")
-    parts.append(f"{found['by_definition']} numbers that hold by definition are not counted")
+        why = dict.fromkeys(cell.rule for cell in cells if cell.agrees is None and not cell.ours_only)
+        parts.append(f"{found['no_verdict']} numbers not judged: {', '.join(why)}")
+    saturated = sum(found[key]["saturated"] for key in ("replication", "replication_protocol_not_known"))
+    parts.append(f"{found['by_definition']} numbers that hold by definition and {saturated} saturated are not counted")
     return f"<p class='facts'>{escape('; '.join(part for part in parts if part))}.</p>"
 
 
@@ -70,7 +77,8 @@ def _table(label: str, cells: Sequence[Cell]) -> str:
     names = ", ".join((label, *table.also))
     return (
         f"<div class='wide'><table class='paper' id='{escape(label)}'>\n"
-        f"<caption><strong>{escape(table.title)}</strong> <code>{escape(names)}</code></caption>\n"
+        f"<caption><strong>{escape(table.title)}</strong> <code>{escape(names)}</code><br>"
+        f"{escape(table_line(cells))}</caption>\n"
         f"<thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table></div>"
     )
 
@@ -79,9 +87,10 @@ def kind_of(cell: Cell) -> str:
     """The colour of a cell: its class in the page."""
     if cell.ours_only:
         return "ours"
-    if cell.agrees is None or cell.rule in TRIVIAL:
+    numbers = cell.replications or (cell,)
+    if cell.holds is None or not any(number.counted for number in numbers):
         return "none"
-    return "agrees" if cell.agrees else "differs"
+    return "agrees" if cell.holds else "differs"
 
 
 def _entry(cell: Cell | None) -> str:
@@ -92,7 +101,7 @@ def _entry(cell: Cell | None) -> str:
     spread = f" <small>[{escape(quartiles)}</small>" if quartiles else ""
     paper = "" if cell.ours_only else f"<span class='theirs'>{escape(cell.paper_text)} <b>{mark(cell)}</b></span>"
     known = "" if cell.known else " The paper's protocol for this number is not known."
-    words = f"{WORDS[kind].capitalize()}. {RULES[cell.rule].capitalize()}.{known}"
+    words = f"{WORDS[kind].capitalize()}. {_tested(cell)}{RULES[cell.rule].capitalize()}.{known}"
     if cell.note:
         words += f" {cell.note[:1].upper()}{cell.note[1:]}."
     return (
@@ -101,17 +110,30 @@ def _entry(cell: Cell | None) -> str:
     )
 
 
+def _tested(cell: Cell) -> str:
+    """The replication verdicts of a cell in words."""
+    parts = []
+    for one in [one for one in cell.replications if one.counted]:
+        reach = f"The {one.number}, ours less the paper's, is between {one.low:.3g} and {one.high:.3g}"
+        caught = (
+            f"a factor of {one.catches:.2f}" if one.catches > 0 else f"a difference of {one.catches_difference:.2g}"
+        )
+        parts.append(f"{reach}; {caught} would have been caught. ")
+    return "".join(parts)
+
+
 def _legend() -> str:
     return (
-        "<p class='story'>Each entry: our median over systems [quartiles], and under it the paper's number. "
-        "<span class='key agrees'>✓ agrees</span> <span class='key differs'>✗ does not</span> "
-        "<span class='key ours'>ours only</span> <span class='key none'>= by definition, or not judged</span> "
-        "◦ protocol not known. Click an entry for its rule.</p>"
+        f"<p class='story'>{escape(LEGEND)} {escape(CALIBRATION)} <span class='key agrees'>replicates</span> "
+        "<span class='key differs'>does not</span> <span class='key ours'>ours only</span> "
+        "<span class='key none'>saturated, by definition, or not judged</span> Click an entry for its rule.</p>"
     )
 
 
 def _disagreements(cells: Sequence[Cell]) -> str:
-    wrong = [cell for cell in cells if cell.agrees is False]
+    wrong = [cell for cell in cells if cell.holds is False]
+    if not any(cell.counted for cell in cells):
+        return "<p class='story'>Nothing could be judged.</p>"
     if not wrong:
         return "<p class='story'>Nowhere: every number that could be judged agrees.</p>"
     known, unknown = ([cell for cell in wrong if cell.known is side] for side in (True, False))

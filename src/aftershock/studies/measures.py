@@ -44,7 +44,7 @@ ANSWERS = {
     "semilinear": "Semilinear (ours)",
 }
 OURS = ("endpoint", "semilinear")
-SHARE_OF_SIGNS = "Right extremum signs (ours)"
+SHARE_OF_SIGNS, SHARE_OF_HORIZONS = "Right extremum signs (ours)", "Right signs over horizons (ours)"
 LOCAL = 0.25  # the prespecified local range of scales
 CV_ROUNDING, RESIDUAL_ROUNDING = 1e-10, 1e-14
 INFERRED = "the matching rule is inferred: the first displacement, ∝ β1 Δm/ρ1, is the same for every β1"

@@ -1,4 +1,4 @@
-"""Every number that the paper prints for Experiments 1 and 2 on quadratic systems and CIFAR-10, as it prints them.
+"""Every number that the paper prints for Experiments 1 and 2, as it prints them; language models: language/paper.py.
 
 A table goes by the paper's label; "text:…" holds the numbers of a paragraph. Tables of the main text that repeat
 numbers of the appendix are named in `also` and not written twice, so that no number is counted twice.
@@ -7,8 +7,10 @@ numbers of the appendix are named in `also` and not written twice, so that no nu
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .language.paper import LANGUAGE
 
 NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?"
 
@@ -20,6 +22,7 @@ class Quote:
     kind: "value"; "tied" ("--"); "range" ("3.5 to 4"); "count" ("15 of 16"); "bound" ("> 0.99998");
     "about" ("about 2.0"); "statement" ("yes" is 1, "no" is 0).
     low, high: the paper's own quartiles of a value, the ends of a range; of a count `high` is out of how many.
+    systems: of how many systems it is the median; None where the paper does not say.
     """
 
     text: str
@@ -28,6 +31,7 @@ class Quote:
     low: float | None = None
     high: float | None = None
     half_unit: float = 0.0
+    systems: int | None = None
 
     @classmethod
     def of(cls, text: str) -> Quote:
@@ -56,20 +60,30 @@ def _half_unit(number: str) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the paper: its label, what it shows, and its numbers by row and column."""
+    """A table of the paper: its label, what it shows, and its numbers by row and column.
+
+    systems: behind each number; by how a row begins where rows differ.
+    """
 
     label: str
     title: str
     columns: tuple[str, ...]
     rows: dict[str, tuple[str, ...]]
     also: tuple[str, ...] = ()
+    systems: int | Mapping[str, int] | None = None
 
     def quotes(self) -> dict[tuple[str, str], Quote]:
         return {
-            (row, column): Quote.of(text)
+            (row, column): replace(Quote.of(text), systems=self._systems_of(row))
             for row, texts in self.rows.items()
             for column, text in zip(self.columns, texts, strict=True)
         }
+
+    def _systems_of(self, row: str) -> int | None:
+        if self.systems is None or isinstance(self.systems, int):
+            return self.systems
+        (found,) = [count for beginning, count in self.systems.items() if row.startswith(beginning)]
+        return found
 
 
 def _rows(text: str) -> dict[str, tuple[str, ...]]:
@@ -82,6 +96,8 @@ def _by_probe(columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{probe}: {column}" for probe in ("Standard", "Anisotropic") for column in columns)
 
 
+CONTROLLED, NETWORK = 32, 16  # systems: the controlled ones, and of each network
+BY_KIND = {"Quadratic": CONTROLLED, "MLP": NETWORK, "CNN": NETWORK}
 SUMMARY_COLUMNS = ("M", "ARE", "h*")
 
 _CONTROLLED = (
@@ -101,6 +117,7 @@ _CONTROLLED = (
         Anisotropic, α = 1/2  | 0.3445 | 0.1300 | 0.938
         Anisotropic, α = 1    | 0.9512 | 0.2681 | 0.875
         """),
+        systems=CONTROLLED,
         also=("tab:exp_main_fidelity",),
     ),
     Table(
@@ -120,6 +137,7 @@ _CONTROLLED = (
         Percentile in the readout null, rotating        | 100
         θ, then m, then v peaks within 128 horizons     | yes
         """),
+        systems=CONTROLLED,
     ),
     Table(
         "text:exp1_natural_ranking",
@@ -132,6 +150,7 @@ _CONTROLLED = (
         Parameter-write norm | 0.33 to 0.48 | 0.33 to 0.48
         Curvature            | 0.33 to 0.48 | 0.33 to 0.48
         """),
+        systems=CONTROLLED,
     ),
     Table(
         "tab:app_exp1_matching",
@@ -144,6 +163,7 @@ _CONTROLLED = (
         M / |d1|            | 6.21 [5.69, 7.86]    | 4.54 [3.38, 5.08]
         Parameter gain      | 7.71 [7.10, 8.90]    | 7.69 [7.06, 8.83]
         """),
+        systems=CONTROLLED,
     ),
     Table(
         "tab:app_exp1_matched_ablation",
@@ -162,6 +182,7 @@ _CONTROLLED = (
         Curvature               | 0.044  | 0.738
         Norm product            | 0.041  | 0.790
         """),
+        systems=CONTROLLED,
         also=("tab:exp_main_ranking",),
     ),
     Table(
@@ -178,6 +199,7 @@ _CONTROLLED = (
         011 | 8.29e-4 | 1.68e-2 | 14.50 | 6.70e-3 | 1.30e-1 | 17.50
         111 | 9.23e-4 | 1.96e-2 | 14.00 | 7.59e-3 | 1.48e-1 | 14.50
         """),
+        systems=CONTROLLED,
     ),
     Table(
         "tab:app_exp1_persistence",
@@ -194,6 +216,7 @@ _CONTROLLED = (
         v, β2 = 0.999  | 4.64e-5 | 8.13e-4 | 24.75 | 4.31e-4 | 8.29e-3 | 26.75
         v, β2 = 0.9999 | 1.26e-4 | 2.24e-3 | 31.25 | 1.21e-3 | 1.83e-2 | 31.75
         """),
+        systems=CONTROLLED,
     ),
 )
 
@@ -214,6 +237,7 @@ _NEURAL = (
         MLP–GELU, α = 0.5    | 0.2980 | 1.000 | 0.1002 | 0.1191 | 1.000
         MLP–GELU, α = 1      | 0.6294 | 0.917 | 0.1698 | 0.2270 | 1.000
         """),
+        systems=NETWORK,
     ),
     Table(
         "text:exp1_neural",
@@ -226,6 +250,7 @@ _NEURAL = (
         Full ISO, pooled Spearman              | 0.832
         Positive extrema                       | 57 of 96
         """),
+        systems=2 * NETWORK,
     ),
     Table(
         "text:exp1_neural_by_network",
@@ -246,6 +271,7 @@ _NEURAL = (
         h* at β1 = 0.99                             | 12            | 12
         ARE, β2 = 0.9999 over 0.9                   | 4.24          | 2.75
         """),
+        systems=NETWORK,
     ),
     Table(
         "text:exp1_neural_cnn",
@@ -256,6 +282,7 @@ _NEURAL = (
         Switched gates at h = 8, α = 0.0625  | 1.79e-4
         Switched gates at h = 8, α = 1       | 2.82e-3
         """),
+        systems=NETWORK,
     ),
     Table(
         "text:exp1_neural_mlp",
@@ -264,6 +291,7 @@ _NEURAL = (
         _rows("""
         R² of the exponent's fit | about 1.00
         """),
+        systems=NETWORK,
     ),
     Table(
         "tab:app_exp2_ranking",
@@ -282,6 +310,7 @@ _NEURAL = (
         Curvature               | 0.559 | 0.248
         Norm product            | 0.241 | 0.224
         """),
+        systems=NETWORK,
         also=("tab:exp_main_ranking",),
     ),
     Table(
@@ -300,6 +329,7 @@ _NEURAL = (
         Curvature               | yes | yes
         Norm product            | yes | yes
         """),
+        systems=NETWORK,
     ),
     Table(
         "tab:app_exp2_channels",
@@ -314,6 +344,7 @@ _NEURAL = (
         011 | 0.812 | 9.0  | 0.818 | 7.5
         111 | 1.000 | 9.0  | 1.000 | 7.0
         """),
+        systems=NETWORK,
     ),
 )
 
@@ -332,6 +363,7 @@ _FUTURES = (
         CNN–ReLU; natural               | 0.716 [0.649, 0.758] | 0.855 [0.823, 0.900]
         CNN–ReLU; matched               | 0.700 [0.595, 0.771] | 0.872 [0.855, 0.892]
         """),
+        systems=BY_KIND,
         also=("tab:exp_main_predictability",),
     ),
     Table(
@@ -348,6 +380,7 @@ _FUTURES = (
         CNN–ReLU; natural               | 0.619 | 0.538 | 0.510  | 0.752  | 0.601
         CNN–ReLU; matched               | --    | 0.500 | 0.500  | 0.755  | 0.811
         """),
+        systems=BY_KIND,
         also=("tab:exp_main_predictability",),
     ),
     Table(
@@ -360,6 +393,7 @@ _FUTURES = (
         MLP–GELU               | 3.57e-13 [2.79e-13, 5.73e-13] | 1.000
         CNN–ReLU               | 1.36e-12 [1.08e-12, 2.02e-12] | 1.000
         """),
+        systems=BY_KIND,
     ),
     Table(
         "tab:app_exp2_variance_components",
@@ -371,6 +405,7 @@ _FUTURES = (
         MLP–GELU               | 4.31e-8  | 5.45e-9
         CNN–ReLU               | 2.02e-8  | 1.13e-8
         """),
+        systems=BY_KIND,
     ),
     Table(
         "tab:app_exp2_secondary_metrics",
@@ -386,7 +421,10 @@ _FUTURES = (
         CNN–ReLU; natural               | 0.738 | 0.787
         CNN–ReLU; matched               | 0.791 | 0.940
         """),
+        systems=BY_KIND,
     ),
 )
 
-TABLES: dict[str, Table] = {table.label: table for table in (*_CONTROLLED, *_NEURAL, *_FUTURES)}
+_LANGUAGE = tuple(Table(label, title, columns, _rows(rows), also) for label, title, columns, rows, also in LANGUAGE)
+
+TABLES: dict[str, Table] = {table.label: table for table in (*_CONTROLLED, *_NEURAL, *_LANGUAGE, *_FUTURES)}

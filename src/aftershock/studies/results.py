@@ -9,18 +9,20 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import InvalidFile, StudyStopped
-from .study import Study
+from ..errors import InvalidFile, InvalidInput, StudyStopped
+from ..results.files import malformed
+from .study import Study, System
 
 if TYPE_CHECKING:
     import xarray as xr
 
 FORMAT = "aftershock-study-2"  # a change of the code that changes numbers or names in the results changes this
 PART = ".part"  # how the name of a group ends while it is being written
+SEEDING = ("seed", "roots")  # attributes that say which systems, not what is done with each
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class SystemResults:
 
     settings: Mapping[str, xr.Dataset]
     machines: tuple[Mapping[str, Any], ...]
+
+
+class Store(Protocol):
+    """Where the systems of a study are kept, each whole or not at all."""
+
+    def prepare(self) -> None: ...
+    def finished(self) -> tuple[str, ...]: ...
+    def save(self, name: str, results: SystemResults) -> None: ...
+    def load(self, name: str) -> SystemResults: ...
 
 
 class ResultStore:
@@ -48,7 +59,7 @@ class ResultStore:
         for part in self.folder.glob(f".*{PART}"):
             shutil.rmtree(part)
         for name in self.finished():
-            self._same_identity(name, self._header(name))
+            refuse_another(self.folder / name, self._header(name), self.identity)
 
     def finished(self) -> tuple[str, ...]:
         """Names of the systems whose results are there."""
@@ -120,18 +131,6 @@ class ResultStore:
             raise self._damaged(name, f"its header cannot be read: {error}") from error
         raise self._damaged(name, "its header does not say what made it")
 
-    def _same_identity(self, name: str, header: Mapping[str, Any]) -> None:
-        theirs, ours = _flat(header, self.identity), _flat(self.identity, self.identity)
-        different = [
-            f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-            for key in sorted(theirs.keys() | ours.keys())
-            if theirs.get(key) != ours.get(key)
-        ]
-        if different:
-            raise InvalidFile(
-                f"{self.folder / name} is from another run: {'; '.join(different)}; choose another folder with --out"
-            )
-
     def _damaged(self, name: str, why: str) -> InvalidFile:
         return InvalidFile(
             f"{self.folder / name} is damaged ({why}); delete that folder and run the same command again: "
@@ -140,9 +139,29 @@ class ResultStore:
 
 
 def identity(study: Study) -> dict[str, Any]:
-    """What must be equal for results to belong together: never the machine, never the number of workers."""
+    """What must be equal for results to belong together: never the machine, the number of workers or the seed.
+
+    A system's name says its seed, so a folder may hold the systems of several root seeds, one run each.
+    """
     made: dict[str, Any] = json.loads(json.dumps(dict(study.attrs)))
-    return {"format": FORMAT, "study": study.name, "pieces": list(study.pieces), "attrs": made}
+    return {
+        "format": FORMAT,
+        "study": study.name,
+        "pieces": list(study.pieces),
+        "attrs": {key: value for key, value in made.items() if key not in SEEDING},
+    }
+
+
+def refuse_another(place: Path, header: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Results that something else made are left alone, and what differs is said."""
+    theirs, ours = _flat(header, wanted), _flat(wanted, wanted)
+    different = [
+        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+    if different:
+        raise InvalidFile(f"{place} is from another run: {'; '.join(different)}; choose another folder with --out")
 
 
 def digest(data: xr.Dataset) -> str:
@@ -184,6 +203,45 @@ def _one_variable(parts: Sequence[xr.Dataset]) -> xr.Dataset:
     )
     assert isinstance(combined, xr.Dataset)  # it is a DataArray only where DataArrays went in
     return combined
+
+
+def stored_study(out: Path) -> Study:
+    """The study whose systems a folder holds, as far as its results say: all of them, and nothing to run."""
+    folder = out / "results.zarr"
+    names = sorted(p.name for p in folder.iterdir() if (p / "zarr.json").is_file()) if folder.is_dir() else []
+    if not names:
+        raise InvalidFile(f"{out} holds no results of a study")
+    with malformed(folder / names[0], "system's results"):
+        header = json.loads((folder / names[0] / "zarr.json").read_text())["attributes"]
+        study = _made_by(header)
+        kinds = (name.rsplit("-", 2) for name in names)
+        systems = sorted((System(kind, int(seed), int(index)) for kind, seed, index in kinds), key=_order)
+    return replace(study, systems=tuple(systems))
+
+
+def load_results(out: Path) -> tuple[Study, dict[str, xr.Dataset]]:
+    """Everything that a results folder holds, of however many runs, joined along `system`."""
+    study = stored_study(out)
+    store = ResultStore(out, study)
+    store.prepare()
+    return study, join_systems(study, {system.name: store.load(system.name) for system in study.systems})
+
+
+def _order(system: System) -> tuple[str, int, int]:
+    return system.kind, system.seed, system.index
+
+
+def store_of(out: Path, made: Mapping[str, Any]) -> ResultStore:
+    """The store for systems whose study has this identity."""
+    return ResultStore(out, _made_by(made))
+
+
+def _made_by(header: Mapping[str, Any]) -> Study:
+    return Study(header["study"], (), tuple(header["pieces"]), _finished, header["attrs"])
+
+
+def _finished(system: System, piece: str) -> dict[str, xr.Dataset]:
+    raise InvalidInput(f"{system.name}, {piece}: results that were read cannot be run again")
 
 
 def join_systems(study: Study, results: Mapping[str, SystemResults]) -> dict[str, xr.Dataset]:

@@ -32,7 +32,7 @@ import torch
 from ..api.progress import progress
 from ..core.memory import keep_freed
 from ..errors import AftershockError, InvalidInput, StudyStopped
-from .results import ResultStore, SystemResults, join_systems, merge_pieces
+from .results import ResultStore, Store, SystemResults, join_systems, merge_pieces
 from .study import Study, System
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def run_study(
     systems: Sequence[System] | None = None,
     workers: int | None = None,
     cluster: str | None = None,
+    kept: Callable[[Path, Study], Store] = ResultStore,
 ) -> dict[str, xr.Dataset]:
     """The study's results by setting, with a leading `system`; systems that `out` already holds are not run again.
 
@@ -73,11 +74,12 @@ def run_study(
 
     workers: local processes, one torch thread each; as many as this process may use cores unless told.
     cluster: address of a running Dask scheduler; its workers then do the work.
+    kept: how systems are kept in `out`; `carried.CarriedStore` needs no zarr.
     """
     if workers is not None and cluster is not None:
         raise InvalidInput("--workers counts local processes and --cluster uses a cluster's: leave one of them out")
     wanted = study.systems if systems is None else tuple(systems)
-    store = ResultStore(out, study)
+    store = kept(out, study)
     store.prepare()
     there = set(store.finished())
     results = {system.name: store.load(system.name) for system in wanted if system.name in there}
@@ -151,7 +153,7 @@ def machine_kinds(results: Mapping[str, xr.Dataset]) -> list[str]:
 
 
 def _run(
-    study: Study, systems: Sequence[System], store: ResultStore, workers: Workers, done_before: int
+    study: Study, systems: Sequence[System], store: Store, workers: Workers, done_before: int
 ) -> dict[str, SystemResults]:
     """Write each system as its last piece comes in."""
     outputs: dict[System, dict[str, Output]] = {system: {} for system in systems}

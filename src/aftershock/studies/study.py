@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import InvalidInput
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -38,9 +40,9 @@ class System:
         return torch.Generator().manual_seed(self.entropy(stream))
 
 
-def systems_of(kind: str, root_seed: int, each: int) -> tuple[System, ...]:
-    """`each` systems for each of the paper's four seeds."""
-    return tuple(System(kind, root_seed + s, i) for s in range(SEEDS) for i in range(each))
+def systems_of(kind: str, root_seed: int, each: int, roots: int = 1) -> tuple[System, ...]:
+    """`each` systems for each of the paper's four seeds; of several root seeds, four apart, that many times more."""
+    return tuple(System(kind, root_seed + s, i) for s in range(SEEDS * roots) for i in range(each))
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,12 @@ class Study:
     pieces: tuple[str, ...]
     run: Callable[[System, str], dict[str, xr.Dataset]]
     attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(f"device {device!r} cannot be used here ({reason}); take cpu, or cuda on a GPU") from error

@@ -8,23 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..results.files import write_whole
 from .cifar.measures import cifar_measures
+from .language.conditions import POOLED, conditions, described
+from .language.measures import language_measures
 from .paper import TABLES, Quote
 from .quadratic.measures import quadratic_measures
-from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, spread
+from .replication import CALIBRATION, COUNT, MISSED, Replication, replications
+from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, replicable, spread
 
 if TYPE_CHECKING:
-    import numpy as np
     import xarray as xr
 
     from .study import Study
 
-MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures}
+MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures, "language": language_measures}
+LEGEND = (
+    "Each entry is our median over systems [quartiles], then the paper's number. ≈ marks a number that replicates: "
+    "zero lies in the 95 % interval of the difference of two medians, ours and the paper's, each of its own number of "
+    "systems. ≠ marks one that does not. ×1.3 is the smallest factor, up or down, by which the number could be wrong "
+    "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
+    "prints quartiles they are judged too: [≈, ≠]. The last sign is the weaker rule: ✓ where the paper's median lies "
+    "inside our quartiles or the bootstrap interval of our median, ✗ where it does not. Entries marked *ours* have no "
+    "counterpart in the paper, ◦ marks a number whose protocol the paper leaves open, and = one that is saturated or "
+    "true by definition and not counted."
+)
 MARKS = {True: "✓", False: "✗", None: ""}
+SHOWN_SEEDS = 4
 UNEXPLAINED = "not known why"
 # What was seen about a disagreement, by table, beginning of the row, and column.
 OBSERVED = {
@@ -37,7 +51,9 @@ OBSERVED = {
 class Cell:
     """One number: ours with its quartiles over systems, the paper's, whether they agree and by which rule.
 
-    paper is None where the paper has none (`ours_only`) or prints "--"; agrees is None where nothing can be said.
+    replications: the verdict on the paper's median, and on its quartiles where it prints them; none where the number
+    is no median of systems. agrees: by the weaker rule named in `rule`; None where nothing can be said.
+    paper is None where the paper has none (`ours_only`) or prints "--".
     known: whether the paper's protocol for this number is known. The texts are the numbers as a table shows them.
     """
 
@@ -48,6 +64,7 @@ class Cell:
     iqr_low: float
     iqr_high: float
     paper: float | None
+    replications: tuple[Replication, ...]
     agrees: bool | None
     rule: str
     known: bool
@@ -62,22 +79,28 @@ class Cell:
         """Whether the cell is one of the numbers that the share of agreement is about."""
         return self.agrees is not None and self.rule not in TRIVIAL
 
+    @property
+    def holds(self) -> bool | None:
+        """The verdict that comes first: whether the number replicates, and where it is no median, whether it agrees."""
+        return all(one.holds for one in self.replications) if self.replications else self.agrees
+
 
 def build(study_name: str, results: Mapping[str, xr.Dataset], seed: int = 0) -> list[Cell]:
     """Every cell that these results can fill, in the paper's order; seed: of the bootstrap."""
-    import numpy as np
-
     if study_name not in MEASURES:
         raise InvalidInput(f"there are no tables for the study {study_name!r}; choose from {', '.join(MEASURES)}")
     order = {label: i for i, label in enumerate(TABLES)}
     quotes = {label: table.quotes() for label, table in TABLES.items()}
     measures = sorted(MEASURES[study_name](results), key=lambda m: order[m.table])
-    return [_cell(m, quotes[m.table].get((m.row, m.column)), np.random.default_rng(seed)) for m in measures]
+    return [_cell(m, quotes[m.table].get((m.row, m.column)), seed) for m in measures]
 
 
-def _cell(measure: Measure, quote: Quote | None, generator: np.random.Generator) -> Cell:
-    ours = spread(measure)
+def _cell(measure: Measure, quote: Quote | None, seed: int) -> Cell:
+    import numpy as np
+
+    ours, generator = spread(measure), np.random.default_rng(seed)
     agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
+    numbers = replications(measure.values, quote, seed) if quote and replicable(measure, quote) else ()
     return Cell(
         table=measure.table,
         row=measure.row,
@@ -86,10 +109,11 @@ def _cell(measure: Measure, quote: Quote | None, generator: np.random.Generator)
         iqr_low=ours.low,
         iqr_high=ours.high,
         paper=None if quote is None else quote.value,
+        replications=numbers,
         agrees=agrees,
         rule=rule,
         known=measure.known,
-        note=_note(measure, quote, ours, agrees),
+        note=_note(measure, quote, ours, agrees, numbers),
         systems=measure.systems,
         ours_only=quote is None,
         ours_text=_ours_text(measure, quote, ours),
@@ -97,13 +121,17 @@ def _cell(measure: Measure, quote: Quote | None, generator: np.random.Generator)
     )
 
 
-def _note(measure: Measure, quote: Quote | None, ours: Spread, agrees: bool | None) -> str:
+def _note(
+    measure: Measure, quote: Quote | None, ours: Spread, agrees: bool | None, replicated: Sequence[Replication]
+) -> str:
     """What is special about the cell; of a disagreement, its size and why, or that nobody knows."""
-    if agrees is not False or quote is None:
+    wrong = [one for one in replicated if not one.holds]
+    if quote is None or not (agrees is False or wrong):
         return measure.note
     parts = [measure.note] if measure.note else []
     if quote.kind == "value" and not math.isnan(ours.middle):
         parts.append(_distance(ours.middle, float(quote.value or 0.0)))
+    parts += [_missed(one) for one in wrong]
     if quote.kind == "value" and quote.low is not None and quote.high is not None:
         inside = quote.low <= ours.middle <= quote.high
         parts.append(f"our median lies {'inside' if inside else 'outside'} the paper's own quartiles")
@@ -127,12 +155,19 @@ def _distance(ours: float, paper: float) -> str:
     return f"ours less the paper's is {number(ours - paper)}"
 
 
+def _missed(one: Replication) -> str:
+    word = "share" if one.number == COUNT else one.number
+    return f"the {word}, ours less the paper's, is between {number(one.low)} and {number(one.high)}"
+
+
 def number(value: float) -> str:
     """Four digits, as the paper prints its numbers; "--" where there is none."""
     if math.isnan(value):
         return "--"
     if value == 0:
         return "0"
+    if 0.999 <= value < 1:  # a cosine: what matters is how far it is from 1
+        return f"{value:.5f}"
     if 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
     return f"{value:.2e}"
@@ -152,39 +187,76 @@ def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
 
 
 def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
-    """How many numbers agree: all, those whose protocol is known, and what was not counted and why."""
+    """How many numbers replicate, and by the weaker rule agree: those whose protocol is known, and the rest.
 
-    def share(some: Sequence[Cell]) -> dict[str, Any]:
-        agree = sum(bool(cell.agrees) for cell in some)
-        return {"agree": agree, "judged": len(some), "share": agree / len(some) if some else None}
-
+    Not counted, and why: what nothing was tested by (`saturated`), what is true by definition, too few systems.
+    """
     counted = [cell for cell in cells if cell.counted]
     return {
-        **share([cell for cell in counted if cell.known]),
-        "protocol_not_known": share([cell for cell in counted if not cell.known]),
+        "replication": replicated([cell for cell in cells if cell.known]),
+        "replication_protocol_not_known": replicated([cell for cell in cells if not cell.known]),
+        **_share([bool(cell.agrees) for cell in counted if cell.known]),
+        "protocol_not_known": _share([bool(cell.agrees) for cell in counted if not cell.known]),
         "by_definition": sum(cell.rule in TRIVIAL for cell in cells),
         "no_verdict": sum(cell.agrees is None and not cell.ours_only for cell in cells),
         "ours_only": sum(cell.ours_only for cell in cells),
     }
 
 
+def replicated(cells: Sequence[Cell]) -> dict[str, Any]:
+    """How many numbers of these cells replicate, quartiles counted as numbers of their own."""
+    numbers = [one for cell in cells for one in cell.replications]
+    counted = [one for one in numbers if one.counted]
+    caught = [one.catches for one in counted if not math.isnan(one.catches)]
+    return {
+        **_share([one.holds for one in counted]),
+        "expected_misses": MISSED * len(counted),
+        "saturated": len(numbers) - len(counted),
+        "typical_factor_caught": median(caught) if caught else None,
+    }
+
+
+def _share(verdicts: Sequence[bool]) -> dict[str, Any]:
+    agree = sum(verdicts)
+    return {"agree": agree, "judged": len(verdicts), "share": agree / len(verdicts) if verdicts else None}
+
+
 def verdict(cells: Sequence[Cell]) -> str:
-    """The agreement in one sentence."""
+    """The agreement in a few sentences, the replication first."""
     found = agreement(cells)
+    first, other = found["replication"], found["replication_protocol_not_known"]
+    if not found["judged"] and any(cell.rule == "other model" for cell in cells):
+        return "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours."
     if not found["judged"]:
         return "No verdict: too few systems were run to judge any number."
-    text = f"{found['agree']} of {found['judged']} numbers agree with the paper ({found['share']:.0%})"
-    other = found["protocol_not_known"]
+    text = f"{replication_words(first)}."
+    if first["typical_factor_caught"]:
+        text += f" Half of these verdicts would have caught a factor of {first['typical_factor_caught']:.2f}."
     if other["judged"]:
-        text += f"; of {other['judged']} more, whose protocol the paper leaves open, {other['agree']} do"
-    return text + "."
+        text += f" Of {other['judged']} more, whose protocol the paper leaves open, {other['agree']} replicate."
+    weaker = (
+        f" By the weaker rule, the paper's median inside our quartiles, {found['agree']} of {found['judged']} agree"
+    )
+    rest = found["protocol_not_known"]
+    return text + weaker + (f", and {rest['agree']} of {rest['judged']} more." if rest["judged"] else ".")
+
+
+def replication_words(found: Mapping[str, Any]) -> str:
+    """How many replicate, and how many of so many a perfect replication would miss."""
+    if not found["judged"]:
+        return "no number can be judged by replication"
+    share = f"{found['agree']} of {found['judged']} numbers replicate ({found['share']:.0%})"
+    return f"{share}; a perfect replication would miss {found['expected_misses']:.1f}"
 
 
 def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any]:
     """What made the results: the study, its attributes, and the machine as the results' own attributes name it."""
     attrs = {str(key): value for data in results.values() for key, value in data.attrs.items()}
-    systems = sorted({str(name) for data in results.values() for name in data["system"].values})
-    return {"study": study.name, "systems": len(systems), **dict(study.attrs), **attrs}
+    systems = {str(name) for data in results.values() for name in data["system"].values}
+    seeds = sorted({name.rsplit("-", 2)[1] for name in systems})
+    shown = ", ".join(seeds) if len(seeds) <= SHOWN_SEEDS else f"{seeds[0]} … {seeds[-1]} ({len(seeds)})"
+    models = {"models": described(conditions(results["language"]))} if "language" in results else {}
+    return {"study": study.name, "systems": len(systems), "seeds": shown, **models, **dict(study.attrs), **attrs}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
@@ -201,8 +273,12 @@ def _write_text(content: str, part: str) -> None:
 
 
 def _plain(cell: Cell) -> dict[str, Any]:
-    """JSON has no NaN."""
     values = asdict(cell)
+    return _without_nan(values | {"replications": [_without_nan(one) for one in values["replications"]]})
+
+
+def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -214,12 +290,12 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts = [
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
-        "Each entry is our median over systems [quartiles], then the paper's number, ✓ where they agree and ✗ where "
-        "they do not. Entries marked *ours* have no counterpart in the paper, ◦ marks a number whose protocol the "
-        "paper leaves open, and = one that is true by definition and not counted.",
+        *([f"{made['models']} {POOLED}"] if "models" in made else []),
+        LEGEND,
+        CALIBRATION,
     ]
     for label, some in by_table(cells).items():
-        parts += [f"## {heading(label)}", _markdown_table(some)]
+        parts += [f"## {heading(label)}", table_line(some), _markdown_table(some)]
     parts += ["## Where they do not agree", _disagreements(cells)]
     used = dict.fromkeys(cell.rule for cell in cells)
     parts += ["## Rules", "\n".join(f"- **{rule or 'ours'}**: {RULES[rule]}" for rule in used)]
@@ -240,11 +316,33 @@ def by_table(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     return found
 
 
+def table_line(cells: Sequence[Cell]) -> str:
+    """What is to be expected of a table: its own count, and how many a perfect replication would miss."""
+    words = replication_words(replicated(cells))
+    return f"{words[:1].upper()}{words[1:]}."
+
+
 def mark(cell: Cell) -> str:
-    """One sign: agrees, does not, not counted, or protocol not known."""
+    """Signs: does it replicate and what would have been caught, its quartiles; agrees; not counted; not known."""
     if cell.rule in TRIVIAL:
         return "="
-    return MARKS[cell.agrees] + ("" if cell.known or cell.ours_only else "◦")
+    signs = [_sign(one) for one in cell.replications]
+    first = [signs[0] + _power(cell.replications[0])] if signs else []
+    quartiles = [f"[{', '.join(signs[1:])}]"] if signs[1:] else []
+    known = "" if cell.known or cell.ours_only else "◦"
+    return " ".join([*first, *quartiles, MARKS[cell.agrees] + known])
+
+
+def _sign(one: Replication) -> str:
+    return "=" if one.saturated else "≈" if one.holds else "≠"
+
+
+def _power(one: Replication) -> str:
+    if one.saturated:
+        return ""
+    if math.isnan(one.catches):
+        return f"±{one.catches_difference:.2g}"
+    return f"×{one.catches:.2f}" if math.isfinite(one.catches) else ""
 
 
 def _markdown_table(cells: Sequence[Cell]) -> str:
@@ -270,11 +368,11 @@ def _line(entries: Sequence[str]) -> str:
 
 
 def _disagreements(cells: Sequence[Cell]) -> str:
-    wrong = [cell for cell in cells if cell.agrees is False]
+    wrong = [cell for cell in cells if cell.holds is False]
     if not wrong:
         return "Nowhere."
     return "\n".join(
         f"- {TABLES[c.table].title}, {c.row}, {c.column}: ours {c.ours_text}, the paper's {c.paper_text}. "
-        f"Rule: {c.rule}. {c.note[:1].upper()}{c.note[1:]}."
+        f"{c.note[:1].upper()}{c.note[1:]}."
         for c in wrong
     )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..results.statistics import across_systems, median_interval
+from ..results.statistics import median_interval
 from .paper import Quote
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ RULES = {
     "by definition": "true of any implementation; not counted",
     "tied in both": "the score is the same for every candidate, so it has no correlation; not counted",
     "undefined": "the paper has a number and ours is undefined in every system",
+    "fisher": "Fisher's exact test of our share and the paper's does not tell them apart",
+    "other model": "other weights, other texts or fewer systems than the paper's: its number stands beside ours and is "
+    "not judged",
+    "one number": "one number without a spread of its own: not judged",
+    "run time": "seconds on another machine: not judged",
     "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",
     "": "ours only: the paper has no such number",
 }
@@ -42,8 +47,9 @@ RULES = {
 class Measure:
     """Where a number stands in the paper's tables, and what our systems say about it.
 
-    values: one number per system (kind "systems", "rounding", "definition"), one outcome 0 or 1 per trial ("count"),
-        or one number in all ("p", "statement", "maximum").
+    values: one number per system (kind "systems", "rounding", "definition"), one outcome 0 or 1 per trial ("count",
+        "share"), or one number in all ("p", "statement", "maximum", "number").
+    unjudged: the rule that says why the number is not judged, whatever the paper's is.
     at_rounding: the size below which a number of kind "rounding" or "maximum" is nothing but rounding.
     """
 
@@ -56,6 +62,7 @@ class Measure:
     known: bool = True
     note: str = ""
     at_rounding: float = 0.0
+    unjudged: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,17 +76,33 @@ class Spread:
 
 def spread(measure: Measure) -> Spread:
     """Our number: the median over systems, the count, or the number itself."""
+    import numpy as np
+
     if measure.kind == "count":
         return Spread(float(measure.values.sum()))
-    if measure.kind in ("p", "statement", "maximum"):
+    if measure.kind == "share":
+        return Spread(float(measure.values.mean()))
+    if measure.kind in ("p", "statement", "maximum", "number"):
         return Spread(float(measure.values[0]))
-    found = across_systems(_labelled(measure.values))
-    return Spread(float(found["median"]), float(found["q25"]), float(found["q75"]))
+    known = measure.values[~np.isnan(measure.values)]
+    if not len(known):
+        return Spread(math.nan)
+    low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
+    return Spread(float(middle), float(low), float(high))
+
+
+def replicable(measure: Measure, quote: Quote) -> bool:
+    """Whether the number is a median of systems, or a count, of which the paper's can be a second draw."""
+    if measure.unjudged or measure.systems < FEWEST_SYSTEMS or math.isnan(spread(measure).middle):
+        return False
+    return (measure.kind, quote.kind) in (("systems", "value"), ("systems", "range"), ("count", "count"))
 
 
 def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tuple[bool | None, str]:
     """Whether ours agrees with the paper's, and by which rule of `RULES`."""
     ours, paper = spread(measure), quote.value
+    if measure.unjudged:
+        return None, measure.unjudged
     if quote.kind == "tied" or paper is None:
         return math.isnan(ours.middle), "tied in both"
     if measure.kind == "definition":
@@ -90,6 +113,8 @@ def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tup
         return False, "undefined"
     if quote.kind == "count":
         return _binomial(measure.values, paper / float(quote.high or 1)), "binomial"
+    if measure.kind == "share":
+        return _same_share(measure.values, paper), "fisher"
     if measure.kind == "p":
         return (ours.middle < LEVEL) == (paper < LEVEL), "same side of 0.05"
     if quote.kind == "statement":
@@ -129,6 +154,14 @@ def _binomial(outcomes: np.ndarray, share: float) -> bool:
 
     low, high = stats.binom.interval(1 - LEVEL, len(outcomes), share)
     return bool(low <= outcomes.sum() <= high)
+
+
+def _same_share(outcomes: np.ndarray, share: float) -> bool:
+    """Fisher's exact test, the paper's share being one of as many trials as ours."""
+    from scipy import stats
+
+    trials, ours, theirs = len(outcomes), int(outcomes.sum()), round(share * len(outcomes))
+    return bool(stats.fisher_exact([[ours, trials - ours], [theirs, trials - theirs]]).pvalue >= LEVEL)
 
 
 def _labelled(values: np.ndarray) -> xr.DataArray:

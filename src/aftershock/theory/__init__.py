@@ -2,6 +2,7 @@
 
 where does the error come from?       decompose, error_bounds, write_in_bound, activation_margin, switch_fraction
 how does a shock enter?               write_paths, second_order
+what do reruns alone say?             logit_tangent
 which memory carries it?              channel_responses, persistence, FrozenMemory
 which batch matters most?             scores, readout_null, match_first_step
 what will it do in an unknown future? repeated_futures, prospective_structure, sampled_future
@@ -24,6 +25,7 @@ from ..results.summaries import crossing, spike_margin, summarize
 from .baselines import readout_null, scores
 from .channels import channel_responses, interactions
 from .envelopes import curvature_bound, error_bounds, operator_norm, probe_constant, smooth_constant, write_in_bound
+from .finite_difference import logit_tangent, token_loss
 from .frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
 from .futures import (
     present_frozen,
@@ -59,6 +61,7 @@ __all__ = [
     "fit_process",
     "holm",
     "interactions",
+    "logit_tangent",
     "margin_mass",
     "match_first_step",
     "median_interval",
@@ -87,6 +90,7 @@ __all__ = [
     "switch_fraction",
     "symmetric_error",
     "telescoped_defects",
+    "token_loss",
     "trusted_horizon",
     "validity_radius",
     "weight_decay_effect",

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, first_tangent, names_of, scales_of
+from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.rollout import Rows, rollout
@@ -62,20 +62,36 @@ def channel_responses(
     path, watch = change.path, change.path.watch(change.at, probe, horizon)
     if "tangent" in wanted:
         path.require_linear(watch)
-    control = path.control(change.at)
-    following = path.control(change.at + 1) if watch.horizons > 1 else None
     found: dict[str, list[Tensor]] = {name: [] for name in [*wanted, "broken", "counts"]}
     rows = (len(SUBSETS) - 1) * ("exact" in wanted), len(CHANNELS) * ("tangent" in wanted)
-    size = at_once(path.trajectory, len(change), *rows, path.memory if memory is None else memory)
+    limit = path.memory if memory is None else memory
+    size = at_once(path.trajectory, len(change), *rows, limit)
+    read = Reader(path.trajectory, watch.probe)
+    for moment in rollout(path.trajectory, watch.first, Rows(), watch.last):
+        read.control(moment)  # before anything else is in memory
     for first in range(0, len(change), size):
-        shocks = [edit.shock(control) for edit in change.edits[first : first + size]]
-        ends = [shock.endpoint(scale)[0] for shock in shocks]
-        starts = [first_tangent(control, shock, scale) for shock in shocks] if "tangent" in wanted else []
-        for name, values in _carried(watch, control, ends if "exact" in wanted else [], starts).items():
-            found[name].append(values)
-        found["broken"].append(torch.stack([_broken(following, control, end) for end in ends]))
-        found["counts"].append(torch.tensor([end.counts != control.after.counts for end in ends]))
+        starts = _Starts(watch, change.edits[first : first + size], scale, "tangent" in wanted)
+        if "exact" in wanted:
+            found["exact"].append(_hybrids(watch, read, starts, limit))
+        if "tangent" in wanted:
+            found["tangent"].append(_isolated(watch, read, starts.tangents))
+        found["broken"].append(starts.broken)
+        found["counts"].append(torch.tensor([end.counts != starts.control.counts for end in starts.ends]))
     return _labelled(watch, change, wanted, {name: torch.cat(parts) for name, parts in found.items()}, scale)
+
+
+class _Starts:
+    """Some changes right after their step: the control's state, theirs and their tangents. What it took to make them
+    is gone."""
+
+    def __init__(self, watch: Watch, edits: Sequence[Edit], scale: float, tangents: bool) -> None:
+        control = ControlStep.of(watch.trajectory, watch.at)
+        shocks = [edit.shock(control) for edit in edits]
+        self.control = control.after
+        self.ends = [shock.endpoint(scale)[0] for shock in shocks]
+        self.tangents = [first_tangent(control, shock, scale) for shock in shocks] if tangents else []
+        following = ControlStep.of(watch.trajectory, watch.first) if watch.horizons > 1 else None
+        self.broken = torch.stack([_broken(following, self.control, end) for end in self.ends])
 
 
 def _labelled(watch: Watch, change: Change, answers: list[str], found: dict[str, Tensor], scale: float) -> xr.Dataset:
@@ -95,27 +111,28 @@ def _labelled(watch: Watch, change: Change, answers: list[str], found: dict[str,
     return data.assign_attrs(described(watch, change.kind))
 
 
-def _carried(
-    watch: Watch, control: ControlStep, ends: Sequence[JointState], starts: Sequence[Tangent]
-) -> dict[str, Float[Tensor, "change channel horizon"]]:
-    """One rollout: seven exact hybrids and three isolated blocks of the tangent for every change."""
-    out = {}
-    if ends:
-        out["exact"] = torch.zeros(len(ends), len(SUBSETS), watch.horizons, dtype=torch.float64)
-    if starts:
-        out["tangent"] = torch.zeros(len(starts), len(SUBSETS), watch.horizons, dtype=torch.float64)
-    hybrids = [hybrid(control.after, end, kept) for end in ends for kept in SUBSETS[1:]]
-    reader = Reader(watch.trajectory, watch.probe)
-    rows = Rows(hybrids, linear=_blocks(starts) if starts else None)
+def _hybrids(
+    watch: Watch, read: Reader, starts: _Starts, memory: str | int | None
+) -> Float[Tensor, "change channel horizon"]:
+    """Seven exact hybrids of every change, as many at once as fit; nothing for the one that is the control."""
+    trajectory = watch.trajectory
+    wanted = [(end, kept) for end in starts.ends for kept in SUBSETS[1:]]
+    size, found = at_once(trajectory, len(wanted), 1, 0, memory), []
+    for first in range(0, len(wanted), size):
+        some = [hybrid(starts.control, end, kept) for end, kept in wanted[first : first + size]]
+        rows = Rows(some, control=starts.control)
+        moments = rollout(trajectory, watch.first, rows, watch.last)
+        found.append(torch.stack([read.exact(moment) for moment in moments], dim=-1))
+    values = torch.cat(found).view(len(starts.ends), -1, watch.horizons)
+    return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
+
+
+def _isolated(watch: Watch, read: Reader, tangents: Sequence[Tangent]) -> Float[Tensor, "change channel horizon"]:
+    """Three isolated blocks of every tangent; it is linear, so that a hybrid is the sum of its blocks."""
     member = torch.tensor([[float(name in kept) for name in CHANNELS] for kept in SUBSETS], dtype=torch.float64)
-    for moment in rollout(watch.trajectory, watch.first, rows, watch.last):
-        h = moment.time - watch.first
-        if ends:
-            out["exact"][:, 1:, h] = reader.exact(moment).view(len(ends), -1)
-        if starts:
-            # linear: a hybrid is the sum of its blocks
-            out["tangent"][:, :, h] = reader.linear(moment).view(len(starts), len(CHANNELS)) @ member.mT
-    return out
+    moments = rollout(watch.trajectory, watch.first, Rows(linear=_blocks(tangents)), watch.last)
+    found = torch.stack([read.linear(moment) for moment in moments], dim=-1)
+    return member @ found.view(len(tangents), len(CHANNELS), watch.horizons)
 
 
 def _blocks(starts: Sequence[Tangent]) -> Tangent:
@@ -136,11 +153,10 @@ def interactions(response: xr.DataArray) -> xr.DataArray:
     return xr.concat(rows, dim="channel").assign_coords(channel=list(HYBRIDS)).transpose(*response.dims)
 
 
-def _broken(following: ControlStep | None, control: ControlStep, end: JointState) -> Tensor:
+def _broken(following: ControlStep | None, control: JointState, end: JointState) -> Tensor:
     """Coordinates of each hybrid at which its first step, at the control's gradient, has no derivative."""
     if following is None:  # a single horizon: no step is taken
         return torch.zeros(len(SUBSETS), dtype=torch.int64)
-    states = [hybrid(control.after, end, kept) for kept in SUBSETS]
     linear_step, now = following.dynamics.linear_step, following
-    steps = [linear_step(now.step, state, now.raw, now.present) for state in states]
+    steps = (linear_step(now.step, hybrid(control, end, kept), now.raw, now.present) for kept in SUBSETS)
     return torch.stack([step.broken.sum().cpu() for step in steps])

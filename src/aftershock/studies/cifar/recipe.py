@@ -8,12 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from ... import theory
 from ...core.state import CHANNELS
-from ...errors import InvalidInput
-from ..study import Study, System, systems_of
+from ..study import Study, System, require_device, systems_of
 from .data import load_cifar
 from .scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
 
@@ -29,19 +26,20 @@ PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
 PERSISTENCE_SCALE = 0.25
 
 
-def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu") -> Study:
-    """16 systems of the MLP, then 16 of the CNN; quick: one of each, with the smaller numbers of `QUICK`.
+def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu", roots: int = 1) -> Study:
+    """16 systems of the MLP, then 16 of the CNN, for each root seed; quick: one of each, with the numbers of `QUICK`.
 
     One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 4,000 Hessian
     products.
     """
     protocol = QUICK if quick else FULL
-    _require_device(device)
+    require_device(device)
     found = load_cifar(data)
     found.require(protocol.images, protocol.probe)
-    each = [systems_of(kind, seed, SYSTEMS_PER_SEED)[: 1 if quick else None] for kind in ("mlp", "cnn")]
+    each = [systems_of(kind, seed, SYSTEMS_PER_SEED, roots)[: 1 if quick else None] for kind in ("mlp", "cnn")]
     attrs = {
         "seed": seed,
+        "roots": roots,
         "quick": quick,
         "device": device,
         "dtype": "float64",
@@ -69,14 +67,6 @@ def run_piece(
         "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
     }  # fmt: skip
     return {system.kind: recipes[name](scene)}
-
-
-def _require_device(device: str) -> None:
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInput(f"device {device!r} cannot be used here ({reason}); take cpu, or cuda on a GPU") from error
 
 
 # --- Experiment 1

@@ -1,0 +1,1 @@
+"""The paper's language stage: causal language models on text."""

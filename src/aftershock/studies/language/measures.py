@@ -1,0 +1,311 @@
+"""What the language models say about every number of the paper.
+
+The paper pools candidates: medians are over all candidates of the systems that a row names, and the systems are fixed
+conditions, not independent draws. Where our models, weights or texts are not the paper's, nothing is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ...results.statistics import FEWEST
+from ...results.summaries import summarize
+from ..measures import LOCAL, Results
+from ..verdicts import Measure
+from .candidates import FD, PREDICTIONS, Candidates
+from .conditions import Condition, comparable, described
+from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
+from .paper import FD as FD_NAME
+from .ranks import pooled_ranks
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+EVERYTHING, ROW = 9, 3  # systems of the paper: in all, and of one size or one domain
+SUFFIX = {FD: "", "tangent": ", exact tangent (ours)", "semilinear": ", semilinear (ours)"}
+COLUMNS = {FD: FD_NAME, "tangent": "Exact tangent (ours)", "semilinear": "Semilinear (ours)"}
+SCORES = {
+    FD: FD_NAME,
+    "one_step": "Exact 1-step",
+    "gradient_norm": "Gradient norm",
+    "write_norm": "Parameter write",
+    "tangent": "Exact tangent (ours)",
+    "semilinear": "Semilinear (ours)",
+}
+HYBRIDS = {"010": "m without its v", "011": "m and v together", "111": "Full state (ours)"}
+FITTED = "the paper does not say how it fits; ours is fitted horizon by horizon, as its networks' are"
+OTHER, ALONE, TIME = "other model", "one number", "run time"  # rules of verdicts.py for what is not judged
+GIB = 2**30
+
+
+def language_measures(results: Results) -> Iterator[Measure]:
+    """Every cell of the language models, in the paper's order."""
+    if "language" not in results:
+        return
+    found = Candidates(results["language"])
+    yield from _steps(found)
+    yield from _scales(found)
+    yield from _validity(found)
+    yield from _by(found, "tab:app_exp3_scale", "size")
+    yield from _by(found, "text:exp3_domains", "domain")
+    yield from _exponents(found)
+    if found.magnitude.sizes["change"] >= FEWEST:
+        yield from _ranking(found)
+        yield from _ranking_text(found)
+    yield from _signs(found)
+    yield from _hybrids(found)
+    yield from _statements(found)
+    yield from _cost(found)
+
+
+# --- rows
+
+
+def groups(found: Candidates, by: str) -> dict[str, list[int]]:
+    """Places of the systems that share a size, a domain or a name: small models first, domains by the alphabet."""
+    some = found.conditions
+    order = sorted(range(len(some)), key=lambda i: (some[i].parameters, some[i].model, some[i].domain.lower()))
+    if by == "domain":
+        order = sorted(order, key=lambda i: some[i].domain.lower())
+    places: dict[str, list[int]] = {}
+    for i in order:
+        places.setdefault(getattr(some[i], by), []).append(i)
+    return places
+
+
+class _Rows:
+    """Makes the measures of one table from numbers of some systems, and says which of them may be judged."""
+
+    def __init__(self, found: Candidates, table: str, places: Sequence[int] | None = None, expected: int = EVERYTHING):
+        self.table = table
+        some = found.conditions
+        self.conditions: list[Condition] = some if places is None else [some[i] for i in places]
+        self.judged = comparable(self.conditions, expected)
+
+    def __call__(
+        self,
+        row: str,
+        column: str,
+        values: np.ndarray | xr.DataArray,
+        kind: str = "systems",
+        known: bool = True,
+        note: str = "",
+    ) -> Measure:
+        """values: flattened, and what is undefined left out."""
+        import numpy as np
+
+        flat = np.asarray(values, dtype=float).ravel()
+        flat = flat[~np.isnan(flat)] if np.isfinite(flat).any() else flat[:1]
+        kind = "number" if kind == "systems" and len(flat) == 1 else kind  # which has no quartiles
+        notes = (note, "" if self.judged else described(self.conditions).rstrip("."))
+        rule = OTHER if not self.judged else ALONE if kind == "number" else ""
+        words = "; ".join(part for part in notes if part)
+        return Measure(self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule)
+
+
+# --- tables
+
+
+def _steps(found: Candidates) -> Iterator[Measure]:
+    made, selection = _Rows(found, "text:exp3_steps"), found.selection
+    yield made("Identifiable candidates", "value", selection["identifiable"], "count")
+    yield made("Selected consistency, median", "value", selection["consistency"])
+    accepted = selection["consistency"].where(selection["identifiable"])
+    yield made("Selected consistency, largest", "value", _number(accepted.max()), "number")
+    for step in sorted(found.data["fd_step"].values, reverse=True)[1:]:
+        chosen = (selection["step"] == step) & selection["identifiable"]
+        yield made(f"Selected step {step:g}", "value", chosen, "count")
+    own, best = selected_error(found.data, selection), step_error(found.data).min("fd_step")
+    yield made("Error of the selected step against the exact tangent (ours)", "value", own)
+    yield made("Its consistency over its error (ours)", "value", selection["consistency"] / own)
+    yield made("Smallest error of any step (ours)", "value", best)
+    yield made(
+        "Candidates that no step brings within 0.25 of the exact tangent (ours)", "value", best > IDENTIFIABLE, "count"
+    )
+    curve = step_curve(found.data)
+    yield made("Slope of the error at the smallest steps (ours; noise has −1)", "value", curve["falling"])
+    yield made("Slope of the error at the largest steps (ours; truncation has 2)", "value", curve["rising"])
+
+
+def _scales(found: Candidates) -> Iterator[Measure]:
+    made = _Rows(found, "tab:app_exp3_alpha")
+    for answer in PREDICTIONS:
+        for scale in found.errors["scale"].values:
+            at = found.errors.sel({"answer": answer, "scale": scale})
+            row = f"α = {scale:g}{SUFFIX[answer]}"
+            yield made(row, "NRMSE", at["nrmse"])
+            yield made(row, "75 % NRMSE", _number(at["nrmse"].quantile(0.75)), "number")
+            yield made(row, "Cosine", at["cosine"])
+            yield made(row, "Rel. M", at["peak"])
+            yield made(row, "Sign acc.", at["sign"], "share")
+
+
+def _validity(found: Candidates) -> Iterator[Measure]:
+    made = _Rows(found, "text:exp3_validity")
+    for scale in found.errors["scale"].values:
+        for answer, column in COLUMNS.items():
+            yield made(f"α = {scale:g}", column, found.errors["valid"].sel({"answer": answer, "scale": scale}), "share")
+
+
+def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
+    """Local errors and validity of the systems that share a size or a domain."""
+    largest = float(found.errors["scale"].max())
+    for row, places in groups(found, by).items():
+        made, own = _Rows(found, table, places, ROW), found.errors.isel(system=places)
+        local = own.sel(scale=own["scale"] <= LOCAL)
+        for answer in PREDICTIONS:
+            at, name = {"answer": answer}, row + SUFFIX[answer]
+            yield made(name, "Local NRMSE", local["nrmse"].sel(at))
+            if by == "size":
+                yield made(name, "Cosine", local["cosine"].sel(at))
+                yield made(name, "Valid 0.25", own["valid"].sel({**at, "scale": LOCAL}), "share")
+            yield made(name, "Valid 1", own["valid"].sel({**at, "scale": largest}), "share")
+            if by == "size" and found.magnitude.sizes["change"] >= FEWEST:
+                yield made(name, "ISO-FD ρ", found.rho.sel(score=answer).isel(system=places))
+        if by == "domain":
+            signs = summarize(found.full.isel(system=places))["peak_sign"]
+            yield made(row, "Positive extrema", signs > 0, "count")
+            yield made(row, "Negative extrema", signs < 0, "count")
+
+
+def _exponents(found: Candidates) -> Iterator[Measure]:
+    table = "text:exp3_exponents"
+    for row, places in (*groups(found, "name").items(), ("Overall median", None)):
+        made = _Rows(found, table, places, EVERYTHING if places is None else 1)
+        own = found.exponents if places is None else found.exponents.isel(system=places)
+        noise = found.noise if places is None else found.noise.isel(system=places)
+        for answer, column in COLUMNS.items():
+            yield made(row, column, own.sel({"answer": answer}), known=False, note=FITTED)
+        yield made(row, "Float noise over the tangent's error at the smallest α (ours)", noise)
+
+
+def _ranking(found: Candidates) -> Iterator[Measure]:
+    table = "tab:app_exp3_ranking"
+    for row, places in (*groups(found, "name").items(), ("Median", None)):
+        made = _Rows(found, table, places, EVERYTHING if places is None else 1)
+        rho = found.rho if places is None else found.rho.isel(system=places)
+        for score, column in SCORES.items():
+            yield made(row, column, rho.sel(score=score))
+
+
+def _ranking_text(found: Candidates) -> Iterator[Measure]:
+    made, rho = _Rows(found, "text:exp3_ranking"), found.rho
+    own, step = rho.sel(score=FD), rho.sel(score="one_step")
+    counted = {
+        "Systems with a positive ISO-FD correlation": (own, 0.0 * own),
+        "Systems where ISO-FD exceeds the gradient norm": (own, rho.sel(score="gradient_norm")),
+        "Systems where ISO-FD exceeds the parameter write": (own, rho.sel(score="write_norm")),
+        "Systems where ISO-FD exceeds exact one-step": (own, step),
+        "Systems where exact one-step exceeds ISO-FD": (step, own),
+        "Systems where the exact tangent exceeds exact one-step (ours)": (rho.sel(score="tangent"), step),
+        "Systems where semilinear exceeds exact one-step (ours)": (rho.sel(score="semilinear"), step),
+    }
+    for row, (larger, smaller) in counted.items():
+        # rank correlations of the same order may differ by rounding
+        yield made(row, "value", (larger > smaller + 1e-12).where((larger + smaller).notnull()), "count")
+    score = {name: found.scores.sel(score=name) for name in (*PREDICTIONS, "one_step")}
+    pooled = {name: pooled_ranks(score[name], score["one_step"], found.magnitude) for name in PREDICTIONS}
+    numbers = {
+        "Pooled rank correlation, exact one-step": pooled[FD].control,
+        "Pooled rank correlation, ISO-FD": pooled[FD].score,
+        "Partial correlation of ISO-FD, one-step held fixed": pooled[FD].partial,
+        "R² of one-step ranks": pooled[FD].r_control,
+        "R² of one-step and ISO-FD ranks": pooled[FD].r_both,
+        "Pooled rank correlation, exact tangent (ours)": pooled["tangent"].score,
+        "Pooled rank correlation, semilinear (ours)": pooled["semilinear"].score,
+    }
+    for row, value in numbers.items():
+        yield made(row, "value", _number(value), "number")
+
+
+def _signs(found: Candidates) -> Iterator[Measure]:
+    made, signs = _Rows(found, "text:exp3_signs"), summarize(found.full)["peak_sign"]
+    right = found.errors["sign"].sel(scale=float(found.errors["scale"].max()))
+    yield made("Positive extrema", "value", signs > 0, "count")
+    yield made("Negative extrema", "value", signs < 0, "count")
+    rows = {
+        FD: "ISO-FD recovers",
+        "tangent": "the exact tangent recovers (ours)",
+        "semilinear": "semilinear recovers (ours)",
+    }
+    for answer, words in rows.items():
+        yield made(f"Signs that {words}", "value", right.sel({"answer": answer}), "count")
+
+
+def _hybrids(found: Candidates) -> Iterator[Measure]:
+    peaks = abs(found.data["channel_exact"]).max("horizon")
+    for row, places in groups(found, "name").items():
+        made = _Rows(found, "text:exp3_hybrids", places, 1)
+        for channel, column in HYBRIDS.items():
+            yield made(row, column, peaks.sel(channel=channel).isel(system=places))
+
+
+def _statements(found: Candidates) -> Iterator[Measure]:
+    """What the text says in words, and two bounds."""
+    made, own = _Rows(found, "text:exp3_statements"), found.errors.sel({"answer": FD})
+    local = own.sel(scale=own["scale"] <= LOCAL)
+    sizes, domains = groups(found, "size"), groups(found, "domain")
+    everywhere = ["system", "change"]
+    by_size = [local.isel(system=places) for places in sizes.values()]
+    valid = own["valid"].mean(everywhere).values
+    errors = [float(part["nrmse"].median()) for part in by_size]
+    yield made(
+        "Smallest median cosine over the local scales", "value",
+        _number(local["cosine"].median(everywhere).min()), "number",
+    )  # fmt: skip
+    cosines = [float(part["cosine"].median()) for part in by_size]
+    yield made("Smallest median cosine over the model sizes", "value", _number(min(cosines)), "number")
+    said: dict[str, bool] = {"The valid share falls with every larger scale": _ordered(-valid)}
+    if len(sizes) > 1:
+        said["Local NRMSE grows with every larger model"] = _ordered(errors)
+        if len(domains) > 1:
+            said["Validity at α = 1 varies more by domain than by size"] = _range(own, domains) > _range(own, sizes)
+    if found.magnitude.sizes["change"] >= FEWEST:
+        middles = found.rho.median("system").sel(score=[FD, "one_step"]).values
+        said["Median ρ of ISO-FD and of exact one-step are equal"] = bool(abs(middles[0] - middles[1]) < 5e-4)
+    if "WikiText-103" in domains:
+        peaks = abs(found.data["channel_exact"].sel(channel="111")).max("horizon").isel(system=domains["WikiText-103"])
+        said["Full-state responses on WikiText-103 are of order 0.01"] = bool(((peaks > 3e-3) & (peaks < 3e-2)).all())
+    for row, holds in said.items():
+        yield made(row, "value", _number(float(holds)), "statement")
+
+
+def _ordered(values: Sequence[float] | np.ndarray) -> bool:
+    return all(a <= b for a, b in pairwise(values))
+
+
+def _range(errors: xr.Dataset, places: dict[str, list[int]]) -> float:
+    """How far the valid shares at full scale lie apart."""
+    valid = errors["valid"].sel(scale=float(errors["scale"].max()))
+    shares = [float(valid.isel(system=some).mean()) for some in places.values()]
+    return max(shares) - min(shares)
+
+
+def _cost(found: Candidates) -> Iterator[Measure]:
+    table, seconds = "text:exp3_cost", found.data["seconds"].sum("part")
+    memory = found.data["peak_bytes"].astype(float)
+    for row, places in groups(found, "size").items():
+        made = _Rows(found, table, places, ROW)
+        yield _timed(made(row, "Seconds", seconds.isel(system=places)))
+        if float(memory.max()) > 0:
+            yield made(row, "Peak GPU memory, GiB (ours)", _number(memory.isel(system=places).max() / GIB), "number")
+        for part in found.data["part"].values:
+            own = found.data["seconds"].sel(part=part).isel(system=places)
+            yield made(row, f"{str(part).capitalize()} (ours)", own)
+    made = _Rows(found, table)
+    yield _timed(made("All systems", "Seconds", _number(seconds.sum()), "number"))
+
+
+def _timed(measure: Measure) -> Measure:
+    """Seconds of another machine are shown and never judged."""
+    return replace(measure, unjudged=measure.unjudged if measure.unjudged == OTHER else TIME)
+
+
+def _number(value: float | xr.DataArray) -> np.ndarray:
+    import numpy as np
+
+    return np.array([float(value)])

@@ -1,0 +1,207 @@
+"""The language stage of Experiment 1, one model on one text at a time: public calls of the library on its point."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import theory
+from ...core.noise import noise_floor
+from ...core.state import CHANNELS
+from ...errors import InvalidFile, InvalidInput
+from ...results.certificate import TRUST
+from ..study import Study, System, require_device
+from .models import ModelSource, find_model
+from .scene import DTYPES, FULL, QUICK, Protocol, Scene, logits_of, prepare
+from .text import TextSource, find_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    import xarray as xr
+
+PIECE = "all"
+SETTING = "language"
+HYBRID = 0  # the candidate whose hybrids are run
+PREDICTIONS = ("semilinear", "tangent")
+ANSWERS = ("exact", *PREDICTIONS)
+DROWNED = 0.5  # the share of candidates lost in noise at which a system is refused
+
+Grid = Mapping[str, tuple[ModelSource, TextSource]]
+
+
+def language_study(
+    models: Sequence[str],
+    texts: Sequence[str],
+    *,
+    tokenizer: Path | None = None,
+    fresh: bool = False,
+    seed: int = 2026,
+    quick: bool = False,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Study:
+    """Every model on every text.
+
+    One system costs 500 gradients of continuation, 13 reruns of 8 steps for each of 8 candidates, and 8·7·6 Hessian
+    products.
+    """
+    if not models or not texts:
+        raise InvalidInput("the language study needs models and texts: --model NAME_OR_PATH --text FILE_OR_DATASET")
+    if dtype not in DTYPES:
+        raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+    require_device(device)
+    protocol = QUICK if quick else FULL
+    grid = {
+        f"{model.name}-{text.name}": (model, text)
+        for model in (find_model(word, fresh=fresh) for word in models)
+        for text in map(find_text, texts)
+    }
+    if len(grid) < len(models) * len(texts):
+        raise InvalidInput("two models or two texts have the same name; name them: --model NAME=PATH, --text NAME=FILE")
+    systems = tuple(System(kind, seed, 0) for kind in grid)
+    run = partial(run_piece, grid=grid, tokenizer=tokenizer, protocol=protocol, device=device, dtype=dtype)
+    return Study("language", systems, (PIECE,), run, attributes(protocol, seed, quick, dtype))
+
+
+def require_same_sources(study: Study, results: Mapping[str, xr.Dataset]) -> None:
+    """Refuse finished systems of another text, or of other weights, under the names of this study's."""
+    data = results[SETTING]
+    for system in study.systems:
+        if system.name not in data["system"].values:
+            continue
+        model, text = study.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
+        for variable, wanted in (("weights", model.weights), ("text_digest", text.digest or text.place)):
+            there = str(data[variable].sel(system=system.name).values)
+            if there != wanted:
+                raise InvalidFile(
+                    f"the results of {system.name} were made with another source: {variable} is {there} there and "
+                    f"{wanted} here; choose another folder with --out, or other names with --model NAME=… --text NAME=…"
+                )
+
+
+def attributes(protocol: Protocol, seed: int, quick: bool, dtype: str) -> dict[str, object]:
+    """What systems of one study share; which models and texts they are stands in each one's results."""
+    numbers = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(protocol).items()}
+    return {"seed": seed, "quick": quick, "dtype": dtype, "attention": "eager", **numbers}
+
+
+def run_piece(
+    system: System,
+    piece: str,
+    *,
+    grid: Grid,
+    tokenizer: Path | None,
+    protocol: Protocol,
+    device: str,
+    dtype: str,
+) -> dict[str, xr.Dataset]:
+    """Everything about one system."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    scene = prepare(system, *grid[system.kind], tokenizer, protocol, device, dtype)
+    return {SETTING: measured(scene)}
+
+
+def measured(scene: Scene) -> xr.Dataset:
+    """The exact responses first, with their noise: where they drown in it nothing else is run."""
+    import xarray as xr
+
+    clock, protocol = scene.clock, scene.protocol
+    with clock.part("check"):
+        scene.path.check()
+    change = scene.path.replace(scene.candidates)
+    with clock.part("exact"):
+        found = theory.logit_tangent(
+            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room()
+        )
+    with clock.part("noise"):
+        watch = scene.path.watch(0, scene.probe)
+        noise = noise_floor(watch, torch.as_tensor(found["control"].values), exact=True)
+    judge_noise(scene, found["exact"].sel(scale=max(protocol.scales)).values, noise.numpy())
+    predicted = {answer: _predicted(scene, answer) for answer in PREDICTIONS}
+    with clock.part("hybrids"):
+        channels = _hybrids(scene)
+    response = xr.concat([found["exact"], *predicted.values()], dim="answer", coords="minimal", compat="override")
+    data = xr.Dataset(
+        {
+            "response": response.assign_coords(answer=list(ANSWERS)).transpose("answer", "scale", "change", "horizon"),
+            "fd_derivative": found["derivative"],
+            "control_loss": found["control"],
+            "gradient_norm": found["gradient_norm"],
+            "write_norm": found["write_norm"],
+            "channel_exact": channels,
+            "hybrid_change": HYBRID,
+            "noise_floor": ("horizon", noise.numpy()),
+            **described(scene),
+        }
+    )
+    return data.assign_coords(change=range(protocol.candidates)).drop_attrs()
+
+
+def described(scene: Scene) -> dict[str, object]:
+    """What the system is, and what it took."""
+    import xarray as xr
+
+    peak = torch.cuda.max_memory_allocated(scene.device) if scene.device.type == "cuda" else 0
+    return {
+        "model": scene.model.name,
+        "domain": scene.text.name,
+        "parameters": scene.point.loss.layout.size,
+        "weights": scene.model.weights,
+        "note": scene.model.note,
+        "text_digest": scene.text.digest or scene.text.place,
+        "peak_bytes": peak,
+        "seconds": xr.DataArray(list(scene.clock.seconds.values()), {"part": list(scene.clock.seconds)}, "part"),
+    }
+
+
+def _predicted(scene: Scene, answer: str) -> xr.DataArray:
+    """One prediction at every scale; scale by scale, so that few rows are in memory at once. A tangent is linear in the
+    scale."""
+    import xarray as xr
+
+    change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
+    with scene.clock.part(answer):
+        runs = [
+            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room()).data["response"]
+            for scale in (scales if answer == "semilinear" else (1.0,))
+        ]
+    found = xr.concat(runs, dim="scale", coords="minimal", compat="override").sel(answer=answer, drop=True)
+    if answer == "semilinear":
+        return found
+    return found.isel(scale=0, drop=True) * xr.DataArray(list(scales), {"scale": list(scales)}, "scale")
+
+
+def _hybrids(scene: Scene) -> xr.DataArray:
+    """Exact responses to the eight hybrids of one candidate; channels as bits of (θ, m, v)."""
+    change = scene.path.replace([scene.candidates[HYBRID]])
+    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room())["response"]
+    names = ["".join("01"[c in str(name).split("+")] for c in CHANNELS) for name in found["channel"].values]
+    return found.isel({"answer": 0, "change": 0}, drop=True).assign_coords(channel=names)
+
+
+def judge_noise(scene: Scene, exact: np.ndarray, noise: np.ndarray) -> None:
+    """Warn where responses are near what rounding alone does, refuse where most are lost in it."""
+    import numpy as np
+
+    lost = (np.abs(exact) < TRUST.noise_margin * noise).mean(axis=1) > 0.5  # of each candidate's horizons
+    if not lost.any():
+        return
+    told = (
+        f"{scene.system.name}: rounding alone moves the probe's loss by {np.median(noise):.1e} nats, and the exact "
+        f"responses are {np.median(np.abs(exact)):.1e}"
+    )
+    if lost.mean() >= DROWNED:
+        dtype = scene.point.loss.layout.dtypes[0]
+        finer = "float32" if dtype == torch.bfloat16 else "float64"
+        raise InvalidInput(
+            f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise, so nothing can be said about "
+            f"them. These weights are in {dtype}: run the study in {finer}"
+        )
+    warnings.warn(f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise", stacklevel=2)

@@ -1,0 +1,226 @@
+"""A language system at the time of the shock: its model after the continuation, its sequences and their parts."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from ... import theory
+from ...api.path import Path as Run
+from ...api.point import TrainingPoint, capture
+from ...core.batches import Accumulated, Batch, accumulate
+from ...core.memory import free, readable
+from ...errors import InvalidInput, OutOfMemory
+from ...theory.finite_difference import STEPS
+from ..study import System
+from .models import ModelSource, build_model, load_encoder, require_length
+from .text import TextSource, token_sequences
+
+RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
+LIMIT = 75 * 2**30  # bytes of a card that a system may take: one of 80 GB does
+SLACK = 2**30  # of which the libraries take this
+LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
+SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The paper's numbers (app:exp1_llm_details); `QUICK` has smaller ones."""
+
+    sequences: int = 2048
+    length: int = 129  # tokens; the last one is only predicted
+    continuation: int = 500
+    references: int = 2
+    candidates: int = 8
+    horizon: int = 8
+    probe: int = 2
+    scales: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 1.0)
+    steps: tuple[float, ...] = STEPS
+
+    @property
+    def used(self) -> int:
+        """Sequences with a part in the study; the rest are only drawn from."""
+        return self.continuation + self.references + self.candidates + self.horizon - 1 + self.probe
+
+
+FULL = Protocol()
+QUICK = Protocol(sequences=64, length=33, continuation=20, candidates=4, horizon=4)
+
+
+def logits_of(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "row token kind"], Int64[Tensor, "row token"]]:
+    tokens = batch["tokens"]
+    found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
+    return found.logits, tokens[:, 1:]
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean loss of the next token, reduced in float64."""
+    return theory.token_loss(*logits_of(model, batch))
+
+
+@dataclass
+class Clock:
+    """Seconds by part of the work."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One system up to the shock. Its sequences come from one permutation: continuation, references, candidates,
+    future and probe take theirs from its front, in this order."""
+
+    system: System
+    model: ModelSource
+    text: TextSource
+    protocol: Protocol
+    device: torch.device
+    tokens: Int64[Tensor, "sequence token"]
+    mask: Float[Tensor, "1 1 token token"] | None
+    point: TrainingPoint
+    clock: Clock
+
+    def _batches(self, first: int, count: int) -> list[Batch]:
+        return [_batch(self.tokens[i : i + 1], self.mask) for i in range(first, first + count)]
+
+    @cached_property
+    def control_batch(self) -> Accumulated:
+        """Its gradient is the mean of the references'."""
+        return accumulate(self._batches(self.protocol.continuation, self.protocol.references))
+
+    @cached_property
+    def candidates(self) -> list[Batch]:
+        first = self.protocol.continuation + self.protocol.references
+        return self._batches(first, self.protocol.candidates)
+
+    @cached_property
+    def future(self) -> list[Batch]:
+        first = self.protocol.used - self.protocol.probe - self.protocol.horizon + 1
+        return self._batches(first, self.protocol.horizon - 1)
+
+    @cached_property
+    def probe(self) -> Batch:
+        return _batch(self.tokens[self.protocol.used - self.protocol.probe : self.protocol.used], self.mask)
+
+    @cached_property
+    def path(self) -> Run:
+        """The control."""
+        return self.point.follow([self.control_batch, *self.future], memory=self.room())
+
+    def room(self) -> int | None:
+        """What may be used on a card beside the model and the path; on a CPU, what is free."""
+        if self.device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        there = torch.cuda.memory_allocated(self.device) - self.point.loss.player.nbytes
+        return min(LIMIT, int(0.95 * total)) - SLACK - there
+
+
+def prepare(
+    system: System,
+    model: ModelSource,
+    text: TextSource,
+    tokenizer: Path | None,
+    protocol: Protocol,
+    device: str,
+    dtype: str,
+) -> Scene:
+    """The system after its continuation: 500 g."""
+    place = torch.device(device)
+    clock = Clock(place)
+    with clock.part("load"):
+        encode = load_encoder(model, tokenizer)
+        sequences = token_sequences(text, encode, protocol.sequences, protocol.length)
+        # one order for all models of a domain
+        order = torch.randperm(len(sequences), generator=System(text.name, system.seed, 0).generator("order"))
+        tokens = sequences[order[: protocol.used]].to(place)
+        network = build_model(model, place, DTYPES[dtype], system.seed)
+        require_length(network, protocol.length - 1)
+        require_vocabulary(network, tokens, model.name)
+        require_room(model.name, sum(p.numel() for p in network.parameters()), DTYPES[dtype].itemsize, place)
+        mask = causal_mask(network, tokens[:1, :-1])
+    with clock.part("continuation"):
+        batches = [_batch(tokens[i : i + 1], mask) for i in range(protocol.continuation)]
+        point = continued(network, batches)
+        del network
+        _collect(place)
+    return Scene(system, model, text, protocol, place, tokens, mask, point, clock)
+
+
+def continued(network: nn.Module, batches: Sequence[Batch]) -> TrainingPoint:
+    """The training point after AdamW's updates on these batches, from empty moments."""
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
+    )
+    start = capture(network, optimizer, next_token_loss)
+    # as much memory as two states need: the first and the last are kept
+    return start.follow(batches, keep="checkpoints", memory=8 * start.captured.state.nbytes).end
+
+
+def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tensor, "1 1 token token"] | None:
+    """Added to attention scores: 0 for what a token may see, else as good as −∞. Given whole, so that the model makes
+    none of its own at every call; None for a model to which that is not the same."""
+    count, dtype, device = tokens.shape[1], network.dtype, tokens.device
+    hidden = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+    mask = torch.zeros(count, count, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[None, None]
+    with torch.no_grad():
+        plain = network(input_ids=tokens, use_cache=False).logits
+        try:
+            given = network(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        except Exception:  # OPT counts tokens by it, Bloom makes positions of it: each has its own error
+            return None
+    same = (given - plain).abs().max() <= SAME_LOGITS * plain.abs().max()
+    return mask if bool(same) else None
+
+
+def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], name: str) -> None:
+    known, largest = network.get_input_embeddings().num_embeddings, int(tokens.max())
+    if largest >= known:
+        raise InvalidInput(
+            f"the tokenizer belongs to another model: it gives token {largest}, and {name} knows {known} tokens; give "
+            "the model's own with --tokenizer FILE"
+        )
+
+
+def require_room(name: str, parameters: int, itemsize: int, device: torch.device) -> None:
+    """Refuse a model of which not even one rerun fits, before anything is run."""
+    there = free(device) + parameters * itemsize  # the model is there already
+    needed = LEAST_VECTORS * parameters * max(itemsize, 4)
+    if needed > there:
+        largest = there / (LEAST_VECTORS * max(itemsize, 4))
+        raise OutOfMemory(
+            f"{name} has {parameters / 1e6:,.0f} million parameters: the study holds {LEAST_VECTORS} copies of them at "
+            f"once, {readable(needed)}, and {readable(there)} are free on {device}. What would fit: a model of up to "
+            f"{largest / 1e6:,.0f} million parameters, or a device with more memory"
+        )
+
+
+def _batch(tokens: Int64[Tensor, "row token"], mask: Float[Tensor, "1 1 token token"] | None) -> Batch:
+    return {"tokens": tokens, "mask": mask}
+
+
+def _collect(device: torch.device) -> None:
+    """What the live model held on a card is free for the rest."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

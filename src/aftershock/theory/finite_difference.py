@@ -1,0 +1,221 @@
+"""The paper's ISO Tangent (FD): the tangent response from reruns alone, by centred differences of logits.
+
+Nothing is differentiated twice, so that it runs on any model whose probe has logits; how far it may be trusted, its
+steps ε tell, or the exact tangent beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..core.batches import Batch
+from ..core.changes import ControlStep, Shock, names_of, scales_of
+from ..core.memory import budget, readable
+from ..core.planning import LARGE, Footprint, Load, rollout_bytes
+from ..core.probe import Watch
+from ..core.reductions import norms
+from ..core.rollout import Moment, Rows, rollout
+from ..core.rows import rehearse_reading, row_readings
+from ..core.state import JointState
+from ..errors import InvalidInput, InvalidLoss, OutOfMemory
+from ..results.provenance import described
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..api.change import Change
+
+STEPS = (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
+READ_AT_ONCE = 8  # rows whose logits are in memory together
+READ_COPIES = 8  # of one row's logits, in float32, while they are read
+HELD = 3  # vectors beside the rows: the control's raw gradient, the change's, and ξ
+Logits = Callable[[nn.Module, Batch], tuple[Float[Tensor, "*token kind"], Int[Tensor, "*token"]]]
+
+
+def token_loss(logits: Float[Tensor, "*token kind"], labels: Int[Tensor, "*token"]) -> Tensor:
+    """The mean cross-entropy, in float64: two nearly equal losses then differ by what their logits differ by."""
+    return cross_entropy(logits.flatten(0, -2).double(), labels.flatten())
+
+
+def logit_tangent(
+    change: Change,
+    probe: Batch,
+    logits: Logits,
+    *,
+    steps: Sequence[float] = STEPS,
+    scales: Sequence[float] = (1.0,),
+    horizon: int | None = None,
+    memory: str | int | None = None,
+) -> xr.Dataset:
+    """Exact responses at every scale α, and the derivative at α = 0 by centred differences ±ε of the logits.
+
+    δz = (z(+ε) − z(−ε)) / 2ε, then the control's exact cross-entropy differential in float64:
+    `derivative[fd_step, change, horizon]` = 1/N Σ_n ⟨softmax(z⁰_n) − e_{y_n}, δz_n⟩. `exact[scale, change, horizon]`
+    is the difference of the mean token losses, in float64; `control[horizon]` the control's. `gradient_norm` is ‖ξ‖
+    and `write_norm` the norm of the exact change of θ at α = 1 by the step itself.
+
+    A scale that is also a step is run once. Costs a rerun for every scale and every ±ε: 1 g and a forward pass of the
+    probe per horizon. Paper: "Numerical ISO directional response".
+
+    probe: a batch. logits: `logits(model, batch)` gives the logits and their labels, as `torch.nn.functional.
+    cross_entropy` takes them (−100 is not counted).
+    memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
+    """
+    steps = sorted(scales_of(change.edits, steps), reverse=True)
+    scales = scales_of(change.edits, scales)
+    if steps[-1] < 0:
+        raise InvalidInput(f"steps of a centred difference are positive; got {steps}")
+    watch = change.path.watch(change.at, probe, horizon)
+    ways = sorted({*scales, *steps, *(-step for step in steps), 1.0}, reverse=True)
+    limit = change.path.memory if memory is None else memory
+    found = _Reruns(watch, logits, ways, limit).of(change)
+    return _labelled(change, watch, found, ways, steps, scales)
+
+
+class LogitReader:
+    """The mean token loss of every row, and its linear part ⟨softmax(z⁰) − e, z⟩ / N: both less the control's.
+
+    The control is read first, at every horizon: H gradients and 2·H forward passes.
+    """
+
+    def __init__(self, watch: Watch, logits: Logits) -> None:
+        self._logits, self._batch = logits, watch.probe.batch
+        self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
+        self._slopes: dict[int, Tensor] = {}
+        self.controls: dict[int, Tensor] = {}  # the control's two readings by time
+        for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
+            state = moment.control
+            self._slopes[moment.time] = self._slope(state)
+            if moment.time == watch.first and self._loss.layout.size >= LARGE:
+                rehearse_reading(
+                    self._loss, state.theta, state.buffers, self._given(moment.time), self._both, self._random
+                )
+            self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
+
+    def read(self, moment: Moment) -> Float[Tensor, "row 2"]:
+        """One forward pass a row, or less where rows run together."""
+        rows, time = moment.exact, moment.time
+        if rows.together:
+            values = self._values(time, rows.thetas, rows.buffers)
+            control = self.controls[time] = values[0]
+        else:
+            states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
+            values = torch.cat([self._values(time, x.theta[None], [x.buffers]) for x in states])
+            control = self.controls[time]
+        return torch.stack([rows.by_row(values[:, k].tolist(), float(control[k])) for k in range(2)], dim=1)
+
+    def nbytes(self, rows: int) -> int:
+        """Logits on the way, while so many rows are read."""
+        return next(iter(self._slopes.values())).nbytes * READ_COPIES * min(rows, READ_AT_ONCE)
+
+    def _values(self, time: int, thetas: Float[Tensor, "row param"], buffers: Sequence[Any]) -> Float[Tensor, "row 2"]:
+        batch = self._given(time)
+        pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
+        return torch.cat(
+            [row_readings(self._loss, thetas[p], buffers[p], batch, self._both, self._random) for p in pieces]
+        )
+
+    def _given(self, time: int) -> Batch:
+        return {"probe": self._batch, "slope": self._slopes[time]}
+
+    def _both(self, model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
+        z, labels = self._logits(model, batch["probe"])
+        return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
+
+    def _slope(self, state: JointState) -> Float[Tensor, "*token kind"]:
+        """∂F/∂z at the control: (softmax(z) − e) / N."""
+
+        def slope(model: nn.Module) -> Tensor:
+            try:
+                z, labels = self._logits(model, self._loss.place(self._batch))
+                z = z.detach().requires_grad_()
+                return torch.autograd.grad(token_loss(z, labels), z)[0]
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise InvalidLoss(
+                    "logits(model, batch) gives the logits and their labels, as cross_entropy takes them; here it "
+                    f"failed: {type(error).__name__}: {error}"
+                ) from error
+
+        views = self._loss.layout.typed_views(state.theta)
+        found: Tensor = self._loss.call(views, state.buffers, self._random, slope)[0]
+        return found
+
+
+class _Reruns:
+    """Exact rows of changes at signed scales, as many at once as fit."""
+
+    def __init__(self, watch: Watch, logits: Logits, ways: Sequence[float], memory: str | int | None) -> None:
+        self.watch, self.ways, self.reader = watch, ways, LogitReader(watch, logits)
+        self.size = _at_once(watch, len(ways), self.reader, memory)
+        self.gradient_norm: list[float] = []
+        self.write_norm: list[float] = []
+        self.values: Float[Tensor, "change way 2 horizon"]
+
+    def of(self, change: Change) -> _Reruns:
+        control = ControlStep.of(self.watch.trajectory, self.watch.at)
+        self.values = torch.stack([self._change(control.after, edit.shock(control)) for edit in change.edits])
+        return self
+
+    def _change(self, control: JointState, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
+        self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
+        self.write_norm.append(float(norms(shock.endpoint(1.0)[0].theta - control.theta)))
+        found = []
+        for first in range(0, len(self.ways), self.size):
+            some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
+            rows = Rows(some, control=control, owned=True)  # nobody asks for the control: it stays as it is
+            moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
+            found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1))
+        return torch.cat(found)
+
+
+def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
+    """How many reruns are carried together: one where they run alone anyway."""
+    trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
+    vector = Footprint.of(trajectory).vector
+    available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
+    idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
+
+    def needed(n: int) -> int:
+        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
+        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
+        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (n == 1)
+        return held * vector + max(started, carried) + reader.nbytes(n)
+
+    if needed(1) > available:
+        raise OutOfMemory(
+            f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
+            f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
+        )
+    sizes = (n for n in range(rows, 1, -1) if sharing.tries("gradient", n + 1) and needed(n) <= available)
+    return next(sizes, 1)
+
+
+def _labelled(
+    change: Change, watch: Watch, found: _Reruns, ways: Sequence[float], steps: Sequence[float], scales: Sequence[float]
+) -> xr.Dataset:
+    import xarray as xr
+
+    values, at = found.values, {way: i for i, way in enumerate(ways)}
+    exact = torch.stack([values[:, at[scale], 0] for scale in scales])
+    derivative = torch.stack([(values[:, at[e], 1] - values[:, at[-e], 1]) / (2 * e) for e in steps])
+    control = [float(found.reader.controls[time][0]) for time in range(watch.first, watch.last + 1)]
+    return xr.Dataset(
+        {
+            "exact": (("scale", "change", "horizon"), exact.numpy()),
+            "derivative": (("fd_step", "change", "horizon"), derivative.numpy()),
+            "control": ("horizon", control),
+            "gradient_norm": ("change", found.gradient_norm),
+            "write_norm": ("change", found.write_norm),
+        },
+        {"scale": list(scales), "fd_step": list(steps), "change": names_of(change.edits), "horizon": watch.range},
+        described(watch, change.kind),
+    )

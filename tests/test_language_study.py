@@ -1,0 +1,493 @@
+"""The language study on tiny models with fresh weights: against torch.optim by hand, and what bad input gets."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import aftershock as ak
+from aftershock import theory
+from aftershock.commands import cli
+from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
+from aftershock.studies.carried import CarriedStore
+from aftershock.studies.language import models, recipe, scene, text
+from aftershock.studies.language.recipe import language_study, measured, require_same_sources
+from aftershock.studies.language.scene import Protocol, Scene, logits_of, prepare
+from aftershock.studies.results import SystemResults, join_systems
+from aftershock.studies.study import Study
+
+transformers = pytest.importorskip("transformers")
+
+TINY = Protocol(sequences=40, length=6, continuation=8, references=2, candidates=2, horizon=3)
+WORDS = [f"w{i}" for i in range(8)]
+SHAPE = {
+    "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 8,
+    "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both models, a tokenizer of eight words, and a text of them."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    folder = tmp_path_factory.mktemp("language")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(folder / name)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    draws = np.random.default_rng(0)
+    (folder / "words.txt").write_text("\n".join(" ".join(draws.choice(WORDS, 12)) for _ in range(40)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "QUICK", TINY)
+
+
+def study(folder: Path, name: str, dtype: str = "float64", **options: Any) -> Study:
+    return language_study(
+        [str(folder / name)], [str(folder / "words.txt")], tokenizer=folder / "tokenizer.json", quick=True,
+        dtype=dtype, **options,
+    )  # fmt: skip
+
+
+def one(folder: Path, name: str, dtype: str = "float64") -> Scene:
+    made = study(folder, name, dtype)
+    (system,) = made.systems
+    found = made.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
+    return prepare(system, *found, folder / "tokenizer.json", TINY, "cpu", dtype)
+
+
+@cache
+def reruns(folder: Path, name: str) -> tuple[Scene, xr.Dataset]:
+    """A system in float64 with its exact responses and finite differences."""
+    made = one(folder, name)
+    change = made.path.replace(made.candidates)
+    return made, theory.logit_tangent(change, made.probe, logits_of, scales=TINY.scales)
+
+
+@cache
+def found(folder: Path) -> tuple[Scene, xr.Dataset]:
+    """The NeoX in float64, with everything that the study measures."""
+    made, _ = reruns(folder, "neox")
+    return made, measured(made)
+
+
+# --- the numbers, by hand
+
+
+class Loop:
+    """Plain training by torch: the same model, sequences and optimizer, nothing of aftershock."""
+
+    def __init__(self, folder: Path, name: str, tokens: Tensor) -> None:
+        options = {"dtype": torch.float64, "attn_implementation": "eager"}
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, **options).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
+        self.tokens = tokens
+
+    def loss(self, *which: int) -> Tensor:
+        ids = self.tokens[list(which)]
+        logits = self.model(ids[:, :-1], use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def gradient(self, *which: int) -> list[Tensor]:
+        return [g.clone() for g in torch.autograd.grad(self.loss(*which), list(self.model.parameters()))]
+
+    def step(self, gradient: list[Tensor]) -> None:
+        for parameter, grad in zip(self.model.parameters(), gradient):
+            parameter.grad = grad
+        self.optimizer.step()
+
+
+def by_hand(folder: Path, name: str, tokens: Tensor, candidate: int | None, scale: float) -> list[float]:
+    """The probe's loss at every horizon of one run."""
+    run, used = Loop(folder, name, tokens), TINY.continuation
+    for i in range(used):
+        run.step(run.gradient(i))
+    control = [(a + b) / 2 for a, b in zip(run.gradient(used), run.gradient(used + 1))]
+    if candidate is not None:
+        other = run.gradient(used + 2 + candidate)
+        control = [g + scale * (o - g) for g, o in zip(control, other)]
+    run.step(control)
+    first, losses = used + 2 + TINY.candidates, []
+    for h in range(TINY.horizon):
+        losses.append(float(run.loss(TINY.used - 2, TINY.used - 1).detach()))
+        if h + 1 < TINY.horizon:
+            run.step(run.gradient(first + h))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["neox", "llama"])
+def test_exact_responses_are_those_of_a_plain_loop(folder: Path, name: str) -> None:
+    made, data = reruns(folder, name)
+    control = by_hand(folder, name, made.tokens, None, 0.0)
+    off = 1e-12  # float64 rounding of losses of about 2, summed in another order; seen: equal to the bit
+    assert np.allclose(data["control"], control, rtol=0, atol=off)
+    for candidate, scale in ((0, 1.0), (1, 0.0625)):
+        truth = np.subtract(by_hand(folder, name, made.tokens, candidate, scale), control)
+        assert np.abs(truth).min() > 1e4 * off
+        assert np.allclose(data["exact"].sel(scale=scale)[candidate], truth, rtol=0, atol=off)
+
+
+def test_predictions_hybrids_and_norms_of_the_same_system(folder: Path) -> None:
+    made, data = found(folder)
+    response = data["response"]
+    assert np.array_equal(response.sel(answer="exact"), reruns(folder, "neox")[1]["exact"])
+    # semilinear is exact up to the gradient's curvature, and a tangent up to the scale: both far from zero here
+    small = response.sel(scale=0.0625)
+    size = float(abs(small.sel(answer="exact")).max())
+    assert float(abs(small.sel(answer="semilinear") - small.sel(answer="exact")).max()) < 1e-3 * size
+    assert np.allclose(response.sel(answer="tangent", scale=0.25), 0.25 * response.sel(answer="tangent", scale=1.0))
+    channels = data["channel_exact"]
+    assert list(channels["channel"].values) == ["000", "100", "010", "001", "110", "101", "011", "111"]
+    assert np.allclose(channels.sel(channel="111"), response.sel(answer="exact", scale=1.0, change=0), rtol=1e-9)
+    assert (channels.sel(channel="000") == 0).all()
+    assert float(abs(channels.sel(channel="010") - channels.sel(channel="111")).max()) > 0.1 * size
+    run, used = Loop(folder, "neox", made.tokens), TINY.continuation
+    for i in range(used):
+        run.step(run.gradient(i))
+    before = [p.clone() for p in run.model.parameters()]
+    mean = [(a + b) / 2 for a, b in zip(run.gradient(used), run.gradient(used + 1))]
+    xi = torch.cat([(o - g).flatten() for g, o in zip(mean, run.gradient(used + 2))])
+    assert float(data["gradient_norm"][0]) == pytest.approx(float(xi.norm()), rel=1e-10)
+    assert 0 < float(data["write_norm"][0]) < 1e-3 * float(torch.cat([p.detach().flatten() for p in before]).norm())
+
+
+def words_and_next(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return model(batch[:, :-1]), batch[:, 1:]
+
+
+def test_the_error_of_finite_differences_falls_as_the_square_of_the_step() -> None:
+    """On a model that computes in float64 throughout, which those of transformers do not."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(8, 6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8)
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return theory.token_loss(*words_and_next(model, batch))
+
+    batches = [torch.randint(8, (4, 9)) for _ in range(28)]
+    for batch in batches[:20]:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    change = ak.capture(model, optimizer, loss_fn).follow(batches[20:24]).replace(batches[24:27])
+    tangent = change.response(batches[27], answers=("tangent",)).tangent.isel(scale=0).values
+    steps = (0.04, 0.02, 0.01)
+    data = theory.logit_tangent(change, batches[27], words_and_next, steps=steps)
+    errors = [float(np.abs(data["derivative"].sel(fd_step=step).values - tangent).max()) for step in steps]
+    assert errors[-1] < 1e-3 * np.abs(tangent).max()
+    # 4 for each halving, but for the next even order, of the size of ε²
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.02)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.02)
+
+
+def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
+    made = one(folder, "neox")
+    change = made.path.replace(made.candidates[:1])
+    alone = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,))
+    assert change.path.point.loss.sharing.wanted is False
+    change.path.point.loss.sharing.wanted = True  # as on a GPU
+    together = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,))
+    assert change.path.point.loss.sharing.tries("reading", 3)
+    assert change.path.point.loss.sharing.compared("reading")
+    for variable in ("exact", "derivative", "control"):
+        assert np.allclose(together[variable], alone[variable], rtol=1e-6, atol=1e-13)
+
+
+def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
+    made, data = found(folder)
+    change = made.path.replace(made.candidates[:1])
+    with pytest.raises(OutOfMemory, match=r"one rerun needs .* What would fit: memory="):
+        theory.logit_tangent(change, made.probe, logits_of, memory=1000)
+    tight = made.point.follow([made.control_batch, *made.future], memory=1)
+    assert tight.trajectory.kept(1) is None
+    for path in (made.path, tight):  # with the control's states in memory, and without
+        change = path.replace(made.candidates)
+        little = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,), memory="1MiB")
+        assert np.array_equal(little["exact"][0], data["response"].sel(answer="exact", scale=1.0))
+    with pytest.raises(InvalidInput, match="positive"):
+        theory.logit_tangent(change, made.probe, logits_of, steps=(-0.5,))
+    with pytest.raises(InvalidLoss, match=r"logits\(model, batch\) gives the logits and their labels.*TypeError"):
+        theory.logit_tangent(change, made.probe, lambda model, batch: None)  # type: ignore[arg-type, return-value]
+
+
+# --- the study
+
+
+def test_the_study_runs_in_float32_and_its_results_travel(folder: Path, tmp_path: Path) -> None:
+    name = "llama"
+    made = study(folder, name, "float32")
+    (system,) = made.systems
+    assert system.name == f"{name}-words-2026-0"
+    data = made.run(system, made.pieces[0])["language"]
+    assert data.sizes == {
+        "answer": 3, "scale": 5, "change": 2, "horizon": 3, "fd_step": 6, "channel": 8, "part": 8
+    }  # fmt: skip
+    assert [str(data[key].values) for key in ("model", "domain", "weights")] == [name, "words", "pretrained"]
+    assert not data.isnull().any().to_array().any()
+    exact = data["response"].sel(answer="exact")
+    assert (data["noise_floor"] > 0).all()
+    assert float(abs(exact.sel(scale=1.0)).max()) > 20 * float(data["noise_floor"].max())
+    truth = reruns(folder, name)[1]["exact"].sel(scale=1.0)
+    assert np.allclose(exact.sel(scale=1.0), truth, rtol=0.05, atol=10 * float(data["noise_floor"].max()))
+
+    store = CarriedStore(tmp_path, made)
+    store.prepare()
+    store.save(system.name, SystemResults({"language": data}, ({"machine": "here"},)))
+    back = {system.name: store.load(system.name)}
+    results = join_systems(made, back)
+    assert results["language"].isel(system=0, drop=True).drop_attrs().equals(data[sorted(map(str, data.data_vars))])
+    require_same_sources(made, results)
+    results["language"]["weights"][:] = "fresh"
+    with pytest.raises(InvalidFile, match="weights is fresh there and pretrained here"):
+        require_same_sources(made, results)
+
+
+def test_fresh_weights_are_said_plainly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(models, "_on_hub", lambda repository: False)
+    with pytest.warns(UserWarning, match="pythia-410m gets FRESH weights"):
+        source = models.find_model("pythia-410m")
+    assert (source.name, source.weights) == ("pythia-410m", "fresh")
+    assert source.note.startswith("fresh weights")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert models.find_model("EleutherAI/pythia-1b", fresh=True).weights == "fresh"
+    config = models.configuration(models.find_model("pythia-1.4b", fresh=True))
+    with torch.device("meta"):
+        whole = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in whole.parameters()) == 1_414_647_808  # as the hub's
+    monkeypatch.setattr(models, "_on_hub", lambda repository: True)
+    assert models.find_model("pythia-410m").place == "EleutherAI/pythia-410m"
+    drawn = [models.build_model(models.find_model(f"x={folder / 'neox'}", fresh=True), torch.device("cpu"),
+                                torch.float32, seed) for seed in (1, 1, 2)]  # fmt: skip
+    embeddings = [model.get_input_embeddings().weight for model in drawn]
+    assert torch.equal(embeddings[0], embeddings[1])
+    assert not torch.equal(embeddings[0], embeddings[2])
+
+
+def test_models_that_make_their_own_mask_are_left_to_it() -> None:
+    tokens = torch.arange(5)[None] + 1
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "n_layer": 1,
+             "n_embd": 8, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    for config, takes in ((transformers.GPT2Config(**small), True), (transformers.BloomConfig(**small), False)):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        mask = scene.causal_mask(model, tokens[:, :-1])
+        assert (mask is not None) == takes
+        batch = {"tokens": tokens, "mask": mask}
+        logits, labels = logits_of(model, batch)
+        changed = logits_of(model, {**batch, "tokens": tokens.index_fill(1, torch.tensor([3]), 7)})[0]
+        assert torch.allclose(changed[:, :3], logits[:, :3], atol=1e-6)  # no token sees a later one
+        assert torch.equal(labels, tokens[:, 1:])
+
+
+def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
+    import gguf
+
+    shape = {**SHAPE, "hidden_size": 32, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for kind, weights in ((gguf.GGMLQuantizationType.F32, "pretrained"), (gguf.GGMLQuantizationType.Q8_0, "quantized")):
+        path = tmp_path / f"Tiny-{kind.name}-instruct.gguf"
+        write_gguf(path, model, kind)
+        source = models.find_model(str(path))
+        assert (source.name, source.weights) == (f"Tiny-{kind.name}-instruct", weights)
+        assert (
+            source.note
+            == ("" if weights == "pretrained" else "most weights were rounded to Q8_0; ") + "instruction-tuned"
+        )
+        loaded = models.build_model(source, torch.device("cpu"), torch.float32, 0)
+        ids = torch.arange(8)[None]
+        off = float((loaded(ids).logits - model.eval()(ids).logits).detach().abs().max())
+        assert off < (1e-5 if weights == "pretrained" else 1e-2)
+        assert weights == "pretrained" or off > 1e-6
+    with pytest.raises(InvalidFile, match="no file"):
+        models.find_model(str(tmp_path / "none.gguf"))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF nothing")
+    with pytest.raises(InvalidFile, match="cannot be read as a GGUF file"):
+        models.find_model(str(tmp_path / "bad.gguf"))
+
+
+def write_gguf(path: Path, model: Any, kind: Any) -> None:
+    """A Llama as llama.cpp stores it, matrices in the given type."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers.": "blk.",
+    }  # fmt: skip
+    for name, parameter in model.named_parameters():
+        stored = parameter.detach()
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp interleaves the two halves of a rotation
+            heads = config.num_attention_heads
+            stored = stored.view(heads, 2, -1, stored.shape[-1]).transpose(1, 2).reshape(stored.shape)
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        own = kind if stored.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(stored.numpy(), own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# --- bad input
+
+
+def refused(*words: object) -> str:
+    result = CliRunner().invoke(cli.app, ["reproduce", *(str(word) for word in words)])
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.stderr
+    return str(result.stderr)
+
+
+def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_on_hub", lambda repository: False)
+    words, model = folder / "words.txt", folder / "neox"
+    assert "--model NAME_OR_PATH --text FILE_OR_DATASET" in refused("language")
+    assert "there is no model 'nobody/nothing'" in refused("language", "--model", "nobody/nothing", "--text", words)
+    assert "holds no model" in refused("language", "--model", folder, "--text", words)
+    assert "no text file" in refused("language", "--model", model, "--text", tmp_path / "none.txt")
+    assert "there is no text 'nothing'" in refused("language", "--model", model, "--text", "nothing")
+    assert "the same name" in refused("language", "--model", model, "--model", model, "--text", words)
+    assert "--data and --roots do not" in refused("language", "--model", model, "--text", words, "--data", folder)
+    assert "belong to the language study" in refused("quadratic", "--model", model)
+    with pytest.raises(InvalidInput, match="dtype is one of"):
+        study(folder, "neox", "int8")
+    encode = models.load_encoder(models.find_model(str(model)), folder / "tokenizer.json")
+    with pytest.raises(InvalidInput, match=r"too short: it has 480 tokens, and 100 sequences of 6 tokens need 600"):
+        text.token_sequences(text.find_text(str(words)), encode, 100, 6)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(InvalidFile, match="not a UTF-8 text"):
+        text.token_sequences(text.find_text(str(tmp_path / "binary.txt")), encode, 1, 6)
+
+
+def test_a_tokenizer_that_is_missing_or_belongs_to_another_model(folder: Path, tmp_path: Path) -> None:
+    source = models.find_model(str(folder / "neox"))
+    with pytest.raises(InvalidFile, match="there is no tokenizer at"):
+        models.load_encoder(source, tmp_path / "none.json")
+    with pytest.raises(InvalidInput, match=r"neox holds no tokenizer; give one with --tokenizer FILE"):
+        models.load_encoder(source, None)
+    with pytest.raises(InvalidInput, match=r"weights are fresh; give the file with --tokenizer"):
+        models.load_encoder(models.find_model("pythia-410m", fresh=True), None)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(InvalidFile, match=r"is not a tokenizer\.json"):
+        models.load_encoder(source, tmp_path / "bad.json")
+    network = models.build_model(source, torch.device("cpu"), torch.float32, 0)
+    with pytest.raises(InvalidInput, match="it gives token 8, and neox knows 8 tokens"):
+        scene.require_vocabulary(network, torch.tensor([[1, 8]]), "neox")
+    with pytest.raises(InvalidInput, match="have 17 tokens before the last, and this model takes 16"):
+        models.require_length(network, 17)
+
+
+def test_a_card_that_is_too_small_is_told_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
+    with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):
+        scene.require_room("big", 1_400_000_000, 4, torch.device("cpu"))
+    scene.require_room("small", 300_000_000, 4, torch.device("cpu"))
+
+
+class Once(torch.autograd.Function):
+    """An operation that is differentiated once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Kernel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Once.apply(x)
+
+
+def test_a_model_without_second_derivatives_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*arguments: Any) -> nn.Module:
+        network = models.build_model(*arguments)
+        network.gpt_neox.final_layer_norm = Kernel()  # type: ignore[union-attr]
+        return network
+
+    monkeypatch.setattr(scene, "build_model", build)
+    made = study(folder, "neox")
+    with pytest.raises(WrongHessian, match=r"no response could be trusted.*a custom autograd function"):
+        made.run(made.systems[0], made.pieces[0])
+
+
+def test_bfloat16_weights_are_refused_where_the_response_drowns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "QUICK", replace(TINY, candidates=1, horizon=2, continuation=2))
+    made = study(folder, "neox", "bfloat16")
+    with pytest.raises(InvalidInput, match=r"rounding alone moves .* cannot be told from noise.*bfloat16.*in float32"):
+        made.run(made.systems[0], made.pieces[0])
+
+
+def test_a_response_near_the_noise_is_warned_of(folder: Path) -> None:
+    made, data = found(folder)
+    exact = data["response"].sel(answer="exact", scale=1.0).values
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe.judge_noise(made, exact, data["noise_floor"].values)
+    both = np.stack([np.full(3, 1e-3), np.full(3, 1e-3), np.full(3, 1e-6)])
+    with pytest.warns(UserWarning, match="1 of 3 candidates cannot be told from noise"):
+        recipe.judge_noise(made, both, np.full(3, 1e-6))
+
+
+def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(*words: Any, **options: Any) -> Any:
+        asked.append((*words, options))
+        return iter([{"content": "w1 w2 "}, {"content": "w3"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = text.find_text("code=codeparrot")
+    ids = text.token_sequences(source, lambda texts: [[int(w[1]) for w in t.split()] for t in texts], 1, 3)
+    assert ids.tolist() == [[1, 2, 3]]
+    assert asked == [("codeparrot/codeparrot-clean", None, {"split": "train", "streaming": True})]
+    assert source.name == "code"
+    wiki = text.find_text("wikitext-103")
+    assert (wiki.name, wiki.place) == ("wikitext-103", "Salesforce/wikitext:wikitext-103-raw-v1")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: iter([{"x": 1}])))
+    with pytest.raises(InvalidInput, match="no column text or content"):
+        text.token_sequences(wiki, lambda texts: [[0]], 1, 3)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidInput, match="pip install datasets"):
+        text.token_sequences(wiki, lambda texts: [[0]], 1, 3)

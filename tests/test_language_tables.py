@@ -1,0 +1,316 @@
+"""The language stage's tables against small computations by hand, its findings on known causes, and its page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from scipy import stats
+from typer.testing import CliRunner
+
+from aftershock.commands.cli import app
+from aftershock.report.language_figures import language_drawings
+from aftershock.report.language_files import language_files
+from aftershock.report.study_page import write_study_page
+from aftershock.studies.language.candidates import Candidates
+from aftershock.studies.language.conditions import conditions
+from aftershock.studies.language.deviations import exponent_deviations, findings, validity
+from aftershock.studies.language.finite_differences import select, step_curve
+from aftershock.studies.language.measures import language_measures
+from aftershock.studies.language.ranks import pooled_ranks
+from aftershock.studies.paper import TABLES
+from aftershock.studies.results import ResultStore, SystemResults
+from aftershock.studies.study import System
+from aftershock.studies.tables import Cell, build, markdown, provenance, verdict
+from aftershock.studies.verdicts import Measure, judge
+
+from .language_results import (
+    CHANGES,
+    HORIZONS,
+    SCALES,
+    STEPS,
+    joined,
+    language_study,
+    other_systems,
+    paper_systems,
+    system,
+    unit,
+)
+from .test_report import Tags
+
+LANGUAGE = [label for label in TABLES if "exp3" in label]
+
+
+@pytest.fixture(scope="module")
+def paper() -> list[Measure]:
+    """What the paper's nine systems would say."""
+    return list(language_measures(joined(paper_systems(noise=3e-4))))
+
+
+@pytest.fixture(scope="module")
+def other() -> dict[str, xr.Dataset]:
+    return joined(other_systems(noise=3e-4))
+
+
+@pytest.fixture(scope="module")
+def cells(other: dict[str, xr.Dataset]) -> list[Cell]:
+    return build("language", other)
+
+
+def at(measures: list[Any], table: str, row: str, column: str = "value") -> Any:
+    (found,) = [m for m in measures if (m.table, m.row, m.column) == (table, row, column)]
+    return found
+
+
+# --- finite differences
+
+
+def test_the_smaller_step_of_the_most_consistent_pair_is_selected() -> None:
+    answers = np.array([[4.0, 0.0], [2.0, 0.0], [1.1, 0.0], [1.0, 0.0], [0.5, 0.0], [5.0, 0.0]])  # by step, falling
+    lost = np.array([[1.0, 0.0], [-1.0, 0.0]] * 3)  # neighbours never agree
+    data = xr.DataArray(
+        np.stack([answers, lost], axis=1), dims=("fd_step", "change", "horizon"), coords={"fd_step": STEPS}
+    )
+    for shuffled in (data, data.isel(fd_step=[3, 0, 5, 1, 4, 2])):
+        found = select(shuffled)
+        assert float(found["step"][0]) == STEPS[3]
+        assert float(found["consistency"][0]) == pytest.approx(0.1 / 1.05)
+        np.testing.assert_array_equal(found["derivative"][0], [1.0, 0.0])
+        assert found["identifiable"].values.tolist() == [True, False]
+        assert found["derivative"][1].isnull().all()
+
+
+def test_the_error_by_step_is_truncation_on_the_right_and_noise_on_the_left() -> None:
+    """‖a + τ ε² t + ν/ε n − a‖ / ‖a‖ of unit vectors t and n, recomputed from the same draws."""
+    one = system("m", "d", 1000, seed=3, truncation=0.5, noise=1e-4)
+    found = step_curve(joined([one])["language"]).isel(system=0)
+    draws = np.random.default_rng(3)
+    draws.standard_normal((CHANGES, HORIZONS))
+    draws.random((CHANGES, HORIZONS))
+    bent, rough = (unit(draws.standard_normal((CHANGES, HORIZONS))) for _ in range(2))
+    steps = np.sort(STEPS)
+    by_hand = [np.median(np.linalg.norm(0.5 * e**2 * bent + 1e-4 / e * rough, axis=1)) for e in steps]
+    np.testing.assert_allclose(found["error"], by_hand, rtol=1e-9)
+    assert float(found["rising"]) == pytest.approx(2, abs=0.02)
+    assert float(found["falling"]) == pytest.approx(-1, abs=0.05)
+    assert float(found["best_step"]) == steps[np.argmin(by_hand)]
+
+
+# --- tables
+
+
+def test_every_number_of_the_paper_has_a_cell_where_its_systems_were_run(paper: list[Measure]) -> None:
+    wanted = {(label, *place) for label in LANGUAGE for place in TABLES[label].quotes()}
+    assert len(wanted) == 145
+    filled = [(m.table, m.row, m.column) for m in paper]
+    assert len(filled) == len(set(filled))
+    assert wanted <= set(filled)
+
+
+def test_errors_by_scale_are_medians_over_all_candidates(other: dict[str, xr.Dataset], cells: list[Cell]) -> None:
+    data = other["language"]
+    exact, tangent, semilinear = (data["response"].sel(answer=a).values for a in ("exact", "tangent", "semilinear"))
+    table = "tab:app_exp3_alpha"
+    for name, answer in (("exact tangent (ours)", tangent), ("semilinear (ours)", semilinear)):
+        miss = np.linalg.norm(exact - answer, axis=-1) / np.linalg.norm(exact, axis=-1)  # [system, scale, change]
+        flat = miss[:, 2].ravel()
+        row = f"α = 0.25, {name}"
+        assert at(cells, table, row, "NRMSE").ours == pytest.approx(np.median(flat))
+        assert at(cells, table, row, "75 % NRMSE").ours == pytest.approx(np.quantile(flat, 0.75))
+    cosine = np.einsum("scah,scah->sca", exact, tangent)[:, 4] / (
+        np.linalg.norm(exact[:, 4], axis=-1) * np.linalg.norm(tangent[:, 4], axis=-1)
+    )
+    row = "α = 1, exact tangent (ours)"
+    assert at(cells, table, row, "Cosine").ours == pytest.approx(np.median(cosine))
+    peaks = [abs(a[:, 4]).max(-1) for a in (exact, tangent)]
+    assert at(cells, table, row, "Rel. M").ours == pytest.approx(
+        np.median(abs(peaks[0] - peaks[1]) / (peaks[0] + peaks[1]))
+    )
+    errors = abs(exact - tangent) / (abs(exact) + abs(tangent))
+    shares = (np.median(errors, axis=-1) <= 0.2).mean(axis=(0, 2))
+    for scale, share in zip(SCALES, shares):
+        assert at(cells, "text:exp3_validity", f"α = {scale:g}", "Exact tangent (ours)").ours == pytest.approx(share)
+    local = (np.linalg.norm(exact - tangent, axis=-1) / np.linalg.norm(exact, axis=-1))[:, :3]
+    by_size = at(cells, "tab:app_exp3_scale", "SmolLM2-135M (0.13B), exact tangent (ours)", "Local NRMSE")
+    assert by_size.ours == pytest.approx(np.median(local))
+    by_domain = at(cells, "text:exp3_domains", "web, exact tangent (ours)", "Local NRMSE")
+    assert by_domain.ours == pytest.approx(np.median(local[1]))
+
+
+def test_a_wrong_extremum_and_an_unidentifiable_candidate_are_counted(other: dict[str, xr.Dataset]) -> None:
+    data = other["language"].copy(deep=True)
+    data["fd_derivative"][0, :, 0] *= -1  # another sign
+    data["fd_derivative"][1, :, 1] *= xr.DataArray((-1.0) ** np.arange(6), dims="fd_step")  # neighbours disagree
+    measures = list(language_measures({"language": data}))
+    assert at(measures, "text:exp3_steps", "Identifiable candidates").values.sum() == 23
+    signs = at(measures, "text:exp3_signs", "Signs that ISO-FD recovers").values
+    assert (signs.sum(), len(signs)) == (22, 23)
+    assert len(at(measures, "tab:app_exp3_alpha", "α = 1", "NRMSE").values) == 23
+    assert len(at(measures, "tab:app_exp3_alpha", "α = 1, exact tangent (ours)", "NRMSE").values) == 24
+
+
+def test_ranks_against_residuals_of_least_squares() -> None:
+    draws = np.random.default_rng(0)
+    target = draws.standard_normal((3, 8))
+    control, score = target + draws.standard_normal((3, 8)), target + draws.standard_normal((3, 8))
+    found = pooled_ranks(*(xr.DataArray(a, dims=("system", "change")) for a in (score, control, target)))
+    x, z, y = (np.concatenate([stats.rankdata(row) for row in a]) for a in (score, control, target))
+    assert found.score == pytest.approx(np.mean([stats.spearmanr(a, b)[0] for a, b in zip(score, target)]))
+
+    def left(values: np.ndarray, *by: np.ndarray) -> np.ndarray:
+        columns = np.stack([np.ones_like(values), *by], axis=1)
+        return values - columns @ np.linalg.lstsq(columns, values, rcond=None)[0]
+
+    assert found.partial == pytest.approx(np.corrcoef(left(x, z), left(y, z))[0, 1])
+    spread = ((y - y.mean()) ** 2).sum()
+    assert found.r_control == pytest.approx(1 - (left(y, z) ** 2).sum() / spread)
+    assert found.r_both == pytest.approx(1 - (left(y, z, x) ** 2).sum() / spread)
+    assert math.isnan(pooled_ranks(*(xr.DataArray(np.ones((2, 4)), dims=("system", "change")),) * 3).score)
+
+
+def test_rankings_channels_signs_and_cost(cells: list[Cell], other: dict[str, xr.Dataset]) -> None:
+    exact = other["language"]["response"].sel(answer="exact", scale=1.0).values
+    peak = abs(exact).max(-1)
+    rho = [stats.spearmanr(one, np.arange(CHANGES))[0] for one in peak]
+    table = "tab:app_exp3_ranking"
+    assert at(cells, table, "SmolLM2-135M, web", "Gradient norm").ours == pytest.approx(rho[1])
+    assert at(cells, table, "Median", "Gradient norm").ours == pytest.approx(np.median(rho))
+    assert at(cells, table, "Median", "Parameter write").ours == pytest.approx(-np.median(rho))
+    step = [stats.spearmanr(a, abs(b[:, 0]))[0] for a, b in zip(peak, exact)]
+    assert at(cells, table, "SmolLM2-135M, code", "Exact 1-step").ours == pytest.approx(step[2])
+    extremes = np.take_along_axis(exact, abs(exact).argmax(-1)[..., None], -1)
+    assert at(cells, "text:exp3_signs", "Positive extrema").ours == (extremes > 0).sum()
+    hybrids = [
+        at(cells, "text:exp3_hybrids", "SmolLM2-135M, web", c).ours for c in ("m without its v", "m and v together")
+    ]
+    assert hybrids == [40.0, 0.0108]
+    assert at(cells, "text:exp3_cost", "All systems", "Seconds").ours == 3 * 28
+    assert at(cells, "text:exp3_cost", "SmolLM2-135M (0.13B)", "Peak GPU memory, GiB (ours)").ours == 3
+
+
+# --- what may be judged
+
+
+def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: list[Cell]) -> None:
+    judged = [m for m in paper if not m.unjudged]
+    assert {m.table for m in judged} >= {"tab:app_exp3_alpha", "text:exp3_validity", "tab:app_exp3_scale"}
+    assert not any(m.unjudged == "other model" for m in paper)
+    quoted = [cell for cell in cells if not cell.ours_only]
+    assert len(quoted) > 40
+    assert all(cell.agrees is None and cell.rule == "other model" for cell in quoted)
+    assert "instruction-tuned" in quoted[0].note
+    assert "not the paper's" in verdict(cells)
+    fresh = joined([system("pythia-410m", "wikitext-103", 405_334_016, "fresh"), *paper_systems()[:2]])
+    assert all(m.unjudged == "other model" for m in language_measures(fresh) if m.row in ("0.41B", "α = 1"))
+    two = [m for m in language_measures(joined(paper_systems()[:2])) if m.table == "tab:app_exp3_alpha"]
+    assert all(m.unjudged == "other model" for m in two)  # seven of the nine are missing
+
+
+def test_models_and_texts_go_by_the_papers_names_however_they_are_written() -> None:
+    names = ("EleutherAI/pythia-1.4b", "Pythia-1.4B", "pythia-1.4b")
+    found = conditions(
+        joined([system(n, f"wikitext-103{i * '-raw'}", 1_414_647_808) for i, n in enumerate(names)])["language"]
+    )
+    assert {(c.name, c.size, c.from_paper) for c in found} == {("1.4B, WikiText-103", "1.4B", True)}
+    (deduped,) = conditions(joined([system("pythia-1.4b-deduped", "wikitext2", 1_414_647_808)])["language"])
+    assert (deduped.name, deduped.from_paper) == ("pythia-1.4b-deduped, wikitext2", False)
+
+
+@pytest.mark.parametrize(("right", "agrees"), [(72, True), (65, True), (45, False)])
+def test_a_share_is_judged_by_fishers_test(right: int, agrees: bool) -> None:
+    quote = TABLES["text:exp3_validity"].quotes()["α = 0.0625", "ISO Tangent (FD)"]  # 0.931, 67 of 72
+    values = np.arange(72) < right
+    found = judge(Measure("t", "r", "c", values, 9, "share"), quote, np.random.default_rng(0))
+    assert found == (agrees, "fisher")
+    p = stats.fisher_exact([[right, 72 - right], [67, 5]])[1]
+    assert (p >= 0.05) == agrees
+
+
+# --- noise or real
+
+
+def test_each_cause_of_a_deviation_is_found() -> None:
+    smooth = system("a", "smooth", 1000)
+    differences = system("a", "differences", 1000, truncation=0.5, noise=0.02)  # no step is good
+    noisy = system("a", "noisy", 1000, seed=2)
+    tremor = 3e-3 * np.random.default_rng(5).standard_normal(noisy["response"].shape[1:])
+    noisy["response"][0] += tremor
+    noisy["noise_floor"][:] = 3e-3
+    bent = system("a", "bent", 1000, seed=4)
+    bent["response"][0] = bent["response"][2] * (1 + 0.5 * bent["scale"] ** -0.5)  # saturates: |d| ∝ √α
+    bent["fd_derivative"][:] = bent["response"][2, -1]
+    systems = [smooth, differences, noisy, bent]
+    found = {d.name: d for d in exponent_deviations(Candidates(joined(systems)["language"]))}
+    causes = {name: d.cause for name, d in found.items()}
+    assert causes == {
+        "a, smooth": "none", "a, differences": "finite differences", "a, noisy": "float noise", "a, bent": "real",
+    }  # fmt: skip
+    assert found["a, bent"].tangent == pytest.approx(0.5, abs=1e-6)
+    assert found["a, smooth"].tangent == pytest.approx(2, abs=1e-6)
+
+
+def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_secant(
+    other: dict[str, xr.Dataset],
+) -> None:
+    data = other["language"].copy(deep=True)
+    data["fd_derivative"][:] = 0.7 * data["response"].sel(answer="tangent", scale=1.0) + 1e-9
+    steps = findings(Candidates(data))[0]
+    assert steps.level == "care"
+    assert steps.value == pytest.approx(0.3, abs=1e-3)
+    assert "secant" in steps.sentence
+    assert "24 of 24 candidates" in steps.sentence
+    assert "secant" not in findings(Candidates(other["language"]))[0].sentence
+
+
+def test_a_validity_that_rises_only_with_finite_differences_is_their_error(other: dict[str, xr.Dataset]) -> None:
+    assert validity(Candidates(other["language"])).cause == "none"
+    data = other["language"].copy(deep=True)
+    data["response"].loc[{"answer": "exact", "scale": 0.0625}] *= 0.5  # wrong at the smallest scale with any derivative
+    assert validity(Candidates(data)).cause == "real"
+    data["response"].loc[{"answer": "tangent", "scale": 0.0625}] *= 0.5
+    assert validity(Candidates(data)).cause == "finite differences"
+
+
+# --- the page
+
+
+def test_the_page_says_which_models_and_draws_every_figure(
+    other: dict[str, xr.Dataset], cells: list[Cell], tmp_path: Path
+) -> None:
+    file = write_study_page(language_study(), other, cells, tmp_path / "report.html")
+    found = Tags.of(file)
+    for words in ("SmolLM2-135M (0.13B; pretrained weights rounded", "shown and not judged", "Noise of finite diff"):
+        assert words in found.text
+    drawn = {attrs.get("id") for tag, attrs in found.tags if tag == "div"}
+    drawings = list(language_drawings(other))
+    assert {f"plot-{drawing.name}" for drawing in drawings} <= drawn
+    for drawing in drawings:
+        for key, frame in drawing.frames.items():
+            assert key.count("|") == len(drawing.choices) - 1
+            assert {len(values) for values in frame.values()} == {len(drawing.figure.data)}
+    steps = next(d for d in drawings if d.name == "fd-steps").frames["SmolLM2-135M, code"]["y"][-1]
+    np.testing.assert_allclose(steps, step_curve(other["language"])["error"].isel(system=2), rtol=1e-3)
+    text = markdown(cells, provenance(language_study(), other))
+    assert "SmolLM2-135M" in text.split("##")[0]
+    assert list(language_drawings({})) == list(language_files({})) == []
+
+
+def test_the_figures_are_files(other: dict[str, xr.Dataset]) -> None:
+    names = {name for name, figure in language_files(other) if figure.axes}
+    assert names == {"finite-difference-steps", "responses", "error-by-scale", "channels", "validity", "ranking"}
+
+
+def test_a_folder_of_results_becomes_a_page(tmp_path: Path) -> None:
+    study = replace(language_study(), systems=(System("SmolLM2-135M-web", 7, 0),))
+    machine = {"machine": "x86_64", "processor": "made-up CPU", "gpu": None, "torch": "0"}
+    store = ResultStore(tmp_path, study)
+    store.prepare()
+    store.save(study.systems[0].name, SystemResults({"language": other_systems()[1]}, (machine,)))
+    said = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert said.exit_code == 0, said.output
+    assert "SmolLM2-135M (0.13B" in Tags.of(tmp_path / "page.html").text

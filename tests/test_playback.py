@@ -1,0 +1,200 @@
+"""Recorded passes: the bits of plain ones, and no recording where a pass is more than its kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.core import planning
+from aftershock.core.loss import Gradient, LossFunction
+from aftershock.core.playback import Shape
+
+CPU = torch.device("cpu")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+
+
+def test_a_shape_is_everything_but_the_numbers_on_the_device() -> None:
+    def shape(batch: object, kind: str = "value", evaluating: bool = False) -> Shape:
+        return Shape.of(kind, evaluating, batch, CPU)[0]
+
+    one = {"x": torch.zeros(2, 3), "scale": 2.0}
+    assert shape(one).fits(shape({"x": torch.ones(2, 3), "scale": 2.0}))
+    assert not shape(one).fits(shape({"x": torch.ones(2, 3), "scale": 3.0}))
+    assert not shape(one).fits(shape({"x": torch.ones(2, 4), "scale": 2.0}))
+    assert not shape(one).fits(shape({"x": torch.ones(3, 2).mT, "scale": 2.0}))
+    assert not shape(one).fits(shape({"y": torch.ones(2, 3), "scale": 2.0}))
+    assert not shape(one).fits(shape(one, "gradient"))
+    assert not shape(one).fits(shape(one, evaluating=True))
+
+
+def test_tensors_elsewhere_are_part_of_the_shape() -> None:
+    def shape(lengths: list[int]) -> Shape:
+        batch = (torch.zeros(2, device="meta"), torch.tensor(lengths))
+        return Shape.of("value", False, batch, torch.device("meta"))[0]
+
+    assert shape([1, 2]).fits(shape([1, 2]))
+    assert not shape([1, 2]).fits(shape([1, 3]))
+
+
+# --- on a GPU
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm and a head that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.unused, self.drop = nn.Linear(2, 2), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.drop(F.gelu(self.norm(self.one(x)))))
+
+
+def plain_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 8, generator=generator).cuda(), torch.randint(3, (6,), generator=generator).cuda()
+
+
+def made(loss_fn: Callable[[nn.Module, Any], Tensor]) -> tuple[ak.TrainingPoint, LossFunction]:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for seed in range(3):
+        optimizer.zero_grad()
+        plain_loss(model, batch(seed)).backward()
+        optimizer.step()
+    point = ak.capture(model, optimizer, loss_fn)
+    return point, point.loss
+
+
+def rehearsed(point: ak.TrainingPoint, kind: str = "gradient") -> bool:
+    state, loss = point.captured.state, point.loss
+    random = point.captured.random
+    return loss.rehearse(kind, state.theta, state.buffers, (batch(3), batch(4)), random)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["gradient", "value"])
+def test_a_recording_has_the_bits_of_plain_passes(kind: str) -> None:
+    point, loss = made(plain_loss)
+    assert rehearsed(point, kind)
+    state, random = point.captured.state, point.captured.random
+    buffers = state.buffers
+    for seed in range(5, 9):
+        theta = state.theta * (1 + 0.01 * seed)
+        plain = loss.plain(kind, theta, buffers, batch(seed), random)
+        found = loss._played(kind, theta, buffers, batch(seed), random, False)
+        assert found is not None
+        assert torch.equal(found.loss, plain.loss)
+        assert found.random.same(plain.random)
+        assert not plain.random.same(random), "the test needs a model that draws"
+        assert all(torch.equal(found.buffers[name], b) for name, b in plain.buffers.items())
+        assert any(not torch.equal(buffers[name], b) for name, b in plain.buffers.items())
+        if isinstance(plain, Gradient):
+            assert isinstance(found, Gradient)
+            assert found.present == plain.present
+            assert not all(plain.present)
+            pairs = [(a, b) for a, b in zip(found.grads, plain.grads) if a is not None and b is not None]
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert torch.equal(found.norm, plain.norm)
+        random, buffers = plain.random, plain.buffers
+
+
+@on_gpu
+def test_a_long_path_is_played_back_with_the_bits_of_training() -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    plain_loss(model, batch(0)).backward()
+    optimizer.step()
+    batches = [batch(seed) for seed in range(40)]
+    torch.manual_seed(7)
+    point = ak.capture(model, optimizer, plain_loss)
+    path = point.follow(batches)
+    assert point.loss.player.recordings == 1
+    torch.manual_seed(7)
+    for each in batches:
+        optimizer.zero_grad()
+        plain_loss(model, each).backward()
+        optimizer.step()
+    assert path.matches(model, optimizer)
+
+
+COUNTER = [0]
+
+
+def counting(model: nn.Module, batch: Any) -> Tensor:
+    COUNTER[0] += 1
+    return plain_loss(model, batch) * (1 + 0 * COUNTER[0])
+
+
+def looking(model: nn.Module, batch: Any) -> Tensor:
+    loss = plain_loss(model, batch)
+    return loss if loss > 0 else 2 * loss
+
+
+def rolling(model: nn.Module, batch: Any) -> Tensor:
+    return plain_loss(model, batch) * (1.0 + (random.random() < 0.01))
+
+
+@on_gpu
+@pytest.mark.parametrize("loss_fn", [counting, looking, rolling])
+def test_a_pass_that_is_more_than_its_kernels_is_not_recorded(loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+    point, _ = made(loss_fn)
+    assert not rehearsed(point)
+    assert point.loss.player.recordings == 0
+    torch.nn.functional.dropout(torch.ones(3, device="cuda"))  # the generator is as good as before
+    assert not rehearsed(point)  # and it is not tried again
+
+
+@on_gpu
+def test_batches_of_another_shape_run_as_ever() -> None:
+    point, loss = made(plain_loss)
+    assert rehearsed(point)
+    state, (x, y) = point.captured.state, batch(1)
+    assert loss._played("gradient", state.theta, state.buffers, (x[:4], y[:4]), point.captured.random, False) is None
+
+
+@on_gpu
+def test_a_scalar_made_on_the_cpu_is_recorded() -> None:
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(torch.where(out > 9, torch.tensor(0.0, device=out.device), out), batch[1])
+
+    point, _ = made(masked)
+    assert rehearsed(point)
+
+
+@on_gpu
+def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "LARGE", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 3)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    plain_loss(model, batch(0)).backward()
+    optimizer.step()
+    point = ak.capture(model, optimizer, plain_loss)
+    batches, pool, probe = [batch(seed) for seed in range(6)], [batch(seed) for seed in range(10, 16)], batch(30)
+    answers = []
+    for each in (point, point.to("cpu")):
+        path = each.follow(batches)
+        found = path.replace([*pool, batches[0]]).response(probe, answers=("exact", "semilinear"))
+        answers.append(found.data["response"])
+        assert not found.data["response"].sel(answer="exact").isel(change=-1).any()  # a change of nothing
+    assert point.loss.player.has("gradient")
+    assert point.loss.player.has("value")
+    # float32: the difference of two losses near 1 keeps about four digits
+    np.testing.assert_allclose(*answers, rtol=2e-2, atol=2e-6)
