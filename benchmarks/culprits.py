@@ -41,12 +41,13 @@ from .culprit_runs import (
     wrong_rare_labels,
 )
 from .spike_truth import HALF, Event
-from .spikes import Said, recorder_options
+from .spikes import Said
 
 LEAD, LONGEST, AFTER = 24, 40, 16  # recorded steps before the cause, until the spike, and after it
 SIGMAS = 8.0
 LOUDER = 2.0  # times the bad batch's gradient: the harmless decoy's
 TRIES, STRONGER = 3, 3.0  # on one system, each so much stronger than the one before; then on the next system
+MOST = 200  # draws: every delay on every system at every strength and more, so that no case is left out
 DELAYS = ((1, 3), (4, 10), (11, 20), (21, 40))
 
 
@@ -176,19 +177,24 @@ class Case:
 
 def drawn(plant: Plant, number: int) -> Case:
     """The first draw that counts."""
-    for attempt in range(2 * TRIES * len(SYSTEMS)):
-        system = SYSTEMS[(number + attempt // TRIES) % len(SYSTEMS)]
-        draw, strength = 1000 * number + attempt, STRONGER ** (attempt % TRIES)
-        delay = max(plant.waits, 1 + (7 * number + 13 * attempt) % LONGEST) if plant.waits else RARE_EVERY
-        count = LEAD + (delay if plant.waits else LONGEST) + AFTER + 1
-        planted = plant.make(system, _clean(system, draw, delay, count), strength, draw)
-        losses = losses_of(system, draw, planted.steps)
-        trigger = _trigger(plant, losses, delay)
-        kept = dict(enumerate(losses[: trigger + AFTER + 1]))
-        case = Case(plant, system, draw, strength, planted, trigger, kept)
+    for attempt in range(MOST):
+        case = attempted(plant, number, attempt)
         if _counts(case):
             return case
-    raise RuntimeError(f"{plant.name}, case {number}: no draw had an effect")
+    raise RuntimeError(f"{plant.name}, case {number}: none of {MOST} draws had an effect")
+
+
+def attempted(plant: Plant, number: int, attempt: int) -> Case:
+    """A draw: each attempt has another delay and more strength, and after a few it is the next system's turn."""
+    system = SYSTEMS[(number + attempt // TRIES) % len(SYSTEMS)]
+    draw, strength = 1000 * number + attempt, STRONGER ** (attempt % TRIES)
+    delay = max(plant.waits, 1 + (7 * number + 13 * attempt) % LONGEST) if plant.waits else RARE_EVERY
+    count = LEAD + (delay if plant.waits else LONGEST) + AFTER + 1
+    planted = plant.make(system, _clean(system, draw, delay, count), strength, draw)
+    losses = losses_of(system, draw, planted.steps)
+    trigger = _trigger(plant, losses, delay)
+    kept = dict(enumerate(losses[: trigger + AFTER + 1]))
+    return Case(plant, system, draw, strength, planted, trigger, kept)
 
 
 def _clean(system: System, draw: int, delay: int, count: int) -> list[Step]:
@@ -253,8 +259,8 @@ def judged(case: Case) -> Judged:
     began, steps = time.process_time(), case.planted.steps[: len(case.losses)]
     loop, norms, rates = warm(case.system, case.draw % 2).twin(), [], []
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"clip": case.system.clip, "triggers": [AtStep(WARM + case.trigger)]}
-        options = recorder_options(LEAD + LONGEST) | asked
+        options: dict[str, Any] = {"window": LEAD + LONGEST, "after": AFTER, "clip": case.system.clip}
+        options["triggers"] = [AtStep(WARM + case.trigger)]
         with ak.FlightRecorder(loop.model, loop.optimizer, case.system.loss_fn, folder, **options) as recorder:
             for i, step in enumerate(steps):
                 batch, loss = loop.step(WARM + i, step)

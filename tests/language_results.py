@@ -31,7 +31,8 @@ def system(
     """d(α) = α a + α² c; a step ε answers a + truncation ε² t + noise/ε n, with unit vectors t, n times ‖a‖."""
     draws = np.random.default_rng(seed)
     slope = draws.standard_normal((CHANGES, HORIZONS)) * (1e-3 + 1e-3 * np.arange(CHANGES))[:, None]
-    curvature = 0.2 * slope * (1 + 0.1 * draws.random((CHANGES, HORIZONS)))
+    bending = 0.1 + 0.1 * np.arange(CHANGES)[:, None]  # above 0.5 a candidate is not valid at full scale
+    curvature = bending * slope * (1 + 0.1 * draws.random((CHANGES, HORIZONS)))
     exact = SCALES[:, None, None] * slope + SCALES[:, None, None] ** 2 * curvature
     tangent = SCALES[:, None, None] * slope
     semilinear = exact + 1e-3 * SCALES[:, None, None] ** 3 * slope

@@ -25,6 +25,9 @@ PEAKS = {"100": 2, "010": 6, "001": 9, "110": 5, "101": 3, "011": 7, "111": 4, "
 SIZES = {"100": 0.25, "010": 0.75, "001": 0.05, "110": 1.1, "101": 0.2, "011": 0.7, "111": 1.0, "000": 0.0}
 
 
+FROZEN = {"a": 0.99, "b_m": -0.02, "b_v": 0.5, "d_m": 0.03, "d_v": 1e-4, "beta1": 0.9, "beta2": 0.999}
+
+
 def slopes(count: int) -> np.ndarray:
     """The tangent's relative error at α = 1, system by system: 0.30, 0.32, …"""
     return 0.3 + 0.02 * np.arange(count)
@@ -56,7 +59,7 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
     variables = {
         "exact": (("system", "change", "scale", "horizon"), exact),
         "predicted": (("system", "answer", "change", "scale", "horizon"), predicted),
-        "identity_residual": ("system", np.full(systems, 2e-17)),
+        **_identity(study, setting, systems, horizons),
         "readout_cosine": (
             ("system", "horizon"),
             np.broadcast_to(np.linspace(1, 0.914, horizons), (systems, horizons)),
@@ -65,6 +68,9 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
         **_memory(study, systems, horizons),
         **_futures(systems, horizons, sizes),
     }
+    if setting != "rotating":
+        frozen = np.array(list(FROZEN.values()))
+        variables["frozen_memory"] = (("system", "coefficient"), np.broadcast_to(frozen, (systems, len(frozen))))
     if setting == "cnn":
         shares = 1e-4 * scales[None, None, :, None] * np.ones((systems, CHANGES, 1, horizons))
         variables["switch_fraction"] = (("system", "change", "scale", "horizon"), shares)
@@ -81,9 +87,33 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
         "decay_m": [0.5, 0.8, 0.9, 0.95, 0.99],
         "decay_v": [0.9, 0.99, 0.999, 0.9999],
         "long_horizon": np.arange(1, LONG + 1),
+        "coefficient": list(FROZEN),
     }
-    attrs = {"machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}], "seed": 7}
+    attrs = {
+        "machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}],
+        "seed": 7,
+        "sources_at": 0.25,
+    }
     return xr.Dataset(variables, coords, attrs)
+
+
+def _identity(study: str, setting: str, systems: int, horizons: int) -> dict[str, tuple]:
+    """Of networks also what the error is made of: a fifth write-in, and gates switch in the CNN alone."""
+    if study == "quadratic":
+        return {"identity_residual": ("system", np.full(systems, 2e-17))}
+    shares = (
+        {"write_in": 0.2, "smooth": 0.5, "switching": 0.3} if setting == "cnn" else {"write_in": 0.2, "smooth": 0.8}
+    )
+    found = {"identity_residual": (("system", "change"), np.full((systems, CHANGES), 2e-17))}
+    for part in ("write_in", "smooth", "switching"):
+        values = np.full((systems, CHANGES, horizons), shares.get(part, 0.0))
+        found[f"state_share_{part}"] = (("system", "change", "horizon"), values)
+        # parts of either sign: shares of the response's error go by their sizes
+        found[f"output_from_{part}"] = (
+            ("system", "change", "horizon"),
+            1e-6 * values * (-1 if part == "smooth" else 1),
+        )
+    return found
 
 
 def _ranked(systems: int, sizes: np.ndarray) -> dict[str, tuple]:
@@ -132,6 +162,10 @@ def _memory(study: str, systems: int, horizons: int) -> dict[str, tuple]:
         found["channel_long"] = (
             ("system", "channel", "channel_change", "long_horizon"),
             over([SIZES[c] * bump(LONG, 4 * PEAKS[c]) for c in CHANNELS]),
+        )
+        found["persistence_long_m"] = (
+            ("system", "decay_m", "persistence_change", "long_horizon"),
+            over([(i + 1) * bump(LONG, 3 + 9 * i) for i in range(len(decays_m))]),
         )
     assert all(values.shape[2] == chosen for _, values in found.values())
     return found

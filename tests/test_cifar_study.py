@@ -31,10 +31,11 @@ from aftershock.studies.study import System
 
 MLP, CNN = System("mlp", 2026, 0), System("cnn", 2026, 1)
 TINY = Protocol(
-    burn_in=3, references=2, candidates=3, horizon=3, batch=8, probe=8, scales=(0.5, 1.0), hybrids=1, beta1=(0.5, 0.9),
-    beta2=(0.9, 0.999), permutations=4, futures=2, futures_per_piece=1, sampled=1,
+    burn_in=3, references=2, candidates=3, horizon=3, batch=8, probe=8, scales=(0.5, 1.0), sources_at=0.5, hybrids=1,
+    beta1=(0.5, 0.9), beta2=(0.9, 0.999), permutations=4, futures=2, futures_per_piece=1, sampled=1,
 )  # fmt: skip
-PIECES = ("fidelity", "ranking", "memory", "present", "futures-0", "futures-1")
+PARTS = ("write_in", "smooth", "switching")
+PIECES = ("fidelity", "sources", "ranking", "memory", "present", "futures-0", "futures-1")
 
 
 def arrays(train: int = 120, test: int = 20) -> dict[str, np.ndarray]:
@@ -162,12 +163,36 @@ def test_switched_gates_are_those_of_the_next_step(data: Path) -> None:
     assert float(share.sel(change=0, scale=1.0, horizon=1)) == pytest.approx(expected, rel=1e-9)
 
 
+def assert_sources_sum_to_the_error(found: xr.Dataset, curves: xr.Dataset) -> None:
+    """The parts, each propagated by itself, against the exact response less the tangent of another piece."""
+    error = curves["exact"] - curves["predicted"].sel({"answer": "tangent"})
+    assert abs(error).max() > 1e-5  # of losses near 2: eleven digits above rounding
+    np.testing.assert_allclose(sum(found[f"output_from_{part}"] for part in PARTS), error, atol=1e-14)
+    np.testing.assert_allclose(sum(found[f"state_share_{part}"] for part in PARTS), 1, rtol=1e-9)
+    np.testing.assert_array_equal(found["state_share_write_in"].sel(horizon=1), 1)
+    assert found["identity_residual"].max() < 1e-14
+
+
+def test_switched_gates_have_their_part_of_every_candidates_error(data: Path) -> None:
+    found, curves = piece(data, "sources", CNN), piece(data, "fidelity", CNN)
+    assert_sources_sum_to_the_error(found, curves.sel(scale=TINY.sources_at))
+    assert abs(found["output_from_switching"]).max() > 1e-9
+    own = scene(data, CNN)
+    one = theory.decompose(own.path.replace(own.candidates), scale=TINY.sources_at, index=2).data
+    for part in PARTS:
+        name = f"state_share_{part}"
+        np.testing.assert_allclose(found[name].isel(change=2), one[name], rtol=1e-9, atol=1e-12)
+
+
 def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     merged = merge_pieces([{"mlp": piece(data, name)} for name in PIECES])["mlp"]
     expected = {
         "exact": ("change", "scale", "horizon"),
         "predicted": ("answer", "change", "scale", "horizon"),
-        "identity_residual": (),
+        "identity_residual": ("change",),
+        "output_error": ("change", "horizon"),
+        **{f"output_from_{part}": ("change", "horizon") for part in PARTS},
+        **{f"state_share_{part}": ("change", "horizon") for part in PARTS},
         "score": ("family", "score_method", "change"),
         "magnitude": ("family", "change"),
         "first_step": ("family", "change"),
@@ -178,6 +203,7 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
         "channel_exact": ("channel", "channel_change", "horizon"),
         "persistence_m": ("decay_m", "persistence_change", "horizon"),
         "persistence_v": ("decay_v", "persistence_change", "horizon"),
+        "frozen_memory": ("coefficient",),
         "future_response": ("family", "change", "future", "horizon"),
         "present_score": ("family", "present_method", "change"),
         "matched_first_step": ("change",),
@@ -186,6 +212,8 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     assert all(bool(variable.notnull().all()) for variable in merged.data_vars.values())
     assert merged["future"].values.tolist() == [0, 1]
     assert merged["accepted"].all()
+    assert_sources_sum_to_the_error(merged, merged.sel(scale=TINY.sources_at))
+    assert (merged["output_from_switching"] == 0).all()  # GELU has no gates
     # what two pieces know in two ways
     full = merged.sel(scale=1.0)
     np.testing.assert_allclose(merged["magnitude"].sel(family="natural"), abs(full["exact"]).max("horizon"), rtol=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import random
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.triggers import AtStep
+from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
 from aftershock.report.flight_runs import other_runs
+from aftershock.report.flight_steps import step_list
 
 from .test_cli import call, failed
-from .test_report import Tags, browser, watched
+from .test_report import Tags, browser, outside, until, watched
 
 __all__ = ["browser"]  # the fixture
 
@@ -158,11 +161,12 @@ def test_the_page_shows_what_was_found(opened: Any, found: FlightExplanation) ->
     assert opened.locator("h1").text_content() == "<script>alert(1)</script>"
     # trust stands in the header, and what was announced comes in its order
     assert opened.locator("header .certificate li").count() == len(found.certificate.findings)
-    assert opened.locator("h2").all_text_contents() == [
+    assert [text.removesuffix("#") for text in opened.locator("h2").all_text_contents()] == [
         "How far to trust this",
         "The course of the run",
         "What would have prevented it",
         "Who did it, and the placebo",
+        "Step by step",
         f"When step {CULPRIT} did harm",
         f"Where step {CULPRIT} waited",
         f"Inside the batch of step {CULPRIT}",
@@ -197,6 +201,101 @@ def test_suspects_and_placebos_are_what_was_measured(opened: Any, found: FlightE
     measured = dict(zip(traces["measured"]["x"], traces["measured"]["y"]))
     assert measured == pytest.approx({c.step: c.measured for c in found.culprits if c.role})
     assert set(traces["predicted"]["x"]) == set(roles)
+
+
+def click_on(page: Any, step: int) -> None:
+    """In the column of a step, under the bars of the trials, where no bar is."""
+    page.locator("#plot-trials").scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        """(step) => {
+        const plot = document.getElementById('plot-trials'), {xaxis, yaxis2} = plot._fullLayout;
+        const box = plot.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.c2p(step), box.top + yaxis2._offset + yaxis2._length - 8];
+    }""",
+        step,
+    )
+    page.mouse.move(x, y)
+    page.wait_for_timeout(60)  # plotly looks for what is under the pointer at most every 50 ms
+    page.mouse.click(x, y)
+
+
+def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> None:
+    placebo = next(c for c in found.culprits if c.role == "placebo")
+    assert [one.get_attribute("id") for one in opened.locator("details[open]").all()] == [f"step-{CULPRIT}"]
+    for culprit, word in ((found.culprits[0], "blamed"), (placebo, "placebo")):
+        click_on(opened, culprit.step)
+        entry = opened.locator(f"#step-{culprit.step}")
+        until(opened, f"document.activeElement.parentElement?.id === 'step-{culprit.step}'")
+        assert entry.evaluate("entry => entry.open")
+        summary = entry.locator("summary").text_content()
+        assert summary == f"Step {culprit.step}, {word}: without it {culprit.left:.0%} of the event is left"
+        value = found.data.attrs["value"]
+        cells = entry.locator("tbody tr").nth(1).locator("td").all_text_contents()
+        assert cells == [f"{value - culprit.measured:.4g}", f"{culprit.left:.0%}"]
+        entry.locator("summary").press("Enter")
+        assert not entry.evaluate("entry => entry.open")
+    other = next(c.step for c in found.culprits if not c.role)
+    opened.locator(f"table.sortable a[href='#step-{other}']").press("Enter")  # one among those that are folded up
+    assert opened.locator(f"#step-{other}").get_by_text("It was not run again without.").is_visible()
+
+
+def test_the_steps_are_there_without_a_script(found: FlightExplanation, tmp_path: Path) -> None:
+    image = b"\x89PNG\r\n\x1a\n and so on"
+    kept = {"text": "two <b>rows</b>\nof it"}, {"png": base64.b64encode(image).decode()}
+    seen = with_data(found, descriptions={str(CULPRIT): kept[0], str(CULPRIT - 1): kept[1]})
+    file = write_flight_page(seen, tmp_path / "page.html")
+    page = Tags.of(file)
+    assert [attrs["id"] for tag, attrs in page.tags if tag == "details" and attrs["class"] == "step"] == [
+        f"step-{c.step}" for c in found.culprits if c.role
+    ] + [f"step-{c.step}" for c in found.culprits if not c.role]
+    assert "two <b>rows</b>\nof it" in page.text
+    (source,) = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == image
+    best = found.culprits[0]
+    inside = file.read_text().split(f"id='step-{CULPRIT}'")[1].split("</details>")[0]
+    for name in ("theta", "m", "v"):
+        assert f"{best.channels[name]:+.3g}" in inside
+    assert f"example {best.examples[0][0]}" in inside
+    lefts = sorted(c.left for c in found.culprits if c.role == "placebo")
+    assert f"({lefts[0]:.0%} to {lefts[-1]:.0%})" in inside
+    assert f"So it added {best.measured:+.3g}. Predicted to add {best.predicted:+.3g}" in inside
+
+
+def test_the_figure_shows_what_the_headline_says(found: FlightExplanation, tmp_path: Path) -> None:
+    def left(one: FlightExplanation) -> dict[str, dict[int, float]]:
+        figure = trial_figure(one, one.culprits, [])
+        return {trace.name: dict(zip(trace.x, trace.y)) for trace in figure.data}
+
+    own = with_data(found, event="own batch", blamed=[SPIKE], own_left=0.02, data="it is high on other weights too")
+    assert own.verdict.startswith(f"The batch of step {SPIKE} itself is the spike")
+    assert left(own)["without a blamed step"] == {SPIKE: 0.02}
+    assert other_runs(own)[0].word == "prevents it"
+    text = text_of(own, tmp_path)
+    assert "None of those that were tried prevents it" not in text
+    assert "Without it 2% of the event is left." in text
+    pair = [CULPRIT, CULPRIT + 1]
+    more = {"group": pair, "group_left": 0.1, "group_placebos": 8, "group_placebos_change": 0}
+    group = with_data(found, event="group", blamed=pair, **more)
+    assert group.verdict.startswith(f"Steps {CULPRIT} and {CULPRIT + 1} did it together: without them 10%")
+    assert left(group)["without all that are blamed"] == dict.fromkeys(pair, 0.1)
+    assert f"without steps {CULPRIT}, {CULPRIT + 1} together" in text_of(group, tmp_path)
+    nobody = text_of(with_data(found, event="unknown", blamed=[]), tmp_path)
+    assert "Who did it" not in nobody
+    assert "Was it a batch?" in nobody
+
+
+def test_a_run_that_went_away_flattens_no_bar(found: FlightExplanation) -> None:
+    data = found.data.copy(deep=True)
+    other = next(c.step for c in found.culprits if c.role == "placebo")
+    data["measured"].loc[{"step": other, "change": "skip"}] = -1e9
+    gone = FlightExplanation(data)
+    figure = trial_figure(gone, gone.culprits, drawable(gone, gone.culprits))
+    low, high = figure.layout.yaxis2.range
+    assert found.culprits[0].measured < high < 3 * found.culprits[0].measured
+    assert low == -high
+    data["measured"].loc[{"step": other, "change": "skip"}] = -math.inf
+    gone = FlightExplanation(data)
+    assert step_list(gone, gone.culprits)[0].count("Without it the run diverges.") == 1
 
 
 def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: FlightExplanation) -> None:
@@ -279,16 +378,7 @@ def test_nothing_is_wider_than_the_screen(opened: Any, width: int) -> None:
     opened.set_viewport_size({"width": width, "height": 900})
     opened.wait_for_timeout(300)
     assert opened.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    # nor does a legend, an axis title or a note leave its picture
-    outside = opened.evaluate("""() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
-        const frame = plot.getBoundingClientRect();
-        return [...plot.querySelectorAll('.legend, .g-xtitle, .g-ytitle, .annotation-text')].filter(part => {
-            const box = part.getBoundingClientRect();
-            return box.width && (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
-                || box.bottom > frame.bottom + 1);
-        }).map(part => plot.id + ': ' + part.textContent);
-    })""")
-    assert outside == []
+    assert outside(opened) == []  # nor does a legend, an axis title or a note leave its picture
 
 
 def test_a_page_without_proof_says_so(flight: Path, tmp_path: Path) -> None:

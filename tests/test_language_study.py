@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
+from aftershock.core import planning
 from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language import models, recipe, scene, text
@@ -27,6 +28,7 @@ from aftershock.studies.language.recipe import language_study, measured, require
 from aftershock.studies.language.scene import Protocol, Scene, logits_of, prepare
 from aftershock.studies.results import SystemResults, join_systems
 from aftershock.studies.study import Study
+from aftershock.theory import finite_difference
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,11 +74,11 @@ def study(folder: Path, name: str, dtype: str = "float64", **options: Any) -> St
     )  # fmt: skip
 
 
-def one(folder: Path, name: str, dtype: str = "float64") -> Scene:
+def one(folder: Path, name: str, dtype: str = "float64", device: str = "cpu") -> Scene:
     made = study(folder, name, dtype)
     (system,) = made.systems
     found = made.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
-    return prepare(system, *found, folder / "tokenizer.json", TINY, "cpu", dtype)
+    return prepare(system, *found, folder / "tokenizer.json", TINY, device, dtype)
 
 
 @cache
@@ -217,6 +219,22 @@ def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
         assert np.allclose(together[variable], alone[variable], rtol=1e-6, atol=1e-13)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_recorded_readings_are_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    for large in (0, 2**40):  # everything is recorded, and nothing
+        for module in (planning, finite_difference):
+            monkeypatch.setattr(module, "LARGE", large)
+        made = one(folder, "neox", "float32", device="cuda")
+        change = made.path.replace(made.candidates)
+        change.path.point.loss.sharing.wanted = False
+        answers.append(theory.logit_tangent(change, made.probe, logits_of, scales=TINY.scales))
+        assert change.path.point.loss.player.has("reading") == (large == 0)
+    for variable in ("exact", "derivative", "control"):
+        # readings of float32 logits in float64: recorded kernels are the plain ones
+        assert np.allclose(answers[0][variable], answers[1][variable], rtol=1e-5, atol=1e-9)
+
+
 def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
     made, data = found(folder)
     change = made.path.replace(made.candidates[:1])
@@ -225,9 +243,11 @@ def test_a_budget_cuts_reruns_and_changes_nothing(folder: Path) -> None:
     tight = made.point.follow([made.control_batch, *made.future], memory=1)
     assert tight.trajectory.kept(1) is None
     for path in (made.path, tight):  # with the control's states in memory, and without
-        change = path.replace(made.candidates)
+        change = path.replace([*made.candidates, made.control_batch])
         little = theory.logit_tangent(change, made.probe, logits_of, steps=(0.5,), memory="1MiB")
-        assert np.array_equal(little["exact"][0], data["response"].sel(answer="exact", scale=1.0))
+        assert np.array_equal(little["exact"][0, :2], data["response"].sel(answer="exact", scale=1.0))
+        assert not little["exact"][0, 2].any()  # a change of nothing
+        assert not little["derivative"][:, 2].any()
     with pytest.raises(InvalidInput, match="positive"):
         theory.logit_tangent(change, made.probe, logits_of, steps=(-0.5,))
     with pytest.raises(InvalidLoss, match=r"logits\(model, batch\) gives the logits and their labels.*TypeError"):
@@ -415,11 +435,19 @@ def test_a_tokenizer_that_is_missing_or_belongs_to_another_model(folder: Path, t
         models.require_length(network, 17)
 
 
-def test_a_card_that_is_too_small_is_told_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
     with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):
         scene.require_room("big", 1_400_000_000, 4, torch.device("cpu"))
     scene.require_room("small", 300_000_000, 4, torch.device("cpu"))
+
+    def full(*arguments: Any) -> nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words")
+
+    monkeypatch.setattr(scene, "build_model", full)
+    made = study(folder, "neox")
+    with pytest.raises(OutOfMemory, match=r"does not fit on cpu \(CUDA out of memory.*2 GiB\.\)\. What would fit"):
+        made.run(made.systems[0], made.pieces[0])
 
 
 class Once(torch.autograd.Function):
@@ -468,6 +496,14 @@ def test_a_response_near_the_noise_is_warned_of(folder: Path) -> None:
     both = np.stack([np.full(3, 1e-3), np.full(3, 1e-3), np.full(3, 1e-6)])
     with pytest.warns(UserWarning, match="1 of 3 candidates cannot be told from noise"):
         recipe.judge_noise(made, both, np.full(3, 1e-6))
+
+
+def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "neox" / "config.json").read_text())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    source = models.find_model(f"pickled={tmp_path}")
+    with pytest.raises(InvalidFile, match=r"pickled cannot be loaded from .*safetensors"):
+        models.build_model(source, torch.device("cpu"), torch.float32, 0)
 
 
 def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
 from aftershock.studies.language.candidates import Candidates
-from aftershock.studies.language.conditions import conditions
+from aftershock.studies.language.conditions import conditions, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
 from aftershock.studies.language.finite_differences import select, step_curve
 from aftershock.studies.language.measures import language_measures
@@ -112,6 +112,28 @@ def test_every_number_of_the_paper_has_a_cell_where_its_systems_were_run(paper: 
     assert wanted <= set(filled)
 
 
+def test_the_papers_own_numbers_fit_our_definitions() -> None:
+    """What the paper prints twice in different words fixes what its numbers are; to half a unit of the last digit."""
+    ranking, text = (TABLES[label].quotes() for label in ("tab:app_exp3_ranking", "text:exp3_ranking"))
+    names = [row for row in TABLES["tab:app_exp3_ranking"].rows if row != "Median"]
+    iso, step = ([ranking[name, score].value for name in names] for score in ("ISO Tangent (FD)", "Exact 1-step"))
+    said = {row: quote.value for (row, _), quote in text.items()}
+    assert np.mean(iso) == pytest.approx(said["Pooled rank correlation, ISO-FD"], abs=1e-3)
+    assert np.mean(step) == pytest.approx(said["Pooled rank correlation, exact one-step"], abs=1e-3)
+    alone = said["Pooled rank correlation, exact one-step"] ** 2
+    partial = said["Partial correlation of ISO-FD, one-step held fixed"]
+    assert alone == pytest.approx(said["R² of one-step ranks"], abs=1e-3)
+    assert alone + (1 - alone) * partial**2 == pytest.approx(said["R² of one-step and ISO-FD ranks"], abs=1e-3)
+    assert sum(a > b for a, b in zip(iso, step)) == said["Systems where ISO-FD exceeds exact one-step"]
+    signs = TABLES["tab:app_exp3_alpha"].quotes()["α = 1", "Sign acc."]
+    recovered = TABLES["text:exp3_signs"].quotes()["Signs that ISO-FD recovers", "value"]
+    assert recovered.value / recovered.high == pytest.approx(signs.value, abs=signs.half_unit)
+    shares = TABLES["text:exp3_validity"].quotes()
+    for scale, column in ((0.25, "Valid 0.25"), (1, "Valid 1")):
+        sizes = [quote.value for (_, name), quote in TABLES["tab:app_exp3_scale"].quotes().items() if name == column]
+        assert np.mean(sizes) == pytest.approx(shares[f"α = {scale:g}", "ISO Tangent (FD)"].value, abs=1e-3)
+
+
 def test_errors_by_scale_are_medians_over_all_candidates(other: dict[str, xr.Dataset], cells: list[Cell]) -> None:
     data = other["language"]
     exact, tangent, semilinear = (data["response"].sel(answer=a).values for a in ("exact", "tangent", "semilinear"))
@@ -133,6 +155,7 @@ def test_errors_by_scale_are_medians_over_all_candidates(other: dict[str, xr.Dat
     )
     errors = abs(exact - tangent) / (abs(exact) + abs(tangent))
     shares = (np.median(errors, axis=-1) <= 0.2).mean(axis=(0, 2))
+    assert shares[-1] == pytest.approx(4 / 8)
     for scale, share in zip(SCALES, shares):
         assert at(cells, "text:exp3_validity", f"α = {scale:g}", "Exact tangent (ours)").ours == pytest.approx(share)
     local = (np.linalg.norm(exact - tangent, axis=-1) / np.linalg.norm(exact, axis=-1))[:, :3]
@@ -217,6 +240,8 @@ def test_models_and_texts_go_by_the_papers_names_however_they_are_written() -> N
         joined([system(n, f"wikitext-103{i * '-raw'}", 1_414_647_808) for i, n in enumerate(names)])["language"]
     )
     assert {(c.name, c.size, c.from_paper) for c in found} == {("1.4B, WikiText-103", "1.4B", True)}
+    sizes = [size_label(n) for n in (405_334_016, 1_011_781_632, 1_414_647_808, 2_400_000, 70_000, 900)]
+    assert sizes == ["0.41B", "1.0B", "1.4B", "2M", "70k", "900"]
     (deduped,) = conditions(joined([system("pythia-1.4b-deduped", "wikitext2", 1_414_647_808)])["language"])
     assert (deduped.name, deduped.from_paper) == ("pythia-1.4b-deduped, wikitext2", False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.errors import Nondeterministic, ReplayMismatch
+from aftershock.recorder import parting
 
 from . import test_agreement as tricks
 from .test_agreement import Batch, Loop, Run, plain, running, squares
@@ -95,3 +97,32 @@ def test_a_step_without_zero_grad(tmp_path: Path) -> None:
         run.optimizer.step()
 
     assert "the gradients of the step before were still there" in mismatch(tmp_path, loop)
+
+
+def test_a_small_gradient_that_was_not_zeroed_is_found_at_its_own_step() -> None:
+    """By a plain loop, the norm there changes by less than what two runs may differ by; their losses part later."""
+    left_over, last = 2, 4
+
+    def weighted(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return batch[2] * squares(model, batch)  # type: ignore[misc, no-any-return]
+
+    def norms(run: Run, batches: list[Batch], zeroed: bool) -> list[SimpleNamespace]:
+        found = []
+        for i, batch in enumerate(batches):
+            if zeroed or i != left_over + 1:
+                run.optimizer.zero_grad()
+            weighted(run.model, batch).backward()
+            found.append(SimpleNamespace(norm=float(nn.utils.get_total_norm(run.grads))))
+            run.optimizer.step()
+        return found
+
+    weights = [torch.tensor(5e-4 if i == left_over else 1.0) for i in range(last + 1)]
+    run = running(plain)
+    batches: list[Batch] = [(*batch, weight) for batch, weight in zip(run.batches, weights)]  # type: ignore[misc]
+    trajectory = ak.capture(run.model, run.optimizer, weighted).follow(batches).trajectory
+    zeroed, not_zeroed = (norms(running(plain), batches, yes) for yes in (True, False))
+    assert 1e-5 < abs(not_zeroed[left_over + 1].norm / zeroed[left_over + 1].norm - 1) < 1e-4
+    assert parting._not_zeroed(not_zeroed, last, trajectory)  # type: ignore[arg-type]
+    assert not parting._not_zeroed(zeroed, last, trajectory)  # type: ignore[arg-type]
+    zeroed[left_over + 1].norm *= 1 - 5e-5  # something else did this
+    assert not parting._not_zeroed(zeroed, last, trajectory)  # type: ignore[arg-type]

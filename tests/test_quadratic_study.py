@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from aftershock.studies.quadratic.family import (
     mean_loss,
     start_state,
 )
+from aftershock.studies.quadratic.frozen import frozen_memory
 from aftershock.studies.quadratic.recipe import mechanism, memory, prospects, quadratic_study
 from aftershock.studies.quadratic.scene import BURN_IN, CANDIDATES, HORIZON, Scene
 from aftershock.studies.study import System, systems_of
@@ -169,6 +172,19 @@ def test_channels_and_persistence_are_the_engines(scene: Scene, change: ak.Chang
     short, long = data["channel_exact"], data["channel_long"]
     assert (short.values == long.isel(long_horizon=slice(0, HORIZON)).values).all()
     assert long.sizes["long_horizon"] == 128
+    swept = data["persistence_long_v"]
+    assert (data["persistence_v"].values == swept.isel(long_horizon=slice(0, HORIZON)).values).all()
+    assert swept.sizes["long_horizon"] == 128
+
+
+def test_the_frozen_memory_is_the_engines(scene: Scene, path: ak.Path) -> None:
+    ours = frozen_memory(scene, scene.standard)
+    moved = scene.after(scene.xi[:1]).theta - scene.control.theta
+    felt = abs(scene.standard.gradient(scene.control.theta) * moved)[0]
+    theirs = theory.FrozenMemory.at(path, 1, int(felt.argmax()))
+    for name, value in asdict(theirs).items():
+        assert value != 0
+        assert getattr(ours, name) == pytest.approx(value, rel=1e-7)
 
 
 def test_present_scores_are_the_engines(scene: Scene, path: ak.Path) -> None:

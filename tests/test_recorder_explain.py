@@ -223,25 +223,35 @@ def test_steps_that_are_asked_for_are_verified(run: Run) -> None:
 
 
 def test_contributions_agree_with_the_engine_and_add_up(run: Run, found: Any) -> None:
-    """The same zeroed and skipped steps by the engine, from a point made by hand."""
+    """The same skipped steps by the engine, from a point made by hand."""
     start = int(found.data["step"].values[0])
     model = copy.deepcopy(run.model)
     optimizer = torch.optim.AdamW(model.parameters())
     model.load_state_dict(run.states[start][0])
     optimizer.load_state_dict(copy.deepcopy(run.states[start][1]))
     path = ak.capture(model, optimizer, squares).follow(run.batches[start : SPIKE + 1])
-    for change in ("zero", "skip"):
-        watch = path.watch(0, ak.own_loss)
-        straight = BentReadout.of(watch, directions=0)
-        edits = {change: EDITS[change]}
-        parts = contributions(path.trajectory, watch.last, straight, lambda step: edits, torch.device("cpu"))  # noqa: B023
-        wanted = parts[change].sum(-1).numpy()
-        got = found.data["contribution"].sel(change=change).values
-        assert np.abs(wanted).max() > 1e-4
-        np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-12)
+    watch = path.watch(0, ak.own_loss)
+    straight, edits = BentReadout.of(watch, directions=0), {"skip": EDITS["skip"]}
+    parts = contributions(path.trajectory, watch.last, straight, lambda step: edits, torch.device("cpu"))
+    wanted = parts["skip"].sum(-1).numpy()
+    assert np.abs(wanted).max() > 1e-4
+    np.testing.assert_allclose(found.data["contribution"].sel(change="skip"), wanted, rtol=1e-8, atol=1e-12)
     by_layer = found.data["layer_contribution"].sum("layer")
     np.testing.assert_allclose(by_layer, found.data["contribution"].sum("channel"), rtol=1e-9, atol=1e-13)
     assert list(found.data["layer"].values) == ["0", "2"]
+
+
+def test_batches_are_described_and_a_describe_that_fails_loses_nothing(run: Run) -> None:
+    def shown(batch: Any) -> str:
+        if torch.equal(batch[0], run.batches[SPIKE][0]):
+            raise ValueError("no picture")
+        return f"largest target {float(batch[1].max()):.3f}"
+
+    found = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], treatments=False, describe=shown)
+    assert found.descriptions == {
+        CULPRIT: f"largest target {float(run.batches[CULPRIT][1].max()):.3f}",
+        SPIKE: "describe() failed on this batch: ValueError: no picture",
+    }
 
 
 def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
+import math
 import re
 import shutil
 import subprocess
@@ -20,11 +23,13 @@ import xarray as xr
 import aftershock as ak
 from aftershock.core.responses import ANSWERS
 from aftershock.errors import InvalidInput
+from aftershock.recorder.forecast import Forecast
 from aftershock.report import figures, shell
 from aftershock.report.response_page import write_response_page
 from aftershock.results.certificate import Certificate, Finding, Level
 
 HORIZONS = 6
+BASIC = {"scatter", "bar", "hline", "vline", "hrect", "vrect", "annotation"}  # drawn by plotly's basic bundle
 CURVES = {
     "plain": [0.1, 0.2, 0.5, 0.4, 0.2, -0.1],
     "<b>lowers</b>": [-0.01, -0.02, -0.03, -0.02, -0.01, -0.01],
@@ -102,14 +107,27 @@ def test_changes_are_ordered_by_exact_peak_and_their_peaks_are_ringed() -> None:
 
 
 def test_an_approximation_that_runs_away_does_not_flatten_the_truth() -> None:
-    figure = figures.response_figure(made(exact=1.0, semilinear=1000.0))
+    figure = figures.response_figure(made(exact=1.0, semilinear=4.0))
     low, high = figure.layout.yaxis.range
     assert 0.5 <= high < 1.0
     assert -1.0 < low <= -0.1
     assert "leaves the frame" in figure.layout.annotations[-1].text
+    wild = figures.response_figure(made(exact=1.0, semilinear=1000.0))
+    assert 0.5 <= wild.layout.yaxis.range[1] < 1.0
+    assert wild.layout.annotations[-1].text.startswith("semilinear: off the scale, not drawn")
+    assert max(abs(y) for t in wild.data for y in t.y if y is not None) < 10
     calm = figures.response_figure(made(exact=1.0, semilinear=1.1))
     assert calm.layout.yaxis.range[1] > 0.55
     assert not [note for note in calm.layout.annotations if "frame" in note.text]
+
+
+def test_a_peak_that_rounding_could_make_has_no_number() -> None:
+    response = made({"only": [1e-9, -2e-9]}, exact=1.0)
+    assert "rounding" in response.verdict
+    assert figures.response_figure(response).layout.annotations[0].text == "within rounding at h = 2"
+    still = figures.response_figure(made({"only": [0.0, 0.0]}, exact=1.0))
+    assert not still.layout.annotations
+    assert not [t for t in still.data if t.mode == "markers"]
 
 
 def test_of_many_changes_the_eight_strongest_are_shown_and_the_rest_is_counted() -> None:
@@ -219,7 +237,7 @@ def test_the_page_tells_everything_in_order_and_escapes_it(tmp_path: Path) -> No
     assert places == sorted(places)
     assert all(text in found.text for text in wanted)
     assert not [tag for tag, _ in found.tags if tag in ("i", "b", "link", "img", "iframe")]
-    assert not [attrs for _, attrs in found.tags if "src" in attrs or "href" in attrs]
+    assert not [attrs for _, attrs in found.tags if "src" in attrs or not (attrs.get("href") or "#").startswith("#")]
     assert sum(tag == "pre" for tag, _ in found.tags) == 1
 
 
@@ -234,6 +252,34 @@ def test_the_page_can_be_read_without_eyes(tmp_path: Path) -> None:
     assert headings.count("h2") == 5
     tables, captions = (sum(tag == name for tag, _ in found) for name in ("table", "caption"))
     assert tables == captions == 2
+
+
+def test_a_page_carries_its_library_or_shares_it(tmp_path: Path) -> None:
+    figure = shell.plot(figures.response_figure(made()), "response", "a caption", "words")
+    alone = shell.write_page(tmp_path / "alone.html", "t", [shell.section("One", figure)])
+    library = tmp_path / "lib" / "plotly.js"
+    pages = [
+        shell.write_page(tmp_path / name / "page.html", "t", [shell.section("One", figure)], library=library)
+        for name in ("a", "b c")
+    ]
+    packed = next(text for text in alone.read_text().split("<script") if 'id="library"' in text)
+    carried = gzip.decompress(base64.b64decode(packed.split(">")[1].split("<")[0]))
+    assert carried == shell.asset(shell.LIBRARY).encode()
+    assert packed.split(">")[1].split("<")[0] in library.read_text()
+    assert b"plotly.js (basic - minified) v4.1.1" in carried[:200]
+    assert alone.stat().st_size < 0.7e6
+    assert library.stat().st_size < 0.6e6
+    for page in pages:
+        sources = [attrs["src"] for _, attrs in Tags.of(page).tags if "src" in attrs]
+        assert sources == ["../lib/plotly.js"]
+        assert page.stat().st_size < 0.1e6
+    assert "Copyright (c)" in shell.asset("plotly-LICENSE.txt")
+
+
+def test_only_what_the_library_draws_is_drawn() -> None:
+    source = "".join(file.read_text() for file in Path(figures.__file__).parent.glob("*.py"))
+    assert set(re.findall(r"\bfigure\.add_([a-z]+)\(", source)) <= BASIC
+    assert not re.search(r"\bgo\.(?!Figure\b)", source)
 
 
 def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +321,7 @@ def test_no_word_of_a_sentence_changes_its_colour() -> None:
     for level in get_args(Level):
         page = shell.findings(Certificate((Finding(level, "x", "x", 1.0, 2.0, words),)))
         assert page.count("<li") == page.count(f"<li class='{level}'>") == 1
-        assert f".certificate .{level} " in shell.STYLE or level == "note"
+        assert f".certificate .{level} " in shell.asset("page.css") or level == "note"
         assert escape(words) in page
 
 
@@ -308,6 +354,14 @@ def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_notebook_shows_words_and_no_markup_of_the_user() -> None:
+    response = made({"<b>one</b>": [0.1, 0.2]})
+    for shown in (response, response.certificate, Forecast(None, math.inf, 1)):
+        html = shown._repr_html_()
+        assert html == f"<pre>{escape(str(shown))}</pre>"
+        assert "<b>" not in html
+
+
 # --- the page in a browser
 
 FLAGS = (
@@ -333,27 +387,50 @@ def browser() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def watched(browser: Any, file: Path) -> Iterator[Any]:
-    """A page as a reader opens it; whatever it complains about or asks the network for fails the test."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+def watched(browser: Any, file: Path, *beside: Path, **options: Any) -> Iterator[Any]:
+    """A page as a reader opens it; whatever it complains about, or asks for but itself and `beside`, fails the test."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
     trouble: list[str] = []
+    asked = [each.as_uri() for each in (file, *beside)]
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: trouble.append(request.url) if request.url != file.as_uri() else None)
+    page.on("request", lambda request: trouble.append(request.url) if request.url not in asked else None)
     page.goto(file.as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
     yield page
     page.close()
     assert trouble == []
 
 
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """The page as a reader opens it; whatever it complains about or asks the network for fails the test."""
-    response = made(scales=(0.5, 1.0))
-    file = write_response_page(response, tmp_path / "r.html", story=["<script>alert(2)</script>"])
+@pytest.fixture(scope="module")
+def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The page as a reader opens it; whatever it complains about or asks the network for fails a test."""
+    response, file = made(scales=(0.5, 1.0)), tmp_path_factory.mktemp("page") / "r.html"
+    write_response_page(response, file, story=["<script>alert(2)</script>"])
     with watched(browser, file) as page:
         yield page
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait for it; the page's own policy forbids playwright's way, which evaluates text in the page."""
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never: {condition}")
+
+
+def outside(page: Any) -> list[str]:
+    """Legends, titles and notes that leave their figure."""
+    return page.evaluate("""() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
+        const frame = plot.getBoundingClientRect();
+        return [...plot.querySelectorAll('.legend, .g-xtitle, .g-ytitle, .annotation-text')].filter(part => {
+            const box = part.getBoundingClientRect();
+            return box.width && (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
+                || box.bottom > frame.bottom + 1);
+        }).map(part => plot.id + ': ' + part.textContent);
+    })""")
 
 
 def column(page: Any, number: int) -> list[str]:
@@ -393,11 +470,60 @@ def test_clicking_a_head_sorts_by_number_and_by_name(opened: Any) -> None:
     assert heads.nth(peak - 1).get_attribute("aria-sort") is None
 
 
+def test_a_dark_screen_has_dark_figures_and_paper_stays_white(browser: Any, tmp_path: Path) -> None:
+    file = write_response_page(made(), tmp_path / "r.html")
+    line = "document.querySelector('#plot-response .xaxislayer-above text').style.fill"
+    paper = "getComputedStyle(document.body).backgroundColor"
+
+    def light(colour: str) -> float:
+        return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 765
+
+    with watched(browser, file, color_scheme="dark") as page:
+        assert light(page.evaluate(paper)) < 0.15
+        assert light(page.evaluate(line)) > 0.8
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        assert light(page.evaluate(line)) < 0.2
+        page.emulate_media(media="print", color_scheme="dark")
+        assert page.evaluate(paper) == "rgb(255, 255, 255)"
+        page.emulate_media(media="screen", color_scheme="light")
+        until(page, f"{line}.includes('36, 41, 47')")
+        assert page.evaluate(paper) == "rgb(255, 255, 255)"
+
+
+def test_on_a_small_screen_the_key_is_under_the_figure(opened: Any) -> None:
+    boxes = "['.legend', '.xtitle'].map(s => document.querySelector('#plot-response ' + s).getBoundingClientRect().y)"
+    key, axis = opened.evaluate(boxes)
+    assert key < axis
+    opened.set_viewport_size({"width": 390, "height": 800})
+    until(opened, f"(([key, axis]) => key > axis)({boxes})")
+    assert opened.evaluate("document.documentElement.scrollWidth") == 390
+    assert outside(opened) == []
+    opened.set_viewport_size({"width": 1280, "height": 900})
+    until(opened, f"(([key, axis]) => key < axis)({boxes})")
+
+
+def test_every_section_has_an_anchor_and_the_contents_lead_to_it(tmp_path: Path) -> None:
+    tags = Tags.of(write_response_page(made(), tmp_path / "r.html")).tags
+    anchors = [attrs["id"] for tag, attrs in tags if tag == "section"]
+    links = [attrs["href"] for tag, attrs in tags if tag == "a" and attrs.get("class") != "anchor"]
+    assert links == [f"#{anchor}" for anchor in anchors]
+    assert len(set(anchors)) == len(anchors) == 5
+    assert anchors[1] == "the-loss-with-and-without-it"
+
+
+def test_pages_that_share_a_library_are_drawn(browser: Any, tmp_path: Path) -> None:
+    figure = shell.plot(figures.response_figure(made()), "response", "a caption", "words")
+    library, file = tmp_path / "plotly.js", tmp_path / "deeper" / "page.html"
+    shell.write_page(file, "t", [shell.section("One", figure)], library=library)
+    with watched(browser, file, library) as page:
+        assert page.locator("#plot-response svg.main-svg").first.is_visible()
+
+
 def test_figures_fit_on_paper_and_come_back(opened: Any) -> None:
     width = "document.querySelector('#plot-response svg.main-svg').getBoundingClientRect().width"
     screen = opened.evaluate(width)
     assert screen > 800
     opened.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    opened.wait_for_function(f"{width} < 690")
+    until(opened, f"{width} < 690")
     opened.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    opened.wait_for_function(f"{width} === {screen}")
+    until(opened, f"{width} === {screen}")

@@ -507,13 +507,15 @@ def reproduce(*words: object) -> Any:
 def toy_command(log: Path, monkeypatch: pytest.MonkeyPatch, in_threads: None) -> dict[str, Any]:
     """`reproduce` on the toy study, with stand-ins that keep what tables and pages were given."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "_recipe", lambda name, seed, quick, *_: toy_study.study(log, seed=seed, quick=quick))
+    monkeypatch.setattr(
+        cli, "_recipe", lambda name, seed, roots, quick, *_: toy_study.study(log, seed=seed, quick=quick)
+    )
     tables = SimpleNamespace(
         build=lambda name, results: [name],
         write=lambda *words: given.update(tables=words),
         verdict=lambda cells: f"the verdict on {cells[0]}",
     )
-    page = SimpleNamespace(write_study_page=lambda *words: given.update(page=words))
+    page = SimpleNamespace(write_study_page=lambda *words, library: given.update(page=words))
     figures = SimpleNamespace(write_figures=lambda *words: given.update(figures=words))
     monkeypatch.setattr(studies, "tables", tables, raising=False)
     monkeypatch.setitem(sys.modules, "aftershock.report.study_page", page)

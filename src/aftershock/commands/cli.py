@@ -138,6 +138,11 @@ class LanguageOptions:
     dtype: Precision = Precision.float32
 
 
+Library = Annotated[
+    Path | None, typer.Option(help="A file of the plotting library for pages to share.", show_default="none")
+]
+
+
 @app.command()
 def reproduce(
     study: Annotated[StudyName, typer.Argument(help="Which of the paper's studies.")],
@@ -169,6 +174,7 @@ def reproduce(
     device: Annotated[Device, typer.Option(help="Where cifar and language train.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
     cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
+    library: Library = None,
 ) -> None:
     """Regenerate a study of the paper, every number beside the paper's. Run again, it goes on where it was stopped."""
     from ..api.progress import duration
@@ -179,7 +185,7 @@ def reproduce(
     if study is StudyName.language and device is Device.cuda and cluster is None:
         workers = workers or 1  # systems of one card run one after another
     with _plain_errors("cannot read the data"):
-        recipe = _recipe(study, seed, roots, quick, data, device, words)
+        recipe = _recipe(study, seed, quick, data, device, roots, words)
         wanted = recipe.systems if systems is None else select(recipe, systems)
     try:
         with _plain_errors(f"cannot write to {out}"):
@@ -188,7 +194,7 @@ def reproduce(
                 from ..studies.language.recipe import require_same_sources
 
                 require_same_sources(recipe, results)
-            _publish(recipe, results, out)
+            _publish(recipe, results, out, library)
             typer.echo(f"took {duration(time.monotonic() - start)} on {' | '.join(machine_kinds(results))}")
     except KeyboardInterrupt:
         typer.echo(
@@ -203,6 +209,7 @@ def gather(
     carried: Annotated[
         list[Path] | None, typer.Argument(help="Systems that ran on machines without zarr: files, or folders of them.")
     ] = None,
+    library: Library = None,
 ) -> None:
     """Bring systems that ran elsewhere into a study's results, and make its tables and page of everything there."""
     from ..studies.carried import bring_in
@@ -212,16 +219,16 @@ def gather(
         brought = bring_in(carried, out) if carried else ()
         study, results = load_results(out)
         typer.echo(f"brought in {len(brought)} systems")
-        _publish(study, results, out)
+        _publish(study, results, out, library)
 
 
 def _recipe(
     study: StudyName,
     seed: int,
-    roots: int | None,
     quick: bool,
     data: Path | None,
     device: Device,
+    roots: int | None = None,
     words: LanguageOptions = LanguageOptions(),  # noqa: B008  (frozen)
 ) -> Study:
     if study is StudyName.language:
@@ -259,7 +266,7 @@ def _language(seed: int, quick: bool, device: Device, words: LanguageOptions) ->
     return study
 
 
-def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
+def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: Path | None) -> None:
     """Tables, page and figures from results, and a few words on them."""
     from ..report.paper_figures import write_figures
     from ..report.study_page import write_study_page
@@ -268,7 +275,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path) -> None:
 
     cells = tables.build(study.name, results)
     tables.write(cells, out, results, study)
-    write_study_page(study, results, cells, out / "report.html")
+    write_study_page(study, results, cells, out / "report.html", library=library)
     write_figures(results, out / "figures")
 
     kinds = machine_kinds(results)

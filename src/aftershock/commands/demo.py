@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # columns, where no terminal says otherwise
 SIGMAS = 5.0  # robust σ above the usual loss, from which the recorder keeps its window
+LINES = 6  # passages of a batch that its page shows
 BUMP = 10.0  # times the learning rate, in the last act
 
 
@@ -100,6 +101,10 @@ class Text:
     def show(self, passage: Tensor) -> str:
         """A passage on one line, spaces and line ends made visible."""
         return "".join(self.letters[code] for code in passage.tolist()).replace(" ", "·").replace("\n", "⏎")
+
+    def describe(self, batch: Tensor) -> str:
+        """The first passages of a batch, a line each."""
+        return "\n".join(self.show(passage) for passage in batch[:LINES])
 
     def recorded(self, size: Size) -> Iterator[Tensor]:
         """The batches of the recording, in their order."""
@@ -225,7 +230,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         training = train(text, size, console)
         batches = list(text.recorded(size))
         console.print("", _story(text, size, batches), "", sep="\n", soft_wrap=True)
-        flown = _fly(training, batches, size, out, console)
+        flown = _fly(training, batches, text, size, out, console)
         console.print("", spared(flown, batches, size, training.losses[size.steps :]), sep="\n", style="bold")
     pages = [
         write_flight_page(each, out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html"))
@@ -236,7 +241,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     return flown
 
 
-def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, console: Console) -> Flown:
+def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out: Path, console: Console) -> Flown:
     """The recorded steps, and what explains their spikes."""
     triggers = [Spike("loss", SIGMAS)]
     with FlightRecorder(
@@ -261,8 +266,8 @@ def _fly(training: Training, batches: list[Tensor], size: Size, out: Path, conso
     console.print(f"{'step':>6}  {'loss':>6}")
     for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
         console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
-    found = [explain(flight, verify=size.verify) for flight in recorder.flights]
-    found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify)]
+    found = [explain(flight, verify=size.verify, describe=text.describe) for flight in recorder.flights]
+    found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify, describe=text.describe)]
     flown = Flown(found, before, (good, bad))
     for each in found:
         console.print("", each.verdict, sep="\n", style="bold")

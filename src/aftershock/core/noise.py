@@ -42,7 +42,8 @@ def run_noise(watch: Watch, *, parked: bool = False) -> Float[Tensor, " horizon"
     theta = start.theta + jitter(watch.trajectory.dynamics.layout, start)
     row = JointState(theta, start.m.clone(), start.v.clone(), start.counts, start.buffers)
     reader = Reader(watch.trajectory, watch.probe)
-    moments = rollout(watch.trajectory, watch.first, Rows([row], owned=True, parked=parked), watch.last)
+    rows = Rows([row], control=start, owned=True, parked=parked)
+    moments = rollout(watch.trajectory, watch.first, rows, watch.last)
     return _smoothed(torch.cat([reader.exact(moment) for moment in moments]))
 
 

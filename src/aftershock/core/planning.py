@@ -295,7 +295,8 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
 
 def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
     """Where so many cotangents of a sweep are kept: beside the model, or in host memory where they do not fit."""
-    device, vector = trajectory.dynamics.layout.device, Footprint.of(trajectory).vector
+    layout = trajectory.dynamics.layout
+    device, vector = layout.device, layout.padded_size * layout.dtype.itemsize
     if device.type == "cpu" or cotangents * vector <= budget(memory, device) // 2:
         return device
     if cotangents * vector <= budget(None, torch.device("cpu")):

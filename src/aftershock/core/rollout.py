@@ -41,6 +41,7 @@ class Rows:
     steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
         no step at all); None for a row that takes the path's own.
     control: the control's state at which they start, where it is known.
+    distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
     owned: the states belong to nobody else and may be written to.
     gates: record which side of each kink every exact row and the control take (`Moment.gates`).
     parked: exact rows wait in host memory and visit the device one at a time.
@@ -51,6 +52,7 @@ class Rows:
     linear: Tangent | None = None
     steps: Sequence[Steps | None] | None = None
     control: JointState | None = None
+    distinct: bool = False
     owned: bool = False
     gates: bool = False
     parked: bool = False
@@ -178,20 +180,23 @@ class ExactRows:
             self._states = [moved(state, torch.device("cpu")) for state in self._states]
 
     def _fill(self, begin: int, rows: Rows) -> None:
-        control: JointState | None = None
+        control = rows.control
         for i, start in enumerate(rows.exact):
-            control = control or rows.control or self.trajectory.state(begin)
             own = None if rows.steps is None else rows.steps[i]
-            different = own is not None or not same_state(moved(start, self.layout.device), control)
+            different = own is not None or rows.distinct
+            if not different:
+                control = control or self.trajectory.state(begin)
+                different = not same_state(moved(start, self.layout.device), control)
             self.slots.append(len(self._states) if different else None)
             if different:
                 self._states.append(start)
                 self._steps.append(own)
         count = 1 + len(self._states)
-        if control is not None and not (self.gates or self.parked):
+        if self.slots and not (self.gates or self.parked):
             self.together = self.dynamics.loss.sharing.tries("gradient", count)
-        if self.together and control is not None:
-            self._states, self._steps = [control, *self._states], [None, *self._steps]
+        if self.together:
+            first = control or self.trajectory.state(begin)
+            self._states, self._steps = [first, *self._states], [None, *self._steps]
             self.slots = [None if slot is None else slot + 1 for slot in self.slots]
 
     def __len__(self) -> int:
@@ -225,6 +230,12 @@ class ExactRows:
         +∞ for one that has left the finite numbers."""
         out = [0.0 if s is None else values[s] - control if self._alive[s] else math.inf for s in self.slots]
         return torch.tensor(out, dtype=torch.float64)
+
+    def retire(self, row: int) -> None:
+        """Nobody asks for this row any more: it takes no further step."""
+        slot = self.slots[row]
+        if slot is not None:
+            self._alive[slot] = False
 
     def clip_switches(self) -> list[int]:
         """At how many steps so far clipping has bound one of row and control only, row by row."""

@@ -24,6 +24,7 @@ class Bars:
 
 BARS = Bars()
 FEWEST = 3  # losses before the event that say what is usual
+SETTLED = 4  # usual losses in a row, after which an event is over
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,13 @@ class Event:
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
 
-        run: its losses by place in the path; where it has none, it is the path. without: steps that it did not take,
-        whose losses it does not have.
+        run: its losses by place in the path; where it has none, before it begins and after it was ended, it is the
+        path. without: steps that it did not take, whose losses it does not have.
         """
-        theirs, ours = self._stretch(run, without), self._stretch({}, frozenset())
+        return self._share(self._stretch(run, without, self.last))
+
+    def _share(self, theirs: Sequence[float]) -> float:
+        ours = self._stretch({}, frozenset(), self.last)
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, self.level), BARS.half * self.peak)
         pairs = (
@@ -85,17 +89,30 @@ class Event:
 
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one."""
-        highest = max(self._stretch(run, frozenset()))
+        highest = max(self._stretch(run, frozenset(), max(run)))
         return highest - self.usual <= max(BARS.gone * self.sigma, BARS.little * self.peak)
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained loss is usual."""
-        theirs, ours = self._stretch(run, frozenset()), self._stretch({}, frozenset())
+        theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
 
-    def _stretch(self, run: Mapping[int, float], without: frozenset[int]) -> list[float]:
-        places = [i for i in range(self.onset, len(self.losses)) if i not in without]
+    def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
+        """May a run end here? Its own event is there, and over or twice as large; that of the path is past.
+
+        A run without an event is never decided before the end: it may come later.
+        """
+        worst = max(range(self.onset, self.last + 1), key=self.losses.__getitem__)
+        if max(run) < max(self.step, worst) or self.prevented(run):
+            return False
+        theirs = self._stretch(run, without, max(run))
+        left = self._share(theirs)
+        return left >= 1 / BARS.half or (left > BARS.half and max(theirs[-SETTLED:]) <= self.level)
+
+    def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
+        """Losses from the onset to `last`: the path's where the run has none."""
+        places = [i for i in range(self.onset, last + 1) if i not in without]
         found = [run.get(i, self.losses[i]) for i in places]
         return [loss if math.isfinite(loss) else math.inf for loss in found]
 

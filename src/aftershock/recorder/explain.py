@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
@@ -16,6 +17,7 @@ from ..core.batches import Batch
 from ..core.contributions import BentReadout, Layers
 from ..core.probe import own_loss
 from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
+from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
 from .findings import Findings, labelled
@@ -23,18 +25,20 @@ from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import FlightRecorder, find_flight
-from .records import Source
+from .records import Record, Source
 from .replay import Replay, replay
 from .reruns import Run
 from .stability import amplification, sharpness
 from .store import Flight
-from .suspects import inquire
+from .suspects import LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, proved, try_all
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
+SHOWN = 3  # suspects whose batches are described where nobody is blamed
+REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
 HELD = 3  # hyperparameters that are held at their former value
 
 
@@ -45,29 +49,34 @@ def explain(
     model: nn.Module | None = None,
     loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     dataset: Any = None,
+    constant: Sequence[nn.Module] = (),
     window: int | None = None,
     references: int = 0,
     verify: int | Sequence[int] = VERIFY,
     placebos: int = PLACEBOS,
     treatments: bool = True,
     examples: int = 1,
+    describe: Describe | None = None,
     seed: int = 0,
 ) -> FlightExplanation:
     """Say what kind of event raised the loss of `step`, which steps did it if any, and what would have prevented it.
 
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
-        (and `dataset`, where indices were recorded). Weights of `model` are not used.
+        (and `dataset`, where indices were recorded, and `constant`, as the recorder was told). Weights of `model` are
+        not used.
     step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
         last finite one before it explained.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
         beside those against no step: as many gradients per step.
-    verify: how many steps to run again without: the highest predicted, and some with the largest gradients; or the
-        numbers of the steps.
+    verify: how many steps to run again without: the highest predicted, and some with the largest gradients; fewer
+        where placebos show that nobody did it; or the numbers of the steps.
     placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
         without it loses half of the event, and the runs without others do not.
     treatments: also try what would have prevented it.
     examples: in how many of the blamed steps to look inside.
+    describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
+        the explained one; default: the recorder's.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
     the last state before the window, 2–3 per step for one adjoint sweep, about 10 for each
@@ -75,7 +84,8 @@ def explain(
     with a treatment one per step after it.
     """
     found, recorder = find_flight(flight, step)
-    code = _code(found, recorder, model, loss_fn, dataset)
+    given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
+    code = _Code.of(found, recorder, given)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
     target = _last_finite(found, step)
@@ -87,7 +97,18 @@ def explain(
     _predict(findings, references, watched=asking)
     if asking:
         _ask(findings, verify, placebos, treatments, seed)
-    return FlightExplanation(labelled(findings, examples))
+    told = labelled(findings, examples)
+    if code.describe is not None:
+        told.attrs["descriptions"] = _described(findings, code.describe, code)
+    return FlightExplanation(told)
+
+
+def _described(f: Findings, describe: Describe, code: _Code) -> dict[str, Kept]:
+    """The blamed steps' batches, or those of the suspects where nobody is blamed, and that of the explained step."""
+    records, source = f.replayed.records, Source(f.replayed.trajectory.device, code.dataset)
+    shown = f.blamed or [t.steps[0] for t in f.inquiry.suspects][:SHOWN]
+    wanted = [*(records[i] for i in (*shown, f.replayed.last)), f.flight.records[f.asked]]
+    return {str(record.step): kept(describe, record.batch(source)) for record in wanted}
 
 
 def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
@@ -105,7 +126,11 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     held = [_held(steps, change, event) for change in f.changes]
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
-        f.inquiry = inquire(trajectory, event, suspected, placebos=placebos, seed=seed, tick=tick)
+        least = LEAST if isinstance(verify, int) else len(suspected)
+        own = f.data.kind == "own batch"
+        f.inquiry = inquire(
+            trajectory, event, suspected, placebos=placebos, seed=seed, least=least, own_batch=own, tick=tick
+        )
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
@@ -118,9 +143,10 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
 
 
 def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
-    """Which steps to run without: those asked for, or the highest predicted and, for a third of the places, those with
-    the largest gradients: a prediction is linear, and a batch that was bad enough is not. The explained step itself
-    comes last, where its own batch is high."""
+    """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
+    batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
+    largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
+    batch is high."""
     last = f.replayed.last
     numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
@@ -132,9 +158,25 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
     predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
     loudest = loud[: verify // 3] if predicted else loud[:verify]
+    if len(loudest) < verify and last:
+        loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
     highest = [i for i in predicted if i not in loudest]
+    chosen = loudest + highest[: verify - len(loudest)]
     own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return loudest + highest[: verify - len(loudest)] + own
+    return chosen + _same_inputs(f.replayed.records[:last], chosen)[:REPEATED] + own
+
+
+def _same_inputs(records: Sequence[Record], chosen: Sequence[int]) -> list[int]:
+    """Other steps that saw the inputs of a chosen one: the largest of its tensors is equal."""
+    inputs = [max(record.fed[0].tensors, key=lambda x: x.numel(), default=None) for record in records]
+    return [
+        i for i, own in enumerate(inputs)
+        if i not in chosen and own is not None and any(_equal(own, inputs[j]) for j in chosen)
+    ]  # fmt: skip
+
+
+def _equal(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 # --- replay
@@ -142,26 +184,25 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Code:
-    """What a file cannot hold: the model's code, the loss, the dataset."""
+    """What a file cannot hold: the model's code, the loss, what they need, and how a batch is shown."""
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Batch], Tensor]
     dataset: Any
+    constant: Sequence[nn.Module]
+    describe: Describe | None
 
-
-def _code(
-    flight: Flight, recorder: FlightRecorder | None, model: nn.Module | None, loss_fn: Any, dataset: Any
-) -> _Code:
-    if recorder is not None:
-        model = recorder.model if model is None else model
-        loss_fn = recorder.loss_fn if loss_fn is None else loss_fn
-        dataset = recorder.dataset if dataset is None else dataset
-    if model is None or loss_fn is None:
-        raise InvalidInput(
-            f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
-            "script builds them (on the command line: --build module:function)"
-        )
-    return _Code(model, loss_fn, dataset)
+    @classmethod
+    def of(cls, flight: Flight, recorder: FlightRecorder | None, given: dict[str, Any]) -> _Code:
+        """As given, else as the recorder has it."""
+        if recorder is not None:
+            given = {name: getattr(recorder, name) if value in (None, ()) else value for name, value in given.items()}
+        if given["model"] is None or given["loss_fn"] is None:
+            raise InvalidInput(
+                f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
+                "script builds them (on the command line: --build module:function)"
+            )
+        return cls(**given)
 
 
 def _last_finite(flight: Flight, step: int) -> int:
@@ -187,7 +228,7 @@ def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> R
             break
         last += 1
     records = [flight.records[number] for number in range(flight.start(target, window), last + 1)]
-    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target)
+    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
 
 
 def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> NotANumberFinding | None:

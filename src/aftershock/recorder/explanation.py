@@ -12,6 +12,7 @@ import numpy as np
 
 from ..results.files import write_whole
 from . import verdict as words
+from .descriptions import read
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -106,6 +107,11 @@ class FlightExplanation:
         )
 
     @property
+    def tried(self) -> int:
+        """How many suspects were run without."""
+        return int((self.data["role"] == "suspect").sum())
+
+    @property
     def verdict(self) -> str:
         """What happened, in words; every number in it is measured here."""
         return words.verdict(self)
@@ -114,6 +120,11 @@ class FlightExplanation:
     def certificate(self) -> Certificate:
         """How far to trust it: findings with their levels."""
         return words.certificate(self)
+
+    @property
+    def descriptions(self) -> dict[int, str | bytes]:
+        """What `describe=` made of a step's batch, by step number: a text, or the bytes of a PNG."""
+        return {int(step): read(found) for step, found in self.data.attrs.get("descriptions", {}).items()}
 
     @property
     def skip(self) -> list[int]:

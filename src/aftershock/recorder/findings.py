@@ -66,11 +66,11 @@ class Findings:
             return "hyperparameter"
         if self.data is not None and self.data.kind == "shift":
             return "shift"
+        if self.hyperparameter(("ramp",)) is not None:
+            return "hyperparameter"
         if self._guilty:
             alone = "own batch" if self._guilty == (self.replayed.last,) else "batch"
             return alone if len(self._guilty) == 1 else "group"
-        if self.hyperparameter(("ramp",)) is not None:
-            return "hyperparameter"
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
@@ -88,7 +88,8 @@ class Findings:
         if not removes:
             return None
         left, best = min(removes)
-        guilty = [t.left for t in self.inquiry.suspects if self.inquiry.blamed and t.removes]
+        tried = (*self.inquiry.suspects, *([self.inquiry.group] if self.inquiry.group else []))
+        guilty = [t.left for t in tried if self.inquiry.blamed and t.removes]
         return best if not guilty or left <= min(guilty) - CLEARER or self.changes[best].kind in ABRUPT else None
 
     @property
@@ -103,8 +104,6 @@ class Findings:
         last, blamed = self.replayed.last, self.inquiry.blamed
         if last not in blamed:
             return blamed
-        if self.inquiry.group is not None:
-            return ()
         own = self.data is not None and self.data.kind == "own batch"
         return tuple(i for i in blamed if i != last) or ((last,) if own else ())
 
@@ -156,10 +155,13 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
 
 
 def _curves(tried: list[Outcome], event: Event) -> Any:
-    """The losses of the run with each treatment; the path's own before it begins."""
+    """The losses of the run with each treatment; the path's own before it begins, NaN after it ended."""
     import numpy as np
 
-    curves = [[o.losses.get(i, loss) for i, loss in enumerate(event.losses)] for o in tried]
+    curves = [
+        [o.losses.get(i, loss if i < o.treatment.run.at else math.nan) for i, loss in enumerate(event.losses)]
+        for o in tried
+    ]
     return np.array(curves, dtype=float).reshape(len(tried), len(event.losses))
 
 
@@ -176,7 +178,7 @@ def _measured(f: Findings) -> tuple[Tensor, Tensor, list[str], Tensor]:
             if at == last:
                 continue  # the explained step itself: its loss is what is explained
             roles[at], left[at] = role, trial.left
-            for i in range(at + 1, count):
+            for i in range(at + 1, max(trial.losses) + 1):
                 emergence[at, i - at - 1] = f.event.losses[i] - trial.losses[i]
             measured[CHANGES.index(f.main), at] = f.event.losses[last] - trial.losses[last]
     return measured, left, roles, emergence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ class Forecast:
             f"As the next step, this batch would change the loss by at most {self.largest_increase:+.3g}, {self.at} "
             f"state(s) after it (exact along {count} futures of {last} steps drawn from the recorded past)."
         )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def forecast(

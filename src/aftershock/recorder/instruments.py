@@ -26,7 +26,9 @@ LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps 
 LEADERS = 3
 ORDINARY = 5.0  # robust σ above the usual loss; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
-NEWEST, OLDEST = 4, 16  # how many steps before a batch's own its loss is looked at again
+NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
+LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
+LOW = 0.2  # of them may have less without the batch being ordinary there
 LEAST_AFTER = 2  # high batches in a row after the spike that make a shift: one may be bad by itself
 
 
@@ -154,7 +156,7 @@ class DataFinding:
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
-        before = f"on earlier weights it has {statistics.median(self.elsewhere):.3g} itself"
+        before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
         unsure = "" if self.after else " (or the first of other data: what follows was not recorded)"
         meaning = {
             "weights": "the weights are bad, not the batch",
@@ -189,18 +191,23 @@ def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequen
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
-    elif not high(statistics.median(elsewhere)):
+    elif not high(_low(elsewhere)):
         kind = "weights" if follows else "both"  # batches that were just trained on may still do well
     else:
         kind = "shift" if follows else "own batch"
     return DataFinding(kind, step.loss, middle, sigma, earlier, later, elsewhere)
 
 
+def _low(losses: Sequence[float]) -> float:
+    """The loss that all but a few exceed."""
+    return sorted(losses)[int(LOW * len(losses))]
+
+
 def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
-    """States some steps before, not so old that the run had learned less; those in memory are free."""
-    first, last = max(0, at - OLDEST), max(0, at - NEWEST)
-    kept = [time for time in range(first, last + 1) if trajectory.kept(time) is not None]
-    return kept or [last]
+    """States of the window up to some steps before; those in memory are free."""
+    last = max(0, at - NEWEST)
+    kept = [time for time in range(last + 1) if trajectory.kept(time) is not None] or [last]
+    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)})
 
 
 def _loss_on(trajectory: Trajectory, time: int, batch: Batch) -> float:

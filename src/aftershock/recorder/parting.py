@@ -18,6 +18,8 @@ from .records import Record
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
 SAME = 1e-4  # relative: norms that clipping made equal
 NEAR = 1e-3  # relative: a norm that was computed in another way
+ROUNDED = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into account
 
 ANOTHER_RUN = Cause(
     "gradient",
@@ -45,10 +47,10 @@ def parting(
     known = _by_state(some, i - 1 if forward else i, trajectory, recorded)
     if known is not None:
         return known
+    if _not_zeroed(some, i, trajectory):
+        return NOT_ZEROED
     if forward:
         return ANOTHER_RUN if record.step == records[0].step else WRITTEN
-    if i and abs(_norm_with_the_one_before(trajectory, i) - record.norm) <= NEAR * record.norm:
-        return NOT_ZEROED
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
@@ -64,6 +66,18 @@ def clipped_alike(records: Sequence[Record]) -> Cause | None:
     if len(same) <= max(len(arrived) // 4, 1) or (told is not None and abs(largest - told) <= SAME * told):
         return None
     return other_clip(told, largest, f"the gradients of {len(same)} steps arrived with one and the same norm")
+
+
+def _not_zeroed(some: Sequence[Record], i: int, trajectory: Trajectory) -> bool:
+    """Does the gradient of the step before explain the first norm that is another one? A small gradient that is left
+    over changes little there, and the losses part only some steps later."""
+    for at in range(1, i + 1):
+        norm, replayed = some[at].norm, trajectory.steps[at].clip.norm * trajectory.steps[at].clip.factor
+        off = abs(replayed - norm)
+        if off > ROUNDED * norm:
+            left = abs(_norm_with_the_one_before(trajectory, at) - norm)
+            return left <= min(MOSTLY * off, NEAR * norm)
+    return False
 
 
 def _norm_with_the_one_before(trajectory: Trajectory, i: int) -> float:

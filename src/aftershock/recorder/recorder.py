@@ -27,6 +27,7 @@ from ..core.live_optimizer import read_hyper, unwrapped_optimizer
 from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
+from .descriptions import Describe
 from .forecast import Forecast, forecast
 from .observing import Observer, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
@@ -66,6 +67,7 @@ class FlightRecorder:
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
     hooks, unused, constant: as in `capture`.
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
+    describe: what `explain` shows of a batch: `describe(batch)` returns a text or an image (an array).
 
     Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every
     `every` steps; files are written by a thread of its own. On a GPU the loop does not wait for any of it: numbers
@@ -91,6 +93,7 @@ class FlightRecorder:
         hooks: Hooks | None = None,
         unused: Unused | None = None,
         constant: Sequence[nn.Module] = (),
+        describe: Describe | None = None,
     ) -> None:
         every = window if every is None else every
         if window < 2 or every < 1 or after < 0 or keep < 1:
@@ -105,7 +108,7 @@ class FlightRecorder:
         self.window, self.every, self.after, self.keep = window, every, after, keep
         self.triggers = default_triggers() if triggers is None else tuple(triggers)
         self.on_trigger = on_trigger
-        self.dataset = dataset
+        self.dataset, self.describe = dataset, describe
         self.recording = False
         self.run = ""  # its id
         self._inside = self._warned = False

@@ -72,6 +72,7 @@ def replay(
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     dataset: object = None,
     after: int = 0,
+    constant: Sequence[nn.Module] = (),
 ) -> Replay:
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
@@ -81,14 +82,19 @@ def replay(
 
     states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
     """
-    captured = load_captured(states[records[0].step], model, loss_fn)
+
+    def state_before(step: int) -> Captured | None:
+        return load_captured(states[step], model, loss_fn, constant=constant) if step in states else None
+
+    captured = state_before(records[0].step)
+    assert captured is not None
     _set_surroundings(captured.loss.model, records)
     forward = records[0].forward
     captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
     source = Source(captured.loss.layout.device, dataset)
     lead = max(0, len(records) - 1 - after - window)
     before, rest = records[:lead], records[lead:]
-    proof = _Proof(records, lambda step: load_captured(states[step], model, loss_fn) if step in states else None)
+    proof = _Proof(records, state_before)
     if before:
         trajectory = proof.follow(captured, before, source)
         captured = replace(captured, state=trajectory.state(lead))

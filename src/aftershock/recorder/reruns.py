@@ -30,41 +30,53 @@ class Run:
     jittered: bool = False  # θ of the start moved by one rounding
 
     @property
-    def changed(self) -> frozenset[int]:
-        """Steps whose batch this run does not see."""
-        return frozenset(self.steps)
+    def left_out(self) -> frozenset[int]:
+        """Steps that this run does not take."""
+        return frozenset(i for i, step in self.steps.items() if step is None)
+
+
+Done = Callable[[Losses, frozenset[int]], bool]  # by its losses so far and the steps that were left out
 
 
 def run_again(
-    trajectory: Trajectory, runs: Sequence[Run], last: int, tick: Callable[[], None] = lambda: None
+    trajectory: Trajectory,
+    runs: Sequence[Run],
+    last: int,
+    tick: Callable[[], None] = lambda: None,
+    done: Done = lambda losses, left_out: False,
 ) -> list[Losses]:
     """The own losses of each run from its first step to step `last`, by place in the path; infinite once it diverges.
 
-    One gradient per run and step, less in rows on a GPU.
+    One gradient per run and step, less in rows on a GPU. A run ends where `done` says so.
     """
     found: list[Losses] = [{} for _ in runs]
     by_start: dict[int, list[int]] = {}
     for i, run in enumerate(runs):
         by_start.setdefault(run.at, []).append(i)
     for at, some in sorted(by_start.items()):
-        for i, losses in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last)):
+        for i, losses in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last, done)):
             found[i] = losses
             tick()
     return found
 
 
-def _side_by_side(trajectory: Trajectory, at: int, runs: Sequence[Run], last: int) -> list[dict[int, float]]:
+def _side_by_side(
+    trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done
+) -> list[dict[int, float]]:
     before = trajectory.state(at)
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
     starts = [run.start(before) for run in runs]
     rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
-    reader, found = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs]
+    reader, found, going = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs], set(range(len(runs)))
     for moment in rollout(trajectory, at, rows, last + 1):
-        if moment.time > last:
+        if moment.time > last or not going:
             break
-        values = reader.exact(moment) + trajectory.steps[moment.time].loss
-        for losses, value in zip(found, values.tolist()):
-            losses[moment.time] = value
+        values = (reader.exact(moment) + trajectory.steps[moment.time].loss).tolist()
+        for i in sorted(going):
+            found[i][moment.time] = values[i]
+            if done(found[i], runs[i].left_out):
+                moment.exact.retire(i)
+                going.remove(i)
     return found
 
 

@@ -85,6 +85,8 @@ def amplification(
             break
         zero = torch.zeros_like(x)
         y, growth = _unit(phi.mv(Tangent(x * scale, zero, zero)).theta * inverse)
+        if growth > TOO_FAST ** (last - start):
+            break  # a lower bound beyond the bar decides
     return Amplification(start, last, growth, growth ** (1 / (last - start)))
 
 

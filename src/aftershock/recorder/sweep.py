@@ -10,14 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.adamw import Hyper
-from ..core.changes import ControlStep, Edit, Replace, Shock, Skip, Zero
+from ..core.changes import ControlStep, Edit, Replace, Shock, Skip
 from ..core.contributions import BentReadout, Layers, contributions
 from ..core.planning import plan_history
 from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
 
-CHANGES = ("replace", "zero", "skip", "lr")
+CHANGES = ("replace", "skip", "lr")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Swept:
 def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> dict[str, Edit]:
     """Every change of one step that is compared with what happened."""
     steps = trajectory.steps
-    edits: dict[str, Edit] = {"zero": Zero(), "skip": Skip()}
+    edits: dict[str, Edit] = {"skip": Skip()}
     if references and last > 1:
         edits["replace"] = Replace(reference_mean(steps[:last], step, references))
     if step and steps[step].hypers != steps[step - 1].hypers:

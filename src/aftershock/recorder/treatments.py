@@ -58,12 +58,13 @@ def try_all(
 ) -> list[Outcome]:
     """`more`, then every treatment that has a meaning here, the mildest first: about 300 gradients in all."""
     wanted = [*more, *([] if more_only else possible(trajectory, event))]
-    found = run_again(trajectory, [t.run for t in wanted], event.last, tick)
+    found = run_again(trajectory, [t.run for t in wanted], event.last, tick, event.decided)
     return [_outcome(event, treatment, losses) for treatment, losses in zip(wanted, found)]
 
 
 def _outcome(event: Event, treatment: Treatment, losses: Losses) -> Outcome:
-    tail = [losses.get(i, event.losses[i]) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
+    last = max(losses)  # a run that failed ends early
+    tail = [losses.get(i, event.losses[i]) for i in range(max(event.step, last - TAIL + 1), last + 1)]
     return Outcome(
         treatment, losses, event.left(losses), event.prevented(losses), event.delayed(losses), statistics.fmean(tail)
     )
@@ -80,7 +81,7 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
     found = list(outcomes)
     while (best := sufficient(found)) is not None:
         moved = replace(best.treatment.run, jittered=True)
-        (again,) = run_again(trajectory, [moved], event.last)
+        (again,) = run_again(trajectory, [moved], event.last, done=event.decided)
         if event.prevented(again):
             break
         found[found.index(best)] = replace(best, left=max(best.left, event.left(again)), prevents=False, delays=False)

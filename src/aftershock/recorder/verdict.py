@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
-from .event import BARS
+from .event import BARS, FEWEST
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -31,10 +31,16 @@ def _opening(found: FlightExplanation) -> str:
         parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
     if attrs["missing"]:
         parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
-    if attrs["event"] in ("batch", "group") and attrs["placebos"] < ENOUGH:
+    before = found.data["place"].values.tolist().index(attrs["stretch"][0])
+    if before < FEWEST:
         parts.append(
-            f"The window is short: only {attrs['placebos']} other steps could be left out for comparison; record with "
-            "a larger window= next time."
+            f"Only {before} step(s) before it are recorded, too few to know what is usual: start the recorder earlier, "
+            "or record with a larger window=, next time."
+        )
+    elif attrs["event"] in ("batch", "group", "unknown") and found.tried and attrs["placebos"] < ENOUGH:
+        parts.append(
+            f"The window is short: only {attrs['placebos']} other step(s) were left out for comparison, and a step is "
+            "blamed for what others do not do; record with a larger window= next time."
         )
     return " ".join(parts)
 
@@ -145,16 +151,18 @@ def _treated(found: FlightExplanation) -> str:
 
 def _unknown(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    tried = int((found.data["role"] == "suspect").sum())
+    tried = found.tried
     if not tried:
         return (
             f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
             f"{_treated(found)}"
         ).strip()
-    least = min(c.left for c in found.culprits if c.role == "suspect")
+    least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
+    seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
+    if least.left <= BARS.half:
+        seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
     return (
-        f"What caused {_spike(found)} is not known: without each of the {tried} most suspected steps at least "
-        f"{least:.0%} of it stays. {_treated(found)}"
+        f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
         + (
             f" {attrs['after']} step(s) after it were recorded; more would tell more."
             if attrs["after"] < ENOUGH

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
 MARKED = 40  # horizons up to which every state has its own dot
 WIDE = 20  # a loss so many times the control's needs a logarithmic axis
+OFF_SCALE = 10.0  # times the frame: a prediction beyond it has no size that could be drawn
 FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
 COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
 ANSWER_COLOURS = {"semilinear": "#7b4fa3", "tangent": "#b07c10"}
@@ -42,21 +43,26 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     names = response.order if changes is None else _known(response, changes)
     shown = names if changes is not None else names[:SHOWN]
     data = response.data["response"].sel({"scale": scale, "change": shown})
+    frame = _frame(data, response.best_answer)
+    absurd = finite(data) & (abs(data) > OFF_SCALE * max(map(abs, frame))) & (data["answer"] != response.best_answer)
+    drawn = data.where(~absurd)
     figure = go.Figure()
     for i, name in enumerate(shown):
-        _add_change(figure, response, data.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
+        _add_change(figure, response, drawn.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
     _add_answer_key(figure, response)
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
     style(figure, HORIZON_TITLE, "change of the probe's loss")
     whole_horizons(figure, data.sizes["horizon"])
-    frame = _frame(data, response.best_answer)
     figure.update_yaxes(range=frame)
     _key_beside(figure)
     notes = []
     if len(names) > len(shown):
         notes.append(f"{len(names) - len(shown)} more changes with smaller peaks are left out")
     notes += _diverged(data.sel({"answer": response.best_answer}))
-    if float(data.min()) < frame[0] or float(data.max()) > frame[1]:
+    notes += [
+        f"{answer}: off the scale, not drawn" for answer in data["answer"].values[absurd.any(["change", "horizon"])]
+    ]
+    if float(drawn.min()) < frame[0] or float(drawn.max()) > frame[1]:
         notes.append("a curve leaves the frame (double-click to see all that is finite)")
     if notes:
         _note(figure, "; ".join(notes))
@@ -124,6 +130,7 @@ def scale_figure(response: Response) -> Figure:
     figure = go.Figure()
     _add_spread(figure, errors, "scale", abs(errors["scale"]).values, response.order[:SHOWN])
     _trust_line(figure, TRUST.nrmse, f"{TRUST.nrmse:g}: trusted below")
+    figure.layout.annotations[-1].y = math.log10(TRUST.nrmse)  # words on a logarithmic axis stand at an exponent
     style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
     ticks = sorted(set(abs(errors["scale"]).values.tolist()))
     figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
@@ -206,18 +213,21 @@ def _add_change(figure: Figure, response: Response, data: xr.DataArray, colour: 
             opacity=1.0 if answer == best else 0.75,
             hovertemplate=f"h = %{{x}}, {answer}: %{{y:+.4g}}<extra>%{{fullData.name}}</extra>",
         )
-    _add_peak(figure, name, data.sel({"answer": best}), colour, named=named)
+    truth = data.sel({"answer": best})
+    lost = response.noise.sel({at: truth[at].item() for at in ("answer", "change", "scale")})
+    _add_peak(figure, name, truth, lost, colour, named=named)
 
 
-def _add_peak(figure: Figure, name: str, truth: xr.DataArray, colour: str, *, named: bool) -> None:
+def _add_peak(figure: Figure, name: str, truth: xr.DataArray, noise: xr.DataArray, colour: str, *, named: bool) -> None:
     """A ring around the largest effect; for a run that diverges, around its last finite one."""
     known = truth.where(finite(truth), drop=True)
-    if not known.size:
+    if not (known != 0).any():
         return
     lost = diverged_at(truth)
     whole = bool(lost.isnull())
     peak = known.isel(horizon=int(abs(known).argmax("horizon")) if whole else -1)
     h, value = int(peak["horizon"]), float(peak)
+    size = "within rounding" if bool(noise.sel(horizon=h)) else f"{value:+.3g}"
     figure.add_scatter(
         x=[h],
         y=[value],
@@ -231,7 +241,7 @@ def _add_peak(figure: Figure, name: str, truth: xr.DataArray, colour: str, *, na
         figure.add_annotation(
             x=h,
             y=value,
-            text=f"{value:+.3g} at h = {h}" if whole else f"diverges at h = {int(lost)}",
+            text=f"{size} at h = {h}" if whole else f"diverges at h = {int(lost)}",
             ax=0,
             ay=-34 if value >= 0 else 34,
             arrowcolor=colour,

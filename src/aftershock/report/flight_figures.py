@@ -1,4 +1,4 @@
-"""Pictures of an explained flight: its course, the runs that differ, suspects and placebos, inside a blamed step."""
+"""Pictures of an explained flight: its course, the runs that differ, suspects and placebos."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..recorder.event import BARS
+from ..recorder.explanation import OFF_SCALE
 from .figures import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
     from .flight_runs import OtherRun
 
 RAISES, LOWERS, SPARED = COLOURS[0], COLOURS[1], COLOURS[2]
-CHANNELS = {"theta": ("θ", "#2f6db3"), "m": ("m", "#7b4fa3"), "v": ("v", "#b07c10")}
 BAND = "rgba(107, 114, 128, 0.14)"  # what is usual
 EVENT = "rgba(200, 67, 43, 0.07)"  # the stretch of the event
 USUAL_UPDATE = (0.5, 1.2)  # RMS of g/√v̂ of ordinary steps
 BACK = 16  # steps before the event in the picture of treatments: the earliest that one of them touches
-LAYERS = 16
 MOST_LEFT = 2.0  # of the event: runs that leave more have an arrow for a mark
 FRAME = 1.6  # times the largest measured effect: a prediction beyond it is not drawn
 
@@ -153,7 +152,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             y=gaps(run.losses[start:]),
             mode="lines",
             line={"color": SPARED, "width": 3},
-            name=_folded(escape(run.name)),
+            name=escape(run.name),
             legendrank=2,
             connectgaps=True,
             hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
@@ -186,41 +185,31 @@ def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: S
     if tried:
         most = max([1.0, *(min(c.left, MOST_LEFT) for c in culprits if not math.isnan(c.left))])
         figure.update_yaxes(range=[-0.05, 1.1 * most], tickformat=".0%", row=1, col=1)
+    largest = _largest(found, culprits)
+    if any(abs(c.measured) > largest for c in culprits):
+        figure.update_yaxes(range=[-largest, largest], row=len(heights), col=1)
     figure.update_layout(barmode="overlay", showlegend=tried)
     key_above(figure)
     return figure
 
 
 def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culprit]) -> None:
-    blamed = set(found.blamed)
-    kinds: list[tuple[str, list[Culprit], dict[str, Any]]] = [
-        ("placebo", [c for c in culprits if c.role == "placebo"], {"symbol": "diamond-open", "color": FAINT}),
-        (
-            "suspect",
-            [c for c in culprits if c.role == "suspect" and c.step not in blamed],
-            {"symbol": "circle", "color": LOWERS},
-        ),
-        ("blamed", [c for c in culprits if c.role and c.step in blamed], {"symbol": "circle", "color": RAISES}),
-    ]
-    for name, some, marker in kinds:
-        if some:
-            beyond = [not c.left <= MOST_LEFT for c in some]
-            figure.add_scatter(
-                x=[c.step for c in some],
-                y=[MOST_LEFT if far else c.left for c, far in zip(some, beyond)],
-                customdata=[f"more than {MOST_LEFT:.0%}" if far else f"{c.left:.0%}" for c, far in zip(some, beyond)],
-                mode="markers",
-                marker={
-                    **marker,
-                    "size": 10,
-                    "line": {"width": 2},
-                    "symbol": ["triangle-up-open" if far else marker["symbol"] for far in beyond],
-                },
-                name=f"without a {name}" if name != "blamed" else "without a blamed step",
-                hovertemplate=f"without step %{{x}} ({name}): %{{customdata}} is left<extra></extra>",
-                row=1,
-                col=1,
-            )
+    """What is left without each step that was tried, and without a group together."""
+    attrs, blamed = found.data.attrs, set(found.blamed)
+    tried = [(c.step, c.left, c.step in blamed, c.role) for c in culprits if c.role]
+    if attrs["step"] in blamed:  # it is no culprit of its own loss
+        tried.append((attrs["step"], attrs["own_left"], True, "suspect"))
+    placebos = [(step, left) for step, left, _, role in tried if role == "placebo"]
+    suspects = [(step, left) for step, left, is_blamed, role in tried if role == "suspect" and not is_blamed]
+    guilty = [(step, left) for step, left, is_blamed, _ in tried if is_blamed]
+    _add_marks(figure, "without a placebo", placebos, symbol="diamond-open", colour=FAINT)
+    _add_marks(figure, "without a suspect", suspects, symbol="circle", colour=LOWERS)
+    _add_marks(figure, "without a blamed step", guilty, symbol="circle", colour=RAISES)
+    if attrs["group"] and blamed:
+        together = [(step, attrs["group_left"]) for step in attrs["group"]]
+        _add_marks(
+            figure, "without all that are blamed", together, symbol="square", colour=RAISES, mode="lines+markers"
+        )
     figure.add_hline(
         y=BARS.half,
         line={"color": SPARED, "width": 1.5, "dash": "dash"},
@@ -230,6 +219,33 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
         col=1,
     )
     figure.add_hline(y=1, line={"color": FAINT, "width": 1, "dash": "dot"}, row=1, col=1)
+
+
+def _add_marks(
+    figure: Figure, name: str, tried: Sequence[tuple[int, float]], *, symbol: str, colour: str, mode: str = "markers"
+) -> None:
+    """(step, what is left without it); what is more than the frame holds has an arrow for a mark."""
+    if not tried:
+        return
+    beyond = [not left <= MOST_LEFT for _, left in tried]
+    words = [f"more than {MOST_LEFT:.0%}" if far else f"{left:.0%}" for (_, left), far in zip(tried, beyond)]
+    figure.add_scatter(
+        x=[step for step, _ in tried],
+        y=[MOST_LEFT if far else left for (_, left), far in zip(tried, beyond)],
+        customdata=words,
+        mode=mode,
+        line={"color": colour, "width": 1.5, "dash": "dot"},
+        marker={
+            "color": colour,
+            "size": 10,
+            "line": {"width": 2},
+            "symbol": ["triangle-up-open" if far else symbol for far in beyond],
+        },
+        name=name,
+        hovertemplate=f"step %{{x}}, {name}: %{{customdata}} is left<extra></extra>",
+        row=1,
+        col=1,
+    )
 
 
 def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culprit], row: int) -> None:
@@ -254,86 +270,14 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
 
 def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:
     """The steps whose prediction has a size that may be drawn beside what is measured."""
-    measured = [abs(c.measured) for c in culprits if math.isfinite(c.measured)]
-    limit = max([found.size, *(FRAME * value for value in measured)])
+    limit = _largest(found, culprits)
     return [c for c in culprits if abs(c.predicted) <= limit]
 
 
-def emergence_figure(found: FlightExplanation, step: int) -> Figure:
-    """What a step had added to each later loss, measured."""
-    import plotly.graph_objects as go
-
-    curve = found.data["emergence"].sel({"step": step}).values
-    curve = curve[np.isfinite(curve)]
-    figure = go.Figure()
-    figure.add_scatter(
-        x=[step + 1 + h for h in range(len(curve))],
-        y=curve.tolist(),
-        mode="lines+markers",
-        marker={"size": 5},
-        line={"color": RAISES, "width": 2},
-        hovertemplate=f"step {step} added %{{y:+.4g}} to the loss of step %{{x}}<extra></extra>",
-    )
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    style(figure, "step whose loss it is", "added to that loss", height=340)
-    figure.update_xaxes(dtick=-(-len(curve) // 8))  # none between two steps
-    return figure
-
-
-def channel_figure(culprit: Culprit) -> Figure:
-    """Where the effect of a step lay right after it: in the weights, or waiting in m or v."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    figure.add_bar(
-        y=[f"in {label}" for label, _ in CHANNELS.values()][::-1],
-        x=[culprit.channels[name] for name in CHANNELS][::-1],
-        orientation="h",
-        marker={"color": [colour for _, colour in CHANNELS.values()][::-1]},
-        hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
-    )
-    style(figure, "added to the loss (predicted)", "", height=200)
-    figure.add_vline(x=0, line={"color": FAINT, "width": 1})
-    return figure
-
-
-def layer_figure(found: FlightExplanation, step: int) -> Figure:
-    """Through which layers a step acted."""
-    import plotly.graph_objects as go
-
-    values = found.data["layer_contribution"].sel({"change": found.data.attrs["ranked_by"], "step": step})
-    order = np.argsort(-np.abs(values.values))[:LAYERS][::-1]
-    names = [str(values["layer"].values[i]) for i in order]
-    figure = go.Figure()
-    figure.add_bar(
-        y=[escape(name) for name in names],
-        x=values.values[order].tolist(),
-        orientation="h",
-        marker={"color": [RAISES if values.values[i] > 0 else LOWERS for i in order]},
-        hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
-    )
-    style(figure, "added to the loss (predicted)", "", height=120 + 26 * len(names))
-    figure.add_vline(x=0, line={"color": FAINT, "width": 1})
-    figure.update_yaxes(type="category")
-    return figure
-
-
-def example_figure(culprit: Culprit) -> Figure:
-    """Which examples of a batch carry its contribution."""
-    import plotly.graph_objects as go
-
-    shares = dict(culprit.examples)
-    places = sorted(shares)
-    figure = go.Figure()
-    figure.add_bar(
-        x=places,
-        y=[shares[i] for i in places],
-        marker={"color": [RAISES if shares[i] > 0 else LOWERS for i in places]},
-        hovertemplate="example %{x}: %{y:+.4g}<extra></extra>",
-    )
-    style(figure, f"place in the batch of step {culprit.step}", "its share (predicted)", height=320)
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    return figure
+def _largest(found: FlightExplanation, culprits: Sequence[Culprit]) -> float:
+    """The largest part that is drawn whole: a run that went away without some step must not flatten the others."""
+    measured = [abs(c.measured) for c in culprits if abs(c.measured) <= OFF_SCALE * found.data.attrs["peak"]]
+    return max([found.size, *(FRAME * value for value in measured)])
 
 
 # --- how to show it
@@ -354,7 +298,8 @@ def _styled_rows(figure: Figure, titles: Sequence[str], height: int) -> None:
             row=row,
             col=1,
         )
-    figure.update_layout(showlegend=False)
+    # a step is found by its column: small bars are hard to hit
+    figure.update_layout(showlegend=False, hovermode="x", clickmode="event")
 
 
 def _scaled(figure: Figure, values: np.ndarray, row: int) -> None:
@@ -374,10 +319,3 @@ def _shade_event(figure: Figure, attrs: dict[str, Any], rows: str | None) -> Non
     first, last = attrs["stretch"]
     where = {} if rows is None else {"row": rows, "col": 1}
     figure.add_vrect(x0=first - 0.5, x1=last + 0.5, line_width=0, fillcolor=EVENT, layer="below", **where)
-
-
-def _folded(name: str, width: int = 42) -> str:
-    """A name of a legend on lines that a small screen holds."""
-    import textwrap
-
-    return "<br>".join(textwrap.wrap(name, width))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from ..recorder.event import BARS
 from ..recorder.verdict import right
 from . import flight_figures as figures
+from . import flight_steps as steps
+from . import inside_figures as inside
 from .flight_runs import OtherRun, loss_after, other_runs
 from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
 
@@ -43,27 +45,31 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check"),
+    *("scatter", "replay", "check", "descriptions", "own_left"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
 header .certificate strong { line-height: 1.5; flex-basis: 78px; }
 header h2 { font-size: 15px; margin-bottom: 8px; }
 .runs { width: 100%; font-variant-numeric: tabular-nums; margin-bottom: 20px; }
-.runs thead th { border-bottom: 2px solid #c9ced6; }
+.runs thead th { border-bottom: 2px solid var(--edge); }
 .runs td + td, .runs th { white-space: nowrap; }
-.runs tr.prevents td:nth-child(2) { color: #1f6b54; font-weight: 600; }
-.runs tr.chosen { background: #eff8f4; }
+.runs tr.prevents td:nth-child(2) { color: var(--good); font-weight: 600; }
+.runs tr.chosen { background: var(--good-wash); }
 .instruments dt { font-weight: 600; } .instruments dd { margin: 0 0 10px; max-width: 60em; }
 .sortable tr.tried td.number { color: var(--ink); font-weight: 500; }
-@media (max-width: 600px) { main { padding: 24px 16px 40px; } .verdict { font-size: 21px; }
-  .certificate li { flex-direction: column; gap: 0; } header .certificate strong { flex-basis: auto; }
+@media (max-width: 600px) { header .certificate strong { flex-basis: auto; }
   th, td { padding: 5px 6px; } .runs { font-size: 13px; } .runs th, .runs td + td { white-space: normal; } }
 """
 
 
-def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str | None = None) -> Path:
-    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file."""
+def write_flight_page(
+    found: FlightExplanation, path: str | Path, *, title: str | None = None, library: Path | None = None
+) -> Path:
+    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file.
+
+    library: a file of the plotting library that several pages share; without it the page carries the library.
+    """
     title = _title(found) if title is None else title
     culprits = found.culprits
     sections = [
@@ -72,6 +78,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         _course(found),
         *_treatments(found),
         *_trials(found, culprits),
+        *steps.step_list(found, culprits),
         *_inside(found, culprits),
         *_instruments(found),
         section("Every step, in numbers", _table(found, culprits)),
@@ -80,7 +87,8 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
-    return write_page(Path(path), title, sections, style=STYLE)
+    style = STYLE + steps.STYLE
+    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT, library=library)
 
 
 def notebook_view(found: FlightExplanation) -> str:
@@ -143,7 +151,7 @@ def _treatments(found: FlightExplanation) -> list[str]:
                 "The loss as it was and in the runs that are spared the event.",
             )
         )
-    else:
+    elif not any(run.prevents for run in runs):
         parts.append("<p class='story'>None of those that were tried prevents it.</p>")
     return [section("What would have prevented it", *parts)]
 
@@ -192,9 +200,10 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
     elif len(drawn) < len(predicted):
         words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
+    words.append("Click a step to open it.")
     return [
         section(
-            "Who did it, and the placebo",
+            "Who did it, and the placebo" if found.blamed else "Was it a batch? Suspects and placebos",
             plot(
                 figures.trial_figure(found, culprits, drawn),
                 "trials",
@@ -224,7 +233,7 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         section(
             f"When step {step} did harm",
             plot(
-                figures.emergence_figure(found, step),
+                inside.emergence_figure(found, step),
                 "emergence",
                 "The loss as it was, less the loss of the run without the step: measured at every step on the way.",
                 f"What step {step} added to each later loss.",
@@ -233,13 +242,13 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         section(
             f"Where step {step} waited",
             plot(
-                figures.channel_figure(known),
+                inside.channel_figure(known),
                 "channels",
                 "Its predicted part by where it lay right after it: in the weights at once, or in AdamW's moments.",
                 f"Bars of the part of step {step} in θ, m and v.",
             ),
             plot(
-                figures.layer_figure(found, step),
+                inside.layer_figure(found, step),
                 "layers",
                 "The same by the layer whose weights and moments carried it.",
                 f"Bars of the part of step {step} by layer.",
@@ -258,7 +267,7 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
     return section(
         heading,
         plot(
-            figures.example_figure(culprit),
+            inside.example_figure(culprit),
             "examples",
             f"Each example's share of the predicted part ({note}).",
             f"Bars of the shares of {len(culprit.examples)} examples.",
@@ -281,7 +290,7 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     attrs = found.data.attrs
     tried = any(c.role for c in culprits)
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else []), "predicted"]
-    channels = figures.CHANNELS if attrs["linear_ok"] else {}  # parts of what means nothing would not either
+    channels = inside.CHANNELS if attrs["linear_ok"] else {}  # parts of what means nothing would not either
     columns += [f"in {label}" for label, _ in channels.values()]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
     rows = "\n".join(_row(culprit, tried, channels) for culprit in culprits[:ROWS])
@@ -295,7 +304,8 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
 
 
 def _row(culprit: Culprit, tried: bool, channels: Iterable[str]) -> str:
-    cells = [number(culprit.step, str(culprit.step)), number(culprit.delay, str(culprit.delay))]
+    link = f'<a href="#step-{culprit.step}">{culprit.step}</a>'
+    cells = [f'<td data-value="{culprit.step}" class="number">{link}</td>', number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')

@@ -44,6 +44,8 @@ def _mean_of_last(found: FlightExplanation, losses: np.ndarray) -> float:
 
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
     data, attrs = found.data, found.data.attrs
+    if found.kind == "own batch":
+        return [_without(f"the batch of step {attrs['step']} left out", attrs["own_left"], (), np.nan)]
     if found.kind not in ("batch", "group"):
         return []
     if attrs["group"]:
@@ -81,7 +83,7 @@ def _treated(found: FlightExplanation) -> list[OtherRun]:
 
 def _chosen(found: FlightExplanation) -> str | None:
     """The treatment that the verdict names: the former value of a hyperparameter, or the mildest that prevents it."""
-    if found.kind in ("batch", "group"):
+    if found.blamed:
         return None
     if found.hyperparameter is None:
         return found.treatment

@@ -76,9 +76,9 @@ def _steps(found: Candidates) -> Drawing:
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     key_above(figure)
     caption = (
-        "How far the centred finite differences are from the exact tangent, by their step. Truncation grows as ε² to "
-        "the right, float32 noise as 1/ε to the left. The paper has no exact tangent and selects by the consistency "
-        "of two neighbouring steps (blue)."
+        "How far the centred finite differences are from the exact tangent, by their step. Truncation would grow as ε² "
+        "to the right and float32 noise as 1/ε to the left (guides). The paper has no exact tangent and selects by the "
+        "consistency of two neighbouring steps (blue)."
     )
     return Drawing("fd-steps", "Finite differences against the exact tangent", caption, figure, ("system",), frames)
 

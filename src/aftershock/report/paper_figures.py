@@ -13,8 +13,10 @@ from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import ANSWERS
 from . import study_data
-from .axes import finish, grid
+from .axes import finish as _finish
+from .axes import grid as _grid
 from .language_files import language_files
+from .mechanism_figures import SOURCES
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,6 +48,9 @@ def write_figures(results: Mapping[str, xr.Dataset], folder: Path) -> list[Path]
 
 
 def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
+    whole = study_data.having(results, *study_data.WHOLE)
+    if whole:
+        yield "overview", _overview(whole)
     fitted = study_data.having(results, "exact", "predicted")
     if fitted:
         yield "responses", _responses(fitted)
@@ -53,11 +58,14 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
         yield "error-by-horizon", _panels(fitted, _error_by_horizon)
         yield "error-exponents", _exponents(fitted)
     drawn = (
+        ("error-sources", "output_from_switching", _sources),
         ("switched-gates", "switch_fraction", _switches),
         ("channels", "channel_exact", partial(_channels, variable="channel_exact")),
         ("channels-long", "channel_long", partial(_channels, variable="channel_long")),
         ("persistence-m", "persistence_m", partial(_persistence, channel="m", number="β1")),
         ("persistence-v", "persistence_v", partial(_persistence, channel="v", number="β2")),
+        ("persistence-m-long", "persistence_long_m", partial(_persistence, channel="m", number="β1", ending="long_")),
+        ("persistence-v-long", "persistence_long_v", partial(_persistence, channel="v", number="β2", ending="long_")),
     )
     for name, variable, draw in drawn:
         settings = study_data.having(results, variable)
@@ -76,9 +84,41 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
 # --- Experiment 1
 
 
+def _overview(settings: Mapping[str, xr.Dataset]) -> Figure:
+    """One shock of one real run: through each memory alone, whole with its prediction, and under other futures."""
+    figure, axes = _grid(len(settings), 3, height=2.3)
+    for row, (setting, data) in zip(axes, settings.items()):
+        one = study_data.overview(data)
+        for colour, (name, curve) in zip(COLOURS, one.alone.items()):
+            row[0].plot(one.horizons, curve, color=colour, label=f"{name} alone")
+        row[1].plot(one.horizons, one.exact, color="black", lw=2, label="exact")
+        row[1].plot(one.horizons, one.tangent, LOOKS["tangent"][1], color=LOOKS["tangent"][0], label="tangent")
+        height = one.exact[one.horizons.index(one.peak_horizon)]
+        row[1].plot([one.peak_horizon], [height], "o", mfc="none", mec="black", ms=9)
+        row[1].annotate(
+            f"h* = {one.peak_horizon}", (one.peak_horizon, height), (5, 7), textcoords="offset points", fontsize=7
+        )
+        for future in one.futures:
+            row[2].plot(one.horizons, future, color="0.6", lw=0.6)
+        titles = ("through one memory alone", "the whole effect", f"{len(one.futures)} other futures")
+        for axis, title in zip(row, titles):
+            axis.axhline(0, color="0.6", lw=0.8)
+            _finish(axis, f"{setting}: {title}", HORIZON, LOSS if axis is row[0] else "")
+        for axis in row[:2]:
+            axis.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _sources(axis: Axes, data: xr.Dataset) -> None:
+    for colour, (part, share) in zip(COLOURS, study_data.source_shares(data).items()):
+        axis.plot(share["horizon"], share, color=colour, marker="o", ms=3, label=SOURCES[part])
+    axis.set_ylim(-0.02, 1.02)
+    _finish(axis, "", HORIZON, "share of the tangent's error")
+
+
 def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
     """The first candidate of the first system, at a local scale and at full scale."""
-    figure, axes = grid(2, len(settings), share_y=False)
+    figure, axes = _grid(2, len(settings), share_y=False)
     for column, (setting, data) in enumerate(settings.items()):
         scales = data["scale"].values
         for row, scale in enumerate((scales[scales <= 0.125].max(initial=scales.min()), scales.max())):
@@ -87,7 +127,7 @@ def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
             for answer, (colour, dash) in _answers(data):
                 axis.plot(one["horizon"], one["predicted"].sel({"answer": answer}), dash, color=colour, label=answer)
             axis.axhline(0, color="0.6", lw=0.8)
-            finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
+            _finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
     axes[0][0].legend(frameon=False, fontsize=7)
     return figure
 
@@ -103,7 +143,7 @@ def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
     axis.loglog(scales, start * (scales / scales[0]) ** 2, color="0.6", lw=0.8, label="slope 2")
     axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axis.set_xticks([], minor=True)
-    finish(axis, "", "scale α of the shock", "error over the response at α = 1")
+    _finish(axis, "", "scale α of the shock", "error over the response at α = 1")
 
 
 def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
@@ -111,18 +151,18 @@ def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
     for answer, (colour, dash) in _answers(data):
         row = found.sel({"answer": answer})
         axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=answer)
-    finish(axis, "", HORIZON, "error over the response's size, α = 1")
+    _finish(axis, "", HORIZON, "error over the response's size, α = 1")
 
 
 def _exponents(settings: Mapping[str, xr.Dataset]) -> Figure:
-    figure, axes = grid(1, 1)
+    figure, axes = _grid(1, 1)
     for colour, (setting, data) in zip(COLOURS, settings.items()):
         found = study_data.exponents_by_horizon(data)
         axes[0][0].plot(found["horizon"], found["median"], color=colour, marker="o", ms=3, label=setting)
         axes[0][0].fill_between(found["horizon"], found["q25"], found["q75"], color=colour, alpha=0.15, lw=0)
     axes[0][0].axhline(2, color="0.6", lw=0.8, ls="--")
     axes[0][0].legend(frameon=False, fontsize=7)
-    finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
+    _finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
     return figure
 
 
@@ -131,29 +171,29 @@ def _switches(axis: Axes, data: xr.Dataset) -> None:
     for colour, scale in zip(_ramp(found.sizes["scale"]), found["scale"].values):
         row = found.sel(scale=scale)
         axis.semilogy(found["horizon"], row.where(row > 0), color=colour, marker="o", ms=3, label=f"α = {scale:g}")
-    finish(axis, "", HORIZON, "share of gates that differ")
+    _finish(axis, "", HORIZON, "share of gates that differ")
 
 
 def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
     size = study_data.typical_size(data[variable])
     for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
         axis.plot(size["horizon"], size.sel(channel=channel), color=colour, label=name)
-    finish(axis, "", HORIZON, f"median |{LOSS}|")
+    _finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
-def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str) -> None:
-    size = study_data.typical_size(data[f"persistence_{channel}"])
+def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str, ending: str = "") -> None:
+    size = study_data.typical_size(data[f"persistence_{ending}{channel}"])
     decays = size[f"decay_{channel}"].values
     for colour, decay in zip(_ramp(len(decays)), decays):
         row = size.sel({f"decay_{channel}": decay})
         axis.semilogy(size["horizon"], row.where(row > 0), color=colour, label=f"{number} = {decay:g}")
-    finish(axis, "", HORIZON, f"median |{LOSS}|")
+    _finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
 def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
     """Full ISO and endpoint-exact against M, a row per family of candidates."""
     families = list(dict.fromkeys(str(f) for data in settings.values() for f in data["family"].values))
-    figure, axes = grid(len(families), len(settings))
+    figure, axes = _grid(len(families), len(settings))
     for column, (setting, data) in enumerate(settings.items()):
         for row, family in enumerate(families):
             axis = axes[row][column]
@@ -168,7 +208,7 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
                     axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
             axis.legend(frameon=False, fontsize=7)
             _plain_decades(axis)
-            finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
+            _finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
     return figure
 
 
@@ -181,7 +221,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
     names = list(dict.fromkeys(getattr(point, rows) for point in points))
     across = min(len(panels), 4)
     down = math.ceil(len(panels) / across)
-    figure, axes = grid(down, across, height=1.2 + 0.28 * len(names))
+    figure, axes = _grid(down, across, height=1.2 + 0.28 * len(names))
     for i, panel in enumerate(panels):
         axis = axes[i // across][i % across]
         some = [p for p in points if getattr(p, by) == panel and not math.isnan(p.middle)]
@@ -193,7 +233,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
         axis.plot([q for q, _ in quoted], [place for _, place in quoted], "D", mfc="none", mec="black", label="paper")
         axis.set_yticks(range(len(names)), names if i % across == 0 else [""] * len(names))
         axis.set_ylim(len(names) - 0.5, -0.5)
-        finish(axis, panel, title, "")
+        _finish(axis, panel, title, "")
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
     )
@@ -205,7 +245,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
 
 def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
     """One panel per setting, the key in each: slopes differ."""
-    figure, axes = grid(1, len(settings))
+    figure, axes = _grid(1, len(settings))
     for axis, (setting, data) in zip(axes[0], settings.items()):
         draw(axis, data)
         axis.set_title(setting, fontsize=9)

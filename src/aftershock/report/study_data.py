@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..results.statistics import across_systems, error_exponents
+from ..results.summaries import summarize
+from ..studies.cifar.measures import output_shares
 from ..studies.future_measures import futures
 from ..studies.measures import LOCAL, NAMES, exponents, nested, rankings
 from ..studies.paper import TABLES
 from ..studies.verdicts import spread
+from ..theory.frozen import FrozenMemory
 
 if TYPE_CHECKING:
     import xarray as xr
 
 Results = Mapping[str, "xr.Dataset"]
 
+ALONE = {"θ": "100", "m": "010", "v": "001"}
+WHOLE = ("exact", "predicted", "channel_exact", "future_response")  # what the overview is drawn from
 PREDICTIONS = ("tangent", "endpoint", "semilinear")  # endpoint-exact is an ablation of the quadratic study alone
 
 
@@ -60,6 +65,56 @@ def exponents_by_horizon(data: xr.Dataset) -> xr.Dataset:
 def typical_size(response: xr.DataArray) -> xr.DataArray:
     """|d_h|, median over candidates and systems: what a channel or a sweep typically does at each horizon."""
     return abs(nested(response)).median("change").median("system")
+
+
+def source_shares(data: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Sizes of the parts of the response's error by source, median over candidates and systems, by horizon."""
+    return {part: share.median("change").median("system") for part, share in output_shares(data).items()}
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One shock of one real run: through each memory alone, whole, as predicted, and under other futures."""
+
+    system: str
+    change: int
+    horizons: list[int]
+    alone: dict[str, list[float]]
+    exact: list[float]
+    tangent: list[float]
+    futures: list[list[float]]
+    peak_horizon: int
+
+
+def overview(data: xr.Dataset) -> Overview:
+    """The largest of the first system's followed candidates whose effect peaks late but not at the end, if any does."""
+    one = data.isel(system=0).sel(scale=data["scale"].max(), drop=True)
+    channels = nested(one["channel_exact"])
+    peaks = summarize(channels.sel(channel="111"))
+    turns = (peaks["peak_horizon"] > 1) & (peaks["peak_horizon"] < one["horizon"].max())
+    i = int(peaks["peak"].where(turns | ~turns.any()).argmax("change"))
+    at = one.isel(change=i)
+    return Overview(
+        system=str(one["system"].values),
+        change=int(at["change"]),
+        horizons=one["horizon"].values.tolist(),
+        alone={name: channels.isel(change=i).sel(channel=channel).values.tolist() for name, channel in ALONE.items()},
+        exact=at["exact"].values.tolist(),
+        tangent=at["predicted"].sel({"answer": "tangent"}).values.tolist(),
+        futures=at["future_response"].sel(family="natural").transpose("future", "horizon").values.tolist(),
+        peak_horizon=int(peaks["peak_horizon"][i]),
+    )
+
+
+def frozen_memories(results: Results) -> dict[str, FrozenMemory]:
+    """The frozen memory of each setting's first system, by its name in the paper."""
+    found = {}
+    for name, data in having(results, "frozen_memory").items():
+        values = data["frozen_memory"].isel(system=0)
+        found[name] = FrozenMemory(
+            **{str(key): float(values.sel(coefficient=key)) for key in values["coefficient"].values}
+        )
+    return found
 
 
 @dataclass(frozen=True)

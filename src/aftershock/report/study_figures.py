@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import ANSWERS
-from . import study_data
+from . import mechanism_figures, study_data
 from .drawing import Drawing, Frame, add_band, lines, positive, ramp, short
 from .figures import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, key_above, style
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from plotly.graph_objects import Figure
 
-SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 6, 12  # what is embedded must stay small
+SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 5, 8  # what is embedded must stay small
 PREDICTION_COLOURS = {**ANSWER_COLOURS, "endpoint": "#2f6db3"}
 PREDICTION_DASHES = {**DASHES, "endpoint": "dash"}
 LINEAR = {
@@ -39,12 +39,14 @@ HEIGHT = 320  # two of them fit on a sheet of paper
 
 def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     """Every figure that these results can fill."""
+    yield from mechanism_figures.overview(results)
     fitted = study_data.having(results, "exact", "predicted")
     if fitted:
         yield _curves(fitted)
         yield _scales(fitted)
         yield _sources(fitted)
         yield _exponents(fitted)
+    yield from mechanism_figures.sources(results)
     switched = study_data.having(results, "switch_fraction")
     if switched:
         yield _switches(switched)
@@ -57,6 +59,7 @@ def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     swept = study_data.having(results, "persistence_m")
     if swept:
         yield _persistence(swept)
+    yield from mechanism_figures.frozen(results)
     ratios, scores = study_data.prospective(results, [s for s in FUTURE_NAMES if s in results])
     if ratios:
         yield _ratios(ratios)
@@ -75,12 +78,14 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
         horizons = some["horizon"].values.tolist()
         for system in some["system"].values:
             for change in some["change"].values:
-                for scale in some["scale"].values[::-1]:
+                for scale in some["scale"].values[::-2]:  # every second one, from full scale down
                     one = some.sel({"system": system, "change": change, "scale": scale})
                     curves = [one["exact"], *(one["predicted"].sel({"answer": m}) for m in answers)]
                     key = f"{setting}|{system}|candidate {change}|α = {scale:g}"
                     frames[key] = {"x": [horizons] * len(curves), "y": [short(c.values) for c in curves]}
     figure = lines(frames, ["exact", *answers], [INK, *(PREDICTION_COLOURS[m] for m in answers)])
+    for frame in frames.values():
+        del frame["x"]  # the same horizons for every choice
     for trace in figure.data:
         trace.update(line={"dash": PREDICTION_DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
     figure.add_hline(y=0, line={"color": FAINT, "width": 1})
@@ -227,12 +232,12 @@ def _persistence(settings: Mapping[str, xr.Dataset]) -> Drawing:
     frames: dict[str, Frame] = {}
     most = 0
     for setting, data in settings.items():
-        for channel, number in (("m", "β1"), ("v", "β2")):
-            if f"persistence_{channel}" in data:
-                size = study_data.typical_size(data[f"persistence_{channel}"])
+        for ending, channel, number in [(end, *one) for end in ("", "long_") for one in (("m", "β1"), ("v", "β2"))]:
+            if f"persistence_{ending}{channel}" in data:
+                size = study_data.typical_size(data[f"persistence_{ending}{channel}"])
                 decays = size[f"decay_{channel}"].values
                 x, most = size["horizon"].values.tolist(), max(most, len(decays))
-                frames[f"{setting}|{channel}"] = {
+                frames[f"{setting}{', long' if ending else ''}|{channel}"] = {
                     "x": [x for _ in decays],
                     "y": [positive(size.sel({f"decay_{channel}": d}).values) for d in decays],
                     "name": [f"{number} = {d:g}" for d in decays],

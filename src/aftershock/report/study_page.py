@@ -26,8 +26,18 @@ if TYPE_CHECKING:
 WORDS = {"agrees": "replicates", "differs": "does not replicate", "none": "not counted", "ours": "ours only"}
 
 
-def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Sequence[Cell], path: Path) -> Path:
-    """Write the page as one self-contained HTML file, whole or not at all."""
+def write_study_page(
+    study: Study,
+    results: Mapping[str, xr.Dataset],
+    cells: Sequence[Cell],
+    path: Path,
+    *,
+    library: Path | None = None,
+) -> Path:
+    """Write the page as one HTML file, whole or not at all.
+
+    library: a file of the plotting library that several pages share; without it the page carries the library.
+    """
     made = provenance(study, results)
     title = f"The paper's {study.name} study, reproduced"
     sections = [
@@ -41,7 +51,7 @@ def write_study_page(study: Study, results: Mapping[str, xr.Dataset], cells: Seq
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
     ]
-    return write_page(path, title, sections, style=STYLE, script=SCRIPT)
+    return write_page(path, title, sections, style=STYLE, script=SCRIPT, library=library)
 
 
 def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
@@ -115,9 +125,8 @@ def _tested(cell: Cell) -> str:
     parts = []
     for one in [one for one in cell.replications if one.counted]:
         reach = f"The {one.number}, ours less the paper's, is between {one.low:.3g} and {one.high:.3g}"
-        caught = (
-            f"a factor of {one.catches:.2f}" if one.catches > 0 else f"a difference of {one.catches_difference:.2g}"
-        )
+        factor, shift = f"a factor of {one.catches:.2f}", f"a difference of {one.catches_difference:.2g}"
+        caught = factor if one.catches > 0 else shift
         parts.append(f"{reach}; {caught} would have been caught. ")
     return "".join(parts)
 
@@ -186,32 +195,27 @@ STYLE = """
 .facts { margin: -14px 0 0; color: var(--faint); font-size: 14px; }
 .choices { display: flex; flex-wrap: wrap; gap: 8px 18px; margin-bottom: 8px; }
 .choices label { font-size: 14px; color: var(--faint); }
-.choices select { font: inherit; color: var(--ink); padding: 4px 6px; border: 1px solid #c9ced6; border-radius: 4px;
-  background: #fff; max-width: 100%; }
+.choices select { font: inherit; color: var(--ink); padding: 4px 6px; border: 1px solid var(--edge); border-radius: 4px;
+  background: var(--paper); max-width: 100%; }
 .paper { width: 100%; margin: 26px 0 10px; font-variant-numeric: tabular-nums; }
 .paper caption code { font-size: 12px; color: var(--faint); }
 .paper caption strong { color: var(--ink); font-size: 15px; }
-.paper thead th { border-bottom: 2px solid #c9ced6; vertical-align: bottom; }
+.paper thead th { border-bottom: 2px solid var(--edge); vertical-align: bottom; }
 .paper tbody th { font-weight: 500; white-space: nowrap; }
 .more { cursor: pointer; color: var(--faint); margin: 0 0 10px; }
-.paper td { min-width: 104px; border-left: 3px solid #fff; }
+.paper td { min-width: 104px; border-left: 3px solid var(--paper); }
 .paper small { color: var(--faint); white-space: nowrap; }
 .paper summary { list-style: none; cursor: pointer; }
 .paper summary::-webkit-details-marker { display: none; }
 .paper details p { margin: 6px 0 0; font-size: 12.5px; line-height: 1.4; max-width: 22em; }
 .theirs { display: block; color: var(--faint); font-size: 13px; }
-td.agrees, .key.agrees { background: #eff8f4; } .agrees b { color: #1f6b54; }
-td.differs, .key.differs { background: #fdf1ee; } .differs b { color: #a5301a; }
-td.ours, .key.ours { background: #f1f4fa; } td.none, .key.none { background: var(--wash); }
+td.agrees, .key.agrees { background: var(--good-wash); } .agrees b { color: var(--good); }
+td.differs, .key.differs { background: var(--bad-wash); } .differs b { color: var(--bad); }
+td.ours, .key.ours { background: var(--ours-wash); } td.none, .key.none { background: var(--wash); }
 .key { padding: 2px 8px; border-radius: 3px; white-space: nowrap; }
 .rules { padding-left: 20px; font-size: 14px; }
 @media (max-width: 600px) {
   .paper tbody th { white-space: normal; min-width: 96px; }
-  main { padding: 24px 14px 40px; }
-  .verdict { font-size: 21px; }
-  .paper caption { position: sticky; left: 0; max-width: calc(100vw - 32px); }
-  .certificate li { flex-direction: column; gap: 2px; }
-  .certificate strong { flex-basis: auto; }
 }
 @media print {
   .choices select { appearance: none; border: 0; padding: 0; }

@@ -6,6 +6,7 @@ their colours from the level; the sentence is for people, and no code reads it.
 
 from __future__ import annotations
 
+import html
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -96,6 +97,9 @@ class Certificate:
 
     def __str__(self) -> str:
         return "\n".join(finding.sentence for finding in self.findings)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 # --- errors of a prediction

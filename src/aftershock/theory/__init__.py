@@ -1,6 +1,7 @@
 """The theory of the paper on the user's own model: paths and changes in, labelled results out.
 
-where does the error come from?       decompose, error_bounds, write_in_bound, activation_margin, switch_fraction
+where does the error come from?       decompose, error_shares, error_bounds, write_in_bound, activation_margin,
+                                      switch_fraction
 how does a shock enter?               write_paths, second_order
 what do reruns alone say?             logit_tangent
 which memory carries it?              channel_responses, persistence, FrozenMemory
@@ -25,6 +26,7 @@ from ..results.summaries import crossing, spike_margin, summarize
 from .baselines import readout_null, scores
 from .channels import channel_responses, interactions
 from .envelopes import curvature_bound, error_bounds, operator_norm, probe_constant, smooth_constant, write_in_bound
+from .error_shares import error_shares
 from .finite_difference import logit_tangent, token_loss
 from .frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
 from .futures import (
@@ -57,6 +59,7 @@ __all__ = [
     "decompose",
     "error_bounds",
     "error_exponents",
+    "error_shares",
     "extremum_sign_accuracy",
     "fit_process",
     "holm",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,12 +91,13 @@ class LogitReader:
         self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
         self._slopes: dict[int, Tensor] = {}
         self.controls: dict[int, Tensor] = {}  # the control's two readings by time
+        Footprint.of(watch.trajectory)  # a large model's gradient is recorded with it
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
             if moment.time == watch.first and self._loss.layout.size >= LARGE:
                 rehearse_reading(
-                    self._loss, state.theta, state.buffers, self._given(moment.time), self._both, self._random
+                    self._loss, state.theta, state.buffers, self._given(moment.time), read_both, self._random
                 )
             self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
@@ -103,13 +105,13 @@ class LogitReader:
         """One forward pass a row, or less where rows run together."""
         rows, time = moment.exact, moment.time
         if rows.together:
-            values = self._values(time, rows.thetas, rows.buffers)
-            control = self.controls[time] = values[0]
+            values = list(self._values(time, rows.thetas, rows.buffers))
+            self.controls[time] = values[0]
         else:
             states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
-            values = torch.cat([self._values(time, x.theta[None], [x.buffers]) for x in states])
-            control = self.controls[time]
-        return torch.stack([rows.by_row(values[:, k].tolist(), float(control[k])) for k in range(2)], dim=1)
+            values = [self._values(time, state.theta[None], [state.buffers])[0] for state in states]
+        control = self.controls[time].tolist()
+        return torch.stack([rows.by_row([float(v[k]) for v in values], control[k]) for k in range(2)], dim=1)
 
     def nbytes(self, rows: int) -> int:
         """Logits on the way, while so many rows are read."""
@@ -119,15 +121,11 @@ class LogitReader:
         batch = self._given(time)
         pieces = [slice(first, first + READ_AT_ONCE) for first in range(0, len(thetas), READ_AT_ONCE)]
         return torch.cat(
-            [row_readings(self._loss, thetas[p], buffers[p], batch, self._both, self._random) for p in pieces]
+            [row_readings(self._loss, thetas[p], buffers[p], batch, read_both, self._random) for p in pieces]
         )
 
     def _given(self, time: int) -> Batch:
-        return {"probe": self._batch, "slope": self._slopes[time]}
-
-    def _both(self, model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
-        z, labels = self._logits(model, batch["probe"])
-        return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
+        return {"probe": self._batch, "slope": self._slopes[time], "logits": self._logits}
 
     def _slope(self, state: JointState) -> Float[Tensor, "*token kind"]:
         """∂F/∂z at the control: (softmax(z) − e) / N."""
@@ -150,6 +148,11 @@ class LogitReader:
         return found
 
 
+def read_both(model: nn.Module, batch: Batch) -> Float[Tensor, " 2"]:
+    z, labels = batch["logits"](model, batch["probe"])
+    return torch.stack([token_loss(z, labels), (z.double() * batch["slope"]).sum()])
+
+
 class _Reruns:
     """Exact rows of changes at signed scales, as many at once as fit."""
 
@@ -162,33 +165,40 @@ class _Reruns:
 
     def of(self, change: Change) -> _Reruns:
         control = ControlStep.of(self.watch.trajectory, self.watch.at)
-        self.values = torch.stack([self._change(control.after, edit.shock(control)) for edit in change.edits])
+        # of the state after the step only the buffers are needed: its tensors would wait through every rerun
+        control = replace(control, after=replace(control.before, buffers=control.after.buffers))
+        self.values = torch.stack([self._change(edit.shock(control)) for edit in change.edits])
         return self
 
-    def _change(self, control: JointState, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
+    def _change(self, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
         self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
-        self.write_norm.append(float(norms(shock.endpoint(1.0)[0].theta - control.theta)))
+        self.write_norm.append(self._write_norm(shock))
         found = []
         for first in range(0, len(self.ways), self.size):
             some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
-            rows = Rows(some, control=control, owned=True)  # nobody asks for the control: it stays as it is
+            rows = Rows(some, distinct=self.write_norm[-1] > 0, owned=True)
             moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
             found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1))
         return torch.cat(found)
+
+    def _write_norm(self, shock: Shock) -> float:
+        control = self.watch.trajectory.state(self.watch.first)
+        return float(norms(shock.endpoint(1.0)[0].theta - control.theta))
 
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
     """How many reruns are carried together: one where they run alone anyway."""
     trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
-    vector = Footprint.of(trajectory).vector
-    available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
-    idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
+    footprint = Footprint.of(trajectory)
+    vector, recorded = footprint.vector, trajectory.dynamics.loss.player.nbytes * (memory is not None)
+    available = budget(memory, trajectory.device) - recorded
 
     def needed(n: int) -> int:
-        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
-        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
-        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (n == 1)
-        return held * vector + max(started, carried) + reader.nbytes(n)
+        # a gradient and its copy are on the way to the last row; alone, a row needs no control beside it
+        carried = max((3 * n + 2) * vector, rollout_bytes(trajectory, Load(exact=n)))
+        if n == 1:
+            carried = max(5 * vector, 3 * vector + footprint.gradient)
+        return (HELD + 3 * (n > 1)) * vector + carried + reader.nbytes(n)
 
     if needed(1) > available:
         raise OutOfMemory(

@@ -144,11 +144,12 @@ def paired_steps(change: Change, shocked: JointState, horizon: int) -> Iterator[
             yield PairStep(extension, was, other, control, row, pattern, clipped)
         if not moment.last:
             step, gates = trajectory.steps[moment.time], moment.gates
-            _require_same_loss(step, gates.loss)
+            require_same_loss(step, gates.loss)
             before = (SmoothExtension(trajectory.dynamics, step, gates.control), control, row, gates.rows[0])
 
 
-def _require_same_loss(step: Step, watched: float) -> None:
+def require_same_loss(step: Step, watched: float) -> None:
+    """Refuse an operation that gives another loss while its gates are recorded."""
     if not math.isclose(watched, step.loss, rel_tol=SAME_LOSS):
         raise UnfrozenGate(
             f"the loss at {step.where} is {step.loss:.6g}, and {watched:.6g} while its gates are recorded: an "

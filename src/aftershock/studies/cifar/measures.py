@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 TEST = "Wilcoxon, the system as the unit, two-sided, equal pairs left out; Holm over the ten alternatives of a network"
 HORIZONS = (1, 4, 8, 12)  # at which the paper gives the networks' exponents
+PROPAGATION = ("frozen_dynamics", "clamped_theta", "no_propagation", "initial_theta")  # ablations of it
+SPLIT = "at the largest scale that the exponents are fitted over"
+SOURCES = ("write_in", "smooth", "switching")
+SOURCES_IN_WORDS = {"write_in": "The write-in's", "smooth": "Smooth curvature's"}
 
 
 def cifar_measures(results: Results) -> Iterator[Measure]:
@@ -73,9 +77,11 @@ def _neural_text(results: Results) -> Iterator[Measure]:
         )
     channels = [nested(results[s]["channel_exact"]) for s in networks if has(results, s, "channel_exact")]
     if channels:
-        signs = [summarize(c.sel(channel="111"))["peak_sign"].values.ravel() for c in channels]
+        signs = np.concatenate([summarize(c.sel(channel="111"))["peak_sign"].values.ravel() for c in channels])
         systems = sum(c.sizes["system"] for c in channels)
-        yield Measure(table, "Positive extrema", "value", np.concatenate(signs) > 0, systems, "count")
+        negative = int((signs < 0).sum())
+        note = f"ours: {negative} negative, {negative / len(signs):.1%}"
+        yield Measure(table, "Positive extrema", "value", signs > 0, systems, "count", note=note)
 
 
 def _network_text(results: Results, setting: str) -> Iterator[Measure]:
@@ -86,12 +92,13 @@ def _network_text(results: Results, setting: str) -> Iterator[Measure]:
         fit = exponents(data)
         for h in [h for h in HORIZONS if h in data["horizon"].values]:
             yield measured(table, f"Error exponent, h = {h}", column, fit["exponent"].sel(horizon=h))
-        own_table = f"text:exp1_neural_{setting}"
-        yield measured(own_table, "R² of the exponent's fit", column, fit["r_squared"].median("horizon"))
+        yield from _exponent_ends(fit, setting)
     if has_family(results, setting, "natural") and "null_correlation" in results[setting]:
         yield from _null(results[setting], setting)
     if has(results, setting, "switch_fraction"):
         yield from _switches(results[setting], setting)
+    if has(results, setting, "output_from_switching"):
+        yield from _sources(results[setting], column)
     if has(results, setting, "channel_exact"):
         total = summarize(nested(results[setting]["channel_exact"]))["total_abs"]
         contrast = across_candidates(total.sel(channel="111") - total.sel(channel="110"))
@@ -116,11 +123,47 @@ def _null(data: xr.Dataset, setting: str) -> Iterator[Measure]:
 
 
 def _switches(data: xr.Dataset, setting: str) -> Iterator[Measure]:
+    import numpy as np
+
     shares = across_candidates(data["switch_fraction"])
     at = 8 if 8 in shares["horizon"].values else int(shares["horizon"][-1])
     for scale in shares["scale"].values:
         row = f"Switched gates at h = {at}, α = {scale:g}"
         yield measured(f"text:exp1_neural_{setting}", row, NAMES[setting], shares.sel(horizon=at, scale=scale))
+    middles = shares.sel(horizon=at).median("system").sortby("scale").values
+    row, grows = "Switched gates grow with the scale", np.array([float((np.diff(middles) > 0).all())])
+    yield Measure(f"text:exp1_neural_{setting}", row, NAMES[setting], grows, shares.sizes["system"], "statement")
+
+
+def _exponent_ends(fit: xr.Dataset, setting: str) -> Iterator[Measure]:
+    """The exponent at the horizons where its median is smallest and largest, and how well lines fit."""
+    table, column = f"text:exp1_neural_{setting}", NAMES[setting]
+    middles = fit["exponent"].median("system")
+    for word, at in (("smallest", middles.idxmin()), ("largest", middles.idxmax())):
+        row = f"Error exponent, {word} over horizons"
+        yield measured(table, row, column, fit["exponent"].sel(horizon=at))
+    yield measured(table, "R² of the exponent's fit", column, fit["r_squared"].median("horizon"))
+
+
+def _sources(data: xr.Dataset, column: str) -> Iterator[Measure]:
+    """What the error is made of, beside its exponents: switched gates' share by horizon, all shares at the last one."""
+    table, states = "text:exp1_neural_by_network", {part: data[f"state_share_{part}"] for part in SOURCES}
+    outputs = output_shares(data)
+    horizons = [h for h in HORIZONS if h in data["horizon"].values]
+    for h in horizons:
+        for name, shares in (("response", outputs), ("state", states)):
+            row = f"Switched gates' share of the {name}'s error, h = {h} (ours)"
+            yield measured(table, row, column, across_candidates(shares["switching"].sel(horizon=h)), note=SPLIT)
+    for part in SOURCES[:-1]:
+        row = f"{SOURCES_IN_WORDS[part]} share of the response's error, h = {horizons[-1]} (ours)"
+        yield measured(table, row, column, across_candidates(outputs[part].sel(horizon=horizons[-1])), note=SPLIT)
+
+
+def output_shares(data: xr.Dataset) -> dict[str, xr.DataArray]:
+    """|part| / Σ |parts| of the response's error, by source: parts may cancel, and their sizes do not."""
+    sizes = {part: abs(data[f"output_from_{part}"]) for part in SOURCES}
+    total = sum(sizes.values())
+    return {part: size / total for part, size in sizes.items()}
 
 
 def _persistence_ratios(results: Results, setting: str) -> Iterator[Measure]:
@@ -158,6 +201,10 @@ def _tests(data: xr.Dataset, column: str) -> Iterator[Measure]:
             "text:exp1_neural_tests", ANSWERS[answer], column, np.array([float(larger)]), data.sizes["system"],
             "statement", note=note,
         )  # fmt: skip
+        if column == NAMES["mlp"] and answer in PROPAGATION:
+            ahead = np.array([float(one["difference"] > 0)])
+            row = f"Full ISO's lead over {ANSWERS[answer].lower()} is positive in median"
+            yield Measure("text:exp1_neural_mlp", row, column, ahead, data.sizes["system"], "statement")
 
 
 def _relative_channels(results: Results, setting: str) -> Iterator[Measure]:

@@ -29,7 +29,7 @@ PERSISTENCE_SCALE = 0.25
 def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device: str = "cpu", roots: int = 1) -> Study:
     """16 systems of the MLP, then 16 of the CNN, for each root seed; quick: one of each, with the numbers of `QUICK`.
 
-    One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 4,000 Hessian
+    One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 5,000 Hessian
     products.
     """
     protocol = QUICK if quick else FULL
@@ -50,7 +50,7 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
     }
     branches = range(protocol.futures // protocol.futures_per_piece)
     # the longest first, so that workers end together
-    pieces = ("fidelity", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
+    pieces = ("fidelity", "sources", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
     run = partial(run_piece, data=data, digest=found.digest, protocol=protocol, device=device)
     return Study("cifar", tuple(system for some in each for system in some), pieces, run, attrs)
 
@@ -64,7 +64,7 @@ def run_piece(
     if name == "futures":
         return {system.kind: futures(scene, int(part))}
     recipes: dict[str, Callable[[Scene], xr.Dataset]] = {
-        "fidelity": fidelity, "ranking": ranking, "memory": memory, "present": present,
+        "fidelity": fidelity, "sources": sources, "ranking": ranking, "memory": memory, "present": present,
     }  # fmt: skip
     return {system.kind: recipes[name](scene)}
 
@@ -75,9 +75,7 @@ def run_piece(
 def fidelity(scene: Scene) -> xr.Dataset:
     """The exact response and two predictions of it, at every scale.
 
-    `identity_residual` is the largest ‖e − Σ parts‖ of the recursive error identity along the first candidate's
-    exact pair at full scale. `switch_fraction` is counted on the batch of the step that follows each state; the
-    last state has none.
+    `switch_fraction` is counted on the batch of the step that follows each state; the last state has none.
     """
     import xarray as xr
 
@@ -87,12 +85,18 @@ def fidelity(scene: Scene) -> xr.Dataset:
         {
             "exact": response.sel({"answer": "exact"}, drop=True),
             "predicted": response.sel({"answer": list(PREDICTIONS)}),
-            "identity_residual": theory.decompose(change, index=0).data["identity_residual_absolute"].max(),
         }
     )
     if scene.system.kind == "cnn":
         data["switch_fraction"] = theory.switch_fraction(change, scales=scales, kinds=("relu",))
     return _numbered(data, "change")
+
+
+def sources(scene: Scene) -> xr.Dataset:
+    """Where the tangent's error comes from, for every candidate at one scale, and how well the identity holds."""
+    change = scene.path.replace(scene.candidates)
+    found = theory.error_shares(change, scene.probe, scale=scene.protocol.sources_at)
+    return _numbered(found.assign(identity_residual=found["identity_residual"].max("horizon")), "change")
 
 
 def ranking(scene: Scene) -> xr.Dataset:
@@ -139,7 +143,19 @@ def memory(scene: Scene) -> xr.Dataset:
             for channel, found in swept.items()
         }
     )
+    frozen = asdict(_frozen_memory(scene))
+    data = data.assign(frozen_memory=("coefficient", list(frozen.values()))).assign_coords(coefficient=list(frozen))
     return _numbered(data.drop_vars("answer"), "channel_change", "persistence_change")
+
+
+def _frozen_memory(scene: Scene) -> theory.FrozenMemory:
+    """Ā at the step after the shock, of the coordinate through which candidate 0 first moves the probe most."""
+    path = scene.path
+    control, layout = path.control(0), scene.point.loss.layout
+    (edit,) = path.perturb(scene.natural[:1]).edits
+    moved = edit.shock(control).endpoint(1.0)[0].theta - control.after.theta
+    first = layout.compact(path.watch(0, scene.probe, 1).slopes() * moved)[0]
+    return theory.FrozenMemory.at(path, 1, int(first.abs().argmax()))
 
 
 # --- Experiment 2

@@ -36,6 +36,7 @@ class Protocol:
     batch: int = 128
     probe: int = 256
     scales: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 1.0)
+    sources_at: float = 0.25  # the scale at which the error is split: the largest that the exponents are fitted over
     hybrids: int = 3  # candidates whose channels and persistence are followed: 3 of 32 systems are the paper's 96
     beta1: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
     beta2: tuple[float, ...] = (0.9, 0.99, 0.999, 0.9999)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 PAPER_MODELS = {"pythia410m": "410M", "pythia1b": "1B", "pythia14b": "1.4B"}
 PAPER_DOMAINS = {"codeparrot": "CodeParrot", "openwebtext": "OpenWebText", "wikitext103": "WikiText-103"}
+UNITS = {1e9: "B", 1e6: "M", 1e3: "k"}
 POOLED = "Medians are over all candidates of the systems that a row names."
 WEIGHTS = {
     "pretrained": "pretrained weights",
@@ -79,14 +80,10 @@ def comparable(some: Sequence[Condition], expected: int) -> bool:
 
 
 def size_label(parameters: int) -> str:
-    """A number of parameters as the paper writes it.
-
-    >>> [size_label(n) for n in (405_334_016, 1_011_781_632, 2_400_000, 900)]
-    ['0.41B', '1.0B', '2M', '900']
-    """
-    for limit, unit, digits in ((1e9, "B", 1), (1e8, "B", 2), (1e6, "M", 0), (1e3, "k", 0)):
+    """A number of parameters as the paper writes it: 0.41B, 1.0B; smaller ones as 2M, 900k."""
+    for limit, unit, word in ((1e9, 1e9, ".1f"), (1e8, 1e9, ".2f"), (1e6, 1e6, ".0f"), (1e3, 1e3, ".0f")):
         if parameters >= limit:
-            return f"{parameters / {'B': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.{digits}f}{unit}"
+            return f"{parameters / unit:{word}}{UNITS[unit]}"
     return str(parameters)
 
 

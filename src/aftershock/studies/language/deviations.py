@@ -130,13 +130,14 @@ def _signed(value: float) -> str:
 def _secant(found: Candidates) -> str:
     """Semilinear keeps AdamW's arithmetic and linearizes the network alone: it says which of the two bends."""
     far = step_error(found.data).min("fd_step") > IDENTIFIABLE
+    lost = f" For {int(far.sum())} of {far.size} candidates no step comes within a quarter of it." if far.any() else ""
     at = found.errors["nrmse"].sel(scale=float(found.errors["scale"].min())).median(["system", "change"])
     tangent, semilinear = (float(at.sel({"answer": answer})) for answer in ("tangent", "semilinear"))
     whose = "AdamW's own arithmetic" if semilinear < HIDDEN * tangent else "not AdamW's arithmetic alone"
     return (
         "Neighbouring steps agree with each other far better than with the derivative: the response bends below the "
-        "smallest step, and finite differences measure a secant over their own size, not the tangent. No step comes "
-        f"within a quarter of it for {int(far.sum())} of {far.size} candidates. What bends is "
+        "smallest step, and finite differences measure a secant over their own size, not the tangent."
+        f"{lost} What bends is "
         f"{whose}: at the smallest scale the exact tangent misses {tangent:.2%} of the response, and semilinear, which "
         f"linearizes the network alone, {semilinear:.2%}."
     )

@@ -163,7 +163,8 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
                 model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options)
         else:
             with _without_bars():
-                model = AutoModelForCausalLM.from_pretrained(source.place, **options)
+                # nothing is unpickled
+                model = AutoModelForCausalLM.from_pretrained(source.place, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise InvalidFile(f"{source.name} cannot be loaded from {source.place}: {_first_line(error)}") from error
     return model.to(device).eval().requires_grad_(True)

@@ -14,11 +14,11 @@ import torch
 from ... import theory
 from ...core.noise import noise_floor
 from ...core.state import CHANNELS
-from ...errors import InvalidFile, InvalidInput
+from ...errors import InvalidFile, InvalidInput, OutOfMemory
 from ...results.certificate import TRUST
 from ..study import Study, System, require_device
 from .models import ModelSource, find_model
-from .scene import DTYPES, FULL, QUICK, Protocol, Scene, logits_of, prepare
+from .scene import DTYPES, FULL, QUICK, Protocol, Scene, collect, logits_of, prepare
 from .text import TextSource, find_text
 
 if TYPE_CHECKING:
@@ -102,10 +102,16 @@ def run_piece(
     dtype: str,
 ) -> dict[str, xr.Dataset]:
     """Everything about one system."""
+    collect(torch.device(device))
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    scene = prepare(system, *grid[system.kind], tokenizer, protocol, device, dtype)
-    return {SETTING: measured(scene)}
+    try:
+        return {SETTING: measured(prepare(system, *grid[system.kind], tokenizer, protocol, device, dtype))}
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{system.kind} does not fit on {device} ({str(error).splitlines()[0]}). What would fit: a smaller model, "
+            "a device with more memory, or this one while nothing else runs on it"
+        ) from error
 
 
 def measured(scene: Scene) -> xr.Dataset:
@@ -118,7 +124,7 @@ def measured(scene: Scene) -> xr.Dataset:
     change = scene.path.replace(scene.candidates)
     with clock.part("exact"):
         found = theory.logit_tangent(
-            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room()
+            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room(scene.path)
         )
     with clock.part("noise"):
         watch = scene.path.watch(0, scene.probe)
@@ -169,7 +175,9 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
     change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
     with scene.clock.part(answer):
         runs = [
-            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room()).data["response"]
+            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room(scene.path)).data[
+                "response"
+            ]
             for scale in (scales if answer == "semilinear" else (1.0,))
         ]
     found = xr.concat(runs, dim="scale", coords="minimal", compat="override").sel(answer=answer, drop=True)
@@ -181,7 +189,7 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
 def _hybrids(scene: Scene) -> xr.DataArray:
     """Exact responses to the eight hybrids of one candidate; channels as bits of (θ, m, v)."""
     change = scene.path.replace([scene.candidates[HYBRID]])
-    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room())["response"]
+    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room(scene.path))["response"]
     names = ["".join("01"[c in str(name).split("+")] for c in CHANNELS) for name in found["channel"].values]
     return found.isel({"answer": 0, "change": 0}, drop=True).assign_coords(channel=names)
 

@@ -127,13 +127,14 @@ class Scene:
         """The control."""
         return self.point.follow([self.control_batch, *self.future], memory=self.room())
 
-    def room(self) -> int | None:
-        """What may be used on a card beside the model and the path; on a CPU, what is free."""
+    def room(self, path: Run | None = None) -> int | None:
+        """What may be used on a card beside the point and the states that a path keeps; on a CPU, what is free."""
         if self.device.type != "cuda":
             return None
+        kept = [] if path is None else [path.trajectory.kept(time) for time in range(1, len(path) + 1)]
+        held = sum(state.nbytes for state in (self.point.captured.state, *kept) if state is not None)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        there = torch.cuda.memory_allocated(self.device) - self.point.loss.player.nbytes
-        return min(LIMIT, int(0.95 * total)) - SLACK - there
+        return min(LIMIT, int(0.95 * total)) - SLACK - held
 
 
 def prepare(
@@ -163,7 +164,7 @@ def prepare(
         batches = [_batch(tokens[i : i + 1], mask) for i in range(protocol.continuation)]
         point = continued(network, batches)
         del network
-        _collect(place)
+        collect(place)
     return Scene(system, model, text, protocol, place, tokens, mask, point, clock)
 
 
@@ -219,8 +220,8 @@ def _batch(tokens: Int64[Tensor, "row token"], mask: Float[Tensor, "1 1 token to
     return {"tokens": tokens, "mask": mask}
 
 
-def _collect(device: torch.device) -> None:
-    """What the live model held on a card is free for the rest."""
+def collect(device: torch.device) -> None:
+    """What was held on a card and is not needed any more is free for the rest."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

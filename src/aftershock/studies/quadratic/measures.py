@@ -30,6 +30,7 @@ from ..measures import (
     ranking,
 )
 from ..verdicts import Measure
+from .persistence import isolated_peaks, long_measures, statements
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -51,6 +52,7 @@ def quadratic_measures(results: Results) -> Iterator[Measure]:
     for setting in probes:
         yield from _interventions(results, setting)
         yield from _persistence(results, setting)
+    yield from long_measures(results)
     yield from futures(results, probes)
 
 
@@ -75,22 +77,8 @@ def _controlled_text(results: Results) -> Iterator[Measure]:
         if has_family(results, setting, "matched") and "null_correlation" in results[setting]:
             row = f"Percentile in the readout null, {setting}"
             yield measured(table, row, "value", percentile(results[setting], "matched"))
-    if has(results, "standard", "channel_long"):
-        yield from _long_order(results["standard"], table)
-
-
-def _long_order(data: xr.Dataset, table: str) -> Iterator[Measure]:
-    import numpy as np
-
-    peaks = across_candidates(summarize(nested(data["channel_long"]))["peak_horizon"])
-    middles = []
-    for channel, name in (("100", "θ"), ("010", "m"), ("001", "v")):
-        values = peaks.sel(channel=channel)
-        middles.append(float(values.median()))
-        yield measured(table, f"h* of {name} alone within 128 horizons (ours)", "value", values)
-    ordered = np.array([float(middles[0] < middles[1] < middles[2])])
-    row = "θ, then m, then v peaks within 128 horizons"
-    yield Measure(table, row, "value", ordered, data.sizes["system"], "statement")
+    yield from isolated_peaks(results, SELECTED_CANDIDATES)
+    yield from statements(results)
 
 
 def _matching(results: Results) -> Iterator[Measure]:

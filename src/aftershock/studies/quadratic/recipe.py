@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ...theory.baselines import readout_null
 from ...theory.samplers import fit_process, sample_futures
 from ..study import Study, System, systems_of
 from .family import HYPER, Probe, Quadratic, mean_loss, stacked, values_of
+from .frozen import frozen_memory
 from .rows import (
     HYBRIDS,
     by_channel,
@@ -33,6 +34,7 @@ from .rows import (
 from .scene import CANDIDATES, HORIZON, Scene, propagated
 
 if TYPE_CHECKING:
+    import numpy as np
     import xarray as xr
 
 LONG_HORIZON = 128
@@ -251,7 +253,7 @@ def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
 
 
 def memory(scene: Scene) -> dict[str, xr.Dataset]:
-    """Hybrid states by channel, to horizon 128, and the persistence of m and v under other decays."""
+    """Hybrid states by channel, and the persistence of m and v under other decays, both to horizon 128 too."""
     import xarray as xr
 
     continued = scene.process.after(scene.future[-1], scene.system.generator("extension"))
@@ -259,7 +261,7 @@ def memory(scene: Scene) -> dict[str, xr.Dataset]:
     probes, shocked = list(scene.probes.values()), scene.after(PERSISTENCE_SCALE * scene.xi)
     hybrids = hybrid_responses(scene.control, scene.after(scene.xi), long, probes, HYPER).numpy()
     lasting = {
-        channel: persistent_responses(scene.control, shocked, scene.future, probes, HYPER, channel, decays).numpy()
+        channel: persistent_responses(scene.control, shocked, long, probes, HYPER, channel, decays).numpy()
         for channel, decays in DECAYS.items()
     }
     coords = {
@@ -269,21 +271,21 @@ def memory(scene: Scene) -> dict[str, xr.Dataset]:
         "horizon": range(1, HORIZON + 1),
         "long_horizon": range(1, LONG_HORIZON + 1),
     } | {f"decay_{channel}": list(decays) for channel, decays in DECAYS.items()}
-    dims = ("channel", "channel_change")
-    return {
-        name: xr.Dataset(
-            {
-                "channel_exact": ((*dims, "horizon"), hybrids[k, ..., :HORIZON]),
-                "channel_long": ((*dims, "long_horizon"), hybrids[k]),
-            }
-            | {
-                f"persistence_{channel}": ((f"decay_{channel}", "persistence_change", "horizon"), found[k])
-                for channel, found in lasting.items()
-            },
-            coords,
-        )
-        for k, name in enumerate(scene.probes)
-    }
+    found = {}
+    for k, (name, probe) in enumerate(scene.probes.items()):
+        curves = _short_and_long("channel_exact", "channel_long", ("channel", "channel_change"), hybrids[k])
+        for channel, swept in lasting.items():
+            dims = (f"decay_{channel}", "persistence_change")
+            curves |= _short_and_long(f"persistence_{channel}", f"persistence_long_{channel}", dims, swept[k])
+        frozen = asdict(frozen_memory(scene, probe))
+        curves["frozen_memory"] = ("coefficient", list(frozen.values()))
+        found[name] = xr.Dataset(curves, {**coords, "coefficient": list(frozen)})
+    return found
+
+
+def _short_and_long(short: str, long: str, dims: tuple[str, ...], values: np.ndarray) -> dict[str, Any]:
+    """One curve under two names: to the horizon of the tables, and whole."""
+    return {short: ((*dims, "horizon"), values[..., :HORIZON]), long: ((*dims, "long_horizon"), values)}
 
 
 # --- Experiment 2: unknown futures

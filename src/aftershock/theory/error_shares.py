@@ -1,0 +1,141 @@
+"""Where the tangent's error comes from, for all changes of a step at once (paper, section 3.6, appendix D).
+
+`remainder.decompose` splits one exact pair in every detail. Here many pairs share each step's linearization, and of
+each only what a study tells is kept: the shares of the three sources, and how well they sum to the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.changes import names_of
+from ..core.gates import Pattern, recording, replaying
+from ..core.operators import WriteIn
+from ..core.probe import Watch
+from ..core.rollout import Moment, Rows, rollout
+from ..core.state import CHANNELS, JointState, Tangent, difference, stack
+from ..core.sweeps import transit_
+from ..errors import InvalidInput
+from .remainder import PARTS, ROWS, minus
+from .switching import SmoothExtension, require_same_loss, start_pair
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..api.change import Change
+
+
+def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Dataset:
+    """Shares of the tangent's error by source, `[change, horizon]`, along the exact pair of every change.
+
+    `state_share_*` are ⟨part, e⟩/‖e‖² of the joint state's error e (eq. exact_multistep_error). `output_error` is
+    the error of the response, `output_from_*` its parts, signed, with the probe's own curvature under smooth and
+    its own switched gates under switching. Either kind sums to its whole; `identity_residual` is ‖e − Σ parts‖.
+    Costs 2 g and five Hessian products per change and step, and two forward passes per change and horizon.
+    """
+    import xarray as xr
+
+    watch = change.path.watch(change.at, probe)
+    found = [_starts(change, scale, i) for i in range(len(change))]
+    shocked = [end for end, _, _ in found]
+    deviation, tangent = stack([dx for _, dx, _ in found]), stack([dx for _, _, dx in found])
+    nothing = deviation * 0.0
+    rows = _joined([deviation, tangent, minus(deviation, tangent), nothing, nothing])
+    tables: list[dict[str, Tensor]] = []
+    smooth_after: list[JointState] = []
+    for moment in rollout(watch.trajectory, watch.first, Rows(shocked, gates=True), watch.last):
+        if smooth_after:
+            _add_remainders_(rows, moment, smooth_after)
+        tables.append(_state_shares(rows) | _output_parts(watch, moment, rows))
+        if not moment.last:
+            smooth_after = _smooth_steps(moment)
+            transit_(watch.trajectory.linearize(watch.trajectory.steps[moment.time], moment.control), rows)
+    values = {name: torch.stack([table[name] for table in tables], dim=1).double().cpu().numpy() for name in tables[0]}
+    return xr.Dataset(
+        {name: (("change", "horizon"), value) for name, value in values.items()},
+        {"change": names_of(change.edits), "horizon": watch.range},
+    )
+
+
+def _starts(change: Change, scale: float, index: int) -> tuple[JointState, Tangent, Tangent]:
+    """The shocked state after the change, its deviation, and the tangent's B ξ."""
+    control, shock, shocked = start_pair(change, scale, index)
+    if shock.xi is None:
+        raise InvalidInput(f"a {change.kind} has no ξ and no linear write-in; replace batches or perturb")
+    return shocked, difference(shocked, control.after), WriteIn(control.linear).mv(shock.xi) * scale
+
+
+def _smooth_steps(moment: Moment) -> list[JointState]:
+    """f̃(x^s) of every row: the step with the control's gates. 1 g each."""
+    step, gates = moment.trajectory.steps[moment.time], moment.gates
+    require_same_loss(step, gates.loss)
+    extension = SmoothExtension(moment.trajectory.dynamics, step, gates.control)
+    return [extension(state) for state in moment.states]
+
+
+def _add_remainders_(rows: Tangent, moment: Moment, smooth_after: list[JointState]) -> None:
+    """r^sm and r^sw of the step just taken onto their parts; the deviation becomes the exact one."""
+    count = len(smooth_after)
+    for i, (smooth, state) in enumerate(zip(smooth_after, moment.states)):
+        deviation, own, switched = rows[i], rows[3 * count + i], rows[4 * count + i]
+        for name in CHANNELS:
+            held, exact = (getattr(x, name) - getattr(moment.control, name) for x in (smooth, state))
+            getattr(own, name).add_(held - getattr(deviation, name))  # held − A δx
+            getattr(switched, name).add_(exact - held)
+            getattr(deviation, name).copy_(exact)
+
+
+def _state_shares(rows: Tangent) -> dict[str, Float[Tensor, " change"]]:
+    deviation, tangent, *parts = _split(rows)
+    error = minus(deviation, tangent)
+    size, rest = _dot(error, error), error
+    found = {}
+    for name, part in zip(PARTS, parts):
+        found[f"state_share_{name}"] = _dot(part, error) / size
+        rest = minus(rest, part)
+    return found | {"identity_residual": _dot(rest, rest).sqrt()}
+
+
+def _output_parts(watch: Watch, moment: Moment, rows: Tangent) -> dict[str, Float[Tensor, " change"]]:
+    """The error of the response and its parts, as `remainder.read_output` has them for one pair."""
+    probe, trajectory, control = watch.probe, moment.trajectory, moment.control
+    loss, batch, random, where = probe.arguments(trajectory, moment.time)
+    pattern, evaluating = Pattern(), probe.evaluating
+    found = loss.within(recording(pattern)).gradient(
+        control.theta, control.buffers, batch, random, where, evaluating=evaluating
+    )
+    read = [part.theta @ trajectory.dynamics.layout.join(found.grads) for part in _split(rows)]
+    base, held_loss = float(found.loss), loss.within(replaying(pattern))
+    truth, held = torch.empty_like(read[0]), torch.empty_like(read[0])
+    for i, state in enumerate(moment.states):
+        arguments = (state.theta, state.buffers, batch, random, where)
+        held[i] = held_loss.value(*arguments, evaluating=evaluating).loss
+        truth[i] = probe.value(trajectory, moment.time, state.theta, state)
+    return {
+        "output_error": truth - base - read[1],
+        "output_from_write_in": read[2],
+        "output_from_smooth": read[3] + (held - base - read[0]),
+        "output_from_switching": read[4] + (truth - held),
+    }
+
+
+# --- batches of tangents
+
+
+def _split(rows: Tangent) -> list[Tangent]:
+    """The rows of each of `ROWS`."""
+    count = rows.rows // len(ROWS)
+    return [rows[i * count : (i + 1) * count] for i in range(len(ROWS))]
+
+
+def _joined(tangents: list[Tangent]) -> Tangent:
+    return Tangent(*(torch.cat([getattr(t, name) for t in tangents]) for name in CHANNELS))
+
+
+def _dot(a: Tangent, b: Tangent) -> Float[Tensor, " change"]:
+    """⟨a, b⟩ of the joint states, row by row."""
+    return torch.stack([torch.linalg.vecdot(getattr(a, name), getattr(b, name)) for name in CHANNELS]).sum(0)

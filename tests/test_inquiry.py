@@ -1,0 +1,154 @@
+"""Whom an inquiry blames, on runs that are made up: which steps remove how much of an event is written down here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import aftershock as ak
+from aftershock.recorder import suspects
+from aftershock.recorder.event import Event
+from aftershock.recorder.findings import Findings
+from aftershock.recorder.reruns import Run, run_again
+from aftershock.recorder.suspects import Inquiry, Trial, inquire
+
+from .test_agreement import plain, running, squares
+
+QUIET, SPIKE, STEP = 20, 4.0, 20  # usual losses before the spike, its height, its place
+LOSSES = [1.0 + 0.01 * (i % 3) for i in range(QUIET)] + [1.0 + SPIKE] + [1.0] * 8
+EVENT = Event.of(LOSSES, STEP)
+Left = Callable[[frozenset[int]], float]
+
+
+class Runs:
+    """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
+
+    def __init__(self, left: Left) -> None:
+        self.left, self.asked = left, list[frozenset[int]]()
+
+    def __call__(self, trajectory: Any, runs: Sequence[Run], *_: Any) -> list[dict[int, float]]:
+        self.asked += [run.left_out for run in runs]
+        return [
+            {i: 1.0 + SPIKE * self.left(run.left_out) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
+            for run in runs
+        ]
+
+
+def asked_of(left: Left, suspected: Sequence[int], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Inquiry:
+    monkeypatch.setattr(suspects, "run_again", Runs(left))
+    return inquire(None, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)  # type: ignore[arg-type]
+
+
+def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guilty = frozenset((5, 6, 7))
+
+    def left(out: frozenset[int]) -> float:
+        return 0.1 if guilty <= out else 0.9 - 0.05 * len(out & guilty) - 0.2 * (9 in out)
+
+    found = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
+    assert found.group is not None
+    assert found.group.steps == (5, 6, 7)
+    assert found.blamed == (5, 6, 7)
+    assert len(found.group_placebos) == 8
+
+
+def test_the_explained_step_is_in_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own loss is gone without it, whoever raised it."""
+
+    def left(out: frozenset[int]) -> float:
+        return 1.0 - 0.3 * len(out & {3, 4}) - 0.45 * (STEP in out)
+
+    found = asked_of(left, [3, 4, STEP], monkeypatch)
+    assert found.group is not None
+    assert found.group.steps == (3, 4)
+
+
+def test_suspects_are_hardly_asked_for_where_placebos_remove_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked_of(lambda out: 0.2, [1, 2, 3, 4, 5], monkeypatch)
+    assert len(found.placebos) == 8
+    assert len(found.suspects) == suspects.LEAST
+    assert found.blamed == ()
+    assert len(asked_of(lambda out: 0.2, [1, 2, 3], monkeypatch, least=3).suspects) == 3
+
+
+def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_guilty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch).placebos]
+    doubling = frozenset(drawn[:1])
+
+    def left(out: frozenset[int], removes: float) -> float:
+        return 3.0 if out == doubling else removes if out == {1} else 1.0
+
+    assert len(asked_of(lambda out: left(out, 1.0), [1], monkeypatch).placebos) == 8
+    found = asked_of(lambda out: left(out, 0.1), [1], monkeypatch)
+    assert len(found.placebos) == 12
+    assert found.blamed == (1,)
+
+
+def test_a_close_verdict_takes_as_many_placebos_again_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch, placebos=16).placebos]
+    odd = {frozenset({i}) for i in (1, drawn[0], drawn[1], drawn[8])}
+    found = asked_of(lambda out: 0.1 if out in odd else 1.0, [1], monkeypatch)
+    assert len(found.placebos) == 16
+    assert found.blamed == ()
+
+
+# --- the explained step itself
+
+
+@pytest.mark.parametrize(
+    ("removing", "kind", "wanted"),
+    [
+        ((STEP,), "own batch", "own batch"),
+        ((STEP,), "both", "unknown"),  # without it its loss is gone, whoever raised it
+        ((STEP, 7), "own batch", "batch"),
+        ((STEP, 7), "both", "batch"),
+        ((7,), "weights", "batch"),
+    ],
+)
+def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_bad_by_itself(
+    removing: tuple[int, ...], kind: str, wanted: str
+) -> None:
+    kept = [Trial((i,), {}, 1.0) for i in range(8)]
+    inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
+    replayed: Any = SimpleNamespace(last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))])
+    data: Any = SimpleNamespace(kind=kind)
+    findings = Findings(None, replayed, EVENT, None, STEP, data=data, inquiry=inquiry)  # type: ignore[arg-type]
+    assert findings.kind == wanted
+    assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
+
+
+# --- a run ends where it is decided
+
+
+def stretch(*after: float) -> dict[int, float]:
+    return dict(enumerate(after, start=STEP))
+
+
+def test_a_run_is_decided_when_its_event_is_there_and_over() -> None:
+    assert not EVENT.decided({STEP - 1: 9.0})  # the path's own spike is still to come
+    assert not EVENT.decided(stretch(4.5))
+    assert not EVENT.decided(stretch(4.5, 1.0, 1.0, 1.0))
+    assert EVENT.decided(stretch(4.5, 1.0, 1.0, 1.0, 1.0))
+    assert EVENT.decided(stretch(4.5, 6.5))  # twice as much in all
+    assert not EVENT.decided(stretch(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))  # it may still come
+    assert EVENT.decided(stretch(1.0, 1.0, 4.5, 1.0, 1.0, 1.0, 1.0))  # and here it only moved
+
+
+def test_a_run_that_ends_early_is_the_beginning_of_the_whole_one() -> None:
+    run = running(plain)
+    path = ak.capture(run.model, run.optimizer, squares).follow(run.batches)
+    runs = [Run(0, {0: None}), Run(0, {0: None, 1: None}), Run(2, {2: None})]
+    whole = run_again(path.trajectory, runs, 4)
+    ended = run_again(path.trajectory, runs, 4, done=lambda losses, out: len(losses) == 2 and len(out) == 1)
+    assert [len(losses) for losses in ended] == [2, 5, 2]
+    for some, every in zip(ended, whole):
+        assert some == {i: every[i] for i in some}
+    assert torch.tensor([losses[4] for losses in whole]).unique().numel() == 3  # the runs differ
