@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Dataset:
     """Shares of the tangent's error by source, `[change, horizon]`, along the exact pair of every change.
 
-    `state_share_*` are ⟨part, e⟩/‖e‖² of the joint state's error e (eq. exact_multistep_error). `output_error` is
+    `state_share_*` are ⟨part, e⟩/‖e‖² of the joint state's error e (eq:exact_multistep_error). `output_error` is
     the error of the response, `output_from_*` its parts, signed, with the probe's own curvature under smooth and
     its own switched gates under switching. Either kind sums to its whole; `identity_residual` is ‖e − Σ parts‖.
     Costs 2 g and five Hessian products per change and step, and two forward passes per change and horizon.
