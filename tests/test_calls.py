@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -192,6 +194,18 @@ def numpy_counts(layer: Keeping, h: Tensor) -> Tensor:
 def test_state_that_training_keeps_in_python_is_refused_by_name(act: Callable[..., Tensor], name: str) -> None:
     with pytest.raises(HiddenState, match=f"`{name}"):
         captured(Keeping(act)).follow(data(3))
+
+
+@pytest.mark.parametrize("names", [{}, {"__name__": "__main__"}], ids=["no module", "run as a program"])
+def test_code_of_no_module_is_the_users(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`__main__` may be a program of site-packages, and code made by exec has no module at all."""
+    code = "seen = 0\ndef act(layer, h):\n    global seen\n    seen += 1\n    return h.tanh() * (1 + 0.1 * seen)"
+    program = types.ModuleType("__main__")
+    program.__file__ = "/usr/lib/python3/site-packages/program/__main__.py"
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    exec(code, names)
+    with pytest.raises(HiddenState, match="`seen"):
+        captured(Keeping(names["act"])).follow(data(3))
 
 
 def stores(layer: Keeping, h: Tensor) -> Tensor:

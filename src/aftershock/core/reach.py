@@ -135,9 +135,11 @@ class Reach:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(module: str) -> bool:
+def _is_library(module: str | None) -> bool:
     """Whether code comes with Python or from an installed package, rather than from the user."""
-    if module.partition(".")[0] in (*sys.stdlib_module_names, "torch") and module != "__main__":
+    if module is None or module == "__main__":  # made by exec, or run by whatever program
+        return False
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "torch"):
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
