@@ -28,7 +28,7 @@ from .recorder import FlightRecorder, find_flight
 from .records import Record, Source
 from .replay import Replay, replay
 from .reruns import Run
-from .stability import amplification, sharpness
+from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
 from .suspects import LEAST, inquire
 from .sweep import Swept, sweep
@@ -259,7 +259,7 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
     try:
         path.require_linear(watch)
         if watched:
-            f.growth, f.sharp = amplification(trajectory, last), sharpness(trajectory, last - 1)
+            f.growth, f.sharp = amplification(trajectory, last, enough=TOO_FAST), sharpness(trajectory, last - 1)
             if not f.growth.linear_ok:
                 f.refused = f.growth.sentence
                 return

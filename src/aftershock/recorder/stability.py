@@ -58,7 +58,13 @@ class Amplification:
 
 
 def amplification(
-    trajectory: Trajectory, last: int, back: int = BACK, *, iterations: int = ITERATIONS, seed: int = 0
+    trajectory: Trajectory,
+    last: int,
+    back: int = BACK,
+    *,
+    iterations: int = ITERATIONS,
+    enough: float = math.inf,
+    seed: int = 0,
 ) -> Amplification:
     """The largest growth of δθ from state last−back to state `last`: the top singular value of S⁻¹ Φ_θθ S.
 
@@ -66,7 +72,7 @@ def amplification(
     the larger one of both ends, so that the ruler is one and a weight that had no gradient yet is no cheap direction.
     Power iteration on ΦᵀΦ from the loss's slope and a seeded draw: one sweep back and one forward each, 5–6 g per
     step and iteration. A lower bound: after two iterations within a sixth where growth was large (above 10), and up to
-    half too low where it was below 3 and nothing stood out.
+    half too low where it was below 3 and nothing stood out. Ends where it is above `enough` per step.
     """
     start = max(0, last - back)
     if start == last:
@@ -85,8 +91,8 @@ def amplification(
             break
         zero = torch.zeros_like(x)
         y, growth = _unit(phi.mv(Tangent(x * scale, zero, zero)).theta * inverse)
-        if growth > TOO_FAST ** (last - start):
-            break  # a lower bound beyond the bar decides
+        if growth > enough ** (last - start):
+            break
     return Amplification(start, last, growth, growth ** (1 / (last - start)))
 
 
