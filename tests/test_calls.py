@@ -204,7 +204,7 @@ def test_code_of_no_module_is_the_users(names: dict[str, Any], monkeypatch: pyte
     program.__file__ = "/usr/lib/python3/site-packages/program/__main__.py"
     monkeypatch.setitem(sys.modules, "__main__", program)
     exec(code, names)
-    with pytest.raises(HiddenState, match="`seen"):
+    with pytest.raises(HiddenState, match="global variable seen"):
         captured(Keeping(names["act"])).follow(data(3))
 
 
