@@ -507,9 +507,7 @@ def reproduce(*words: object) -> Any:
 def toy_command(log: Path, monkeypatch: pytest.MonkeyPatch, in_threads: None) -> dict[str, Any]:
     """`reproduce` on the toy study, with stand-ins that keep what tables and pages were given."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        cli, "_recipe", lambda name, seed, roots, quick, *_: toy_study.study(log, seed=seed, quick=quick)
-    )
+    monkeypatch.setattr(cli, "_recipe", lambda name, seed, quick, *_: toy_study.study(log, seed=seed, quick=quick))
     tables = SimpleNamespace(
         build=lambda name, results: [name],
         write=lambda *words: given.update(tables=words),
