@@ -88,7 +88,7 @@ const draw = (paper) => {
     const {data, layout} = dark.matches && !paper ? darkened(sized) : sized;
     const clear = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};  // the page shows through
     const width = paper ? {width: PAPER} : {autosize: true};
-    const config = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
+    const config = {displayModeBar: false, responsive: true};  // dragging zooms, a double click goes back
     Plotly.react(plot, structuredClone(data), {...structuredClone(layout), ...clear, ...width}, config);
     // what was chosen beside a figure is put into it again
     plot.closest(".chooser")?.querySelector("select").dispatchEvent(new Event("change"));
