@@ -16,8 +16,8 @@ def hand_back_freed() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 
 
-def peak_apart(run: Callable[[], object]) -> int:
-    """Bytes by which a forked copy of this process rises while it runs.
+def peak_apart(run: Callable[[], object], warm: Callable[[], object]) -> int:
+    """Bytes by which a forked copy of this process rises while it runs, once it is warm.
 
     The mark of resident memory is what the system must give: saved tensors, states, temporaries and all. It cannot be
     put back inside a process, and starts at the present size in a forked one. Call `hand_back_freed` first.
@@ -27,6 +27,7 @@ def peak_apart(run: Callable[[], object]) -> int:
     if not child:
         status = 1
         try:
+            warm()  # code, kernels and work buffers that any run needs
             before = resident("VmRSS")
             run()
             os.write(sending, str(resident("VmHWM") - before).encode())

@@ -1,6 +1,7 @@
 """captum's TracIn, and dattri's TracIn and DVEmb, as scores of a window's steps.
 
-They score single examples by what they lower the probe's loss; a step's score is the sum over its batch, its sign turned.
+They score single examples, positive where one lowers the probe's loss; a step's score is the sum over its batch with
+the sign turned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from .window import Window
 
 CHECKPOINTS = 4
-PROJECTED = 1024  # DVEmb holds a square matrix of so many rows
+PROJECTED = 512  # DVEmb holds a square matrix of so many rows
 
 
 # --- captum
@@ -48,7 +49,12 @@ def _captum(window: Window, states: list[nn.Module], steps: list[int]) -> Tensor
     loader = DataLoader(data, batch_size=rows if whole else 1)
     loss = nn.CrossEntropyLoss(reduction="sum") if whole else _per_example
     tracin = TracInCP(
-        model, loader, states, load, loss_fn=loss, sample_wise_grads_per_batch=whole  # type: ignore[arg-type]
+        model,
+        loader,
+        states,
+        load,
+        loss_fn=loss,
+        sample_wise_grads_per_batch=whole,  # type: ignore[arg-type]
     )
     influence = tracin.influence(window.probe if whole else _one_by_one(window.probe), aggregate=True)[0]
     return -influence.view(len(steps), rows).sum(1).double() / rows**2

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,9 +74,10 @@ def torchopt_unrolled(window: Window) -> Adjoint:
 
 
 def torch_unrolled(window: Window) -> Adjoint:
-    """`torch.optim.AdamW(differentiable=True)`: it writes in place, so each step has copies and an optimizer of its own."""
+    """`torch.optim.AdamW(differentiable=True)`; it writes in place, so each step has copies and its own optimizer."""
     theta, (m, v, counts) = _leaves(window), moments(window.model, window.optimizer)
-    state = [{"step": n.float(), "exp_avg": a, "exp_avg_sq": b} for n, a, b in zip(counts, m, v)]
+    dtype = torch.get_default_dtype()  # as torch itself has it
+    state = [{"step": n.to(dtype), "exp_avg": a, "exp_avg_sq": b} for n, a, b in zip(counts, m, v)]
 
     def step(loss: Tensor, now: list[Tensor]) -> list[Tensor]:
         grads = torch.autograd.grad(loss, now, create_graph=True)
@@ -146,10 +145,6 @@ class Side:
     package: str
     run: Callable[[Window], Adjoint]
 
-    @property
-    def installed(self) -> bool:
-        return importlib.util.find_spec(self.package) is not None
-
 
 SIDES = (
     Side("aftershock, states kept", "aftershock", ours_keeping_states),
@@ -173,9 +168,9 @@ class Measured:
     difference: float  # from our sweep, in float64 with v lifted
 
 
-def compare(window: Window, rounds: int) -> list[Measured]:
-    """Time on the window as it is. Memory is measured by `peaks`, before: see there."""
-    sides = [side for side in SIDES if side.installed]
+def compare(window: Window, rounds: int, peak: Mapping[str, float], lost: Container[str]) -> list[Measured]:
+    """Every side whose package is not lost, on the window as it is; `peak` from `peaks`."""
+    sides = [side for side in SIDES if side.package not in lost]
     found: dict[str, Adjoint] = {}
 
     def work(side: Side) -> Work:
@@ -183,20 +178,26 @@ def compare(window: Window, rounds: int) -> list[Measured]:
 
     works = {"g": Work(cycled(window.gradient, len(window.batches)), 12)} | {side.name: work(side) for side in sides}
     times = interleave(works, rounds, torch.device("cpu"), warm=False)
-    mine, *_ = exact = [side.run(lifted(window)) for side in sides]
+    with _default_dtype(torch.float64):  # both compute bias corrections in it
+        mine, *_ = exact = [side.run(lifted(window)) for side in sides]
     return [
         Measured(
             window.name, side.name, len(window.batches),
-            times.ratio(lambda t, name=side.name: t[name] / t["g"]), math.nan,
+            times.ratio(lambda t, name=side.name: t[name] / t["g"]), peak[side.name],
             *_not_finite(found[side.name]), relative_difference(other, mine),
         )
         for side, other in zip(sides, exact)
     ]  # fmt: skip
 
 
-def peaks(window: Window) -> dict[str, float]:
+def peaks(window: Window, lost: Container[str]) -> dict[str, float]:
     """MiB that each side needs at its highest, each in a process of its own."""
-    return {side.name: peak_apart(lambda side=side: side.run(window)) / 2**20 for side in SIDES if side.installed}
+    short = dataclasses.replace(window, batches=window.batches[:1])
+
+    def mebibytes(side: Side) -> float:
+        return peak_apart(lambda: side.run(window), lambda: side.run(short)) / 2**20
+
+    return {side.name: mebibytes(side) for side in SIDES if side.package not in lost}
 
 
 def lifted(window: Window) -> Window:
@@ -216,9 +217,17 @@ def lifted(window: Window) -> Window:
         return (inputs.double() if inputs.is_floating_point() else inputs), labels
 
     batches = tuple(double(batch) for batch in window.batches[:AGREEMENT_STEPS])
-    return dataclasses.replace(
-        window, model=model, optimizer=optimizer, batches=batches, probe=double(window.probe)
-    )
+    return dataclasses.replace(window, model=model, optimizer=optimizer, batches=batches, probe=double(window.probe))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def relative_difference(a: Adjoint, b: Adjoint) -> float:

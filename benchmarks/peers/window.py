@@ -18,7 +18,6 @@ from ..models import Batch, cnn, loss_fn, mlp
 from ..truth_models import LETTERS, Data, LanguageModel, Recipe, VisionTransformer, fit, next_token, untrained
 
 STEPS = 24
-BAD_STEP = 8
 WINDOW_SEED, BAD_SEED = 2, 3
 
 
@@ -29,8 +28,8 @@ def letter_transformer() -> nn.Module:
 RECIPES = (
     Recipe("MLP–GELU", mlp, loss_fn, Data.pictures, 100, lr=2e-4),
     Recipe("CNN–ReLU", cnn, loss_fn, Data.pictures, 100),
-    Recipe("ViT", VisionTransformer, loss_fn, Data.pictures, 200, weight_decay=0.1),
     Recipe("transformer on letters", letter_transformer, next_token, Data.letters, 300),
+    Recipe("ViT", VisionTransformer, loss_fn, Data.pictures, 200, weight_decay=0.1),
 )
 
 Live = tuple[nn.Module, torch.optim.AdamW]
@@ -110,8 +109,9 @@ def prepare(recipe: Recipe, data: Data, steps: int = STEPS) -> Window:
     return Window(recipe.name, model, optimizer, recipe.loss_fn, batches, source.batch(generator, held_out=True))
 
 
-def with_bad_batch(window: Window, at: int = BAD_STEP) -> Window:
-    """The same window where one batch has another's labels: a fault that the gradient norm need not show."""
+def with_bad_batch(window: Window) -> Window:
+    """The same window with the labels of one batch shuffled, a third of the way through it."""
+    at = len(window.batches) // 3
     inputs, labels = window.batches[at]
     order = torch.randperm(labels.numel(), generator=torch.Generator().manual_seed(BAD_SEED))
     bad = (inputs, labels.flatten()[order].reshape(labels.shape))
