@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import aftershock as ak
 
-from ..timing import Work, cycled, interleave
+from ..timing import Work, cycled, interleave, quiet
 from .magic import bergson_magic
 from .tracin import captum_checkpoints, captum_own_states, dattri_dvemb, dattri_tracin
 from .window import Window, leave_one_out
@@ -104,7 +105,9 @@ def _judged(window: Window, side: Side, scores: Tensor, gradients: float, truth:
 
 
 def _timed(window: Window, side: Side) -> tuple[Tensor, float]:
-    """Scores, and their cost in plain gradients timed right before."""
+    """Scores, and their cost in plain gradients timed right before; a first call, on two steps, is not counted."""
+    with quiet():
+        side.scores(dataclasses.replace(window, batches=window.batches[:2]))
     kept: list[Tensor] = []
     works = {
         "g": Work(cycled(window.gradient, len(window.batches)), len(window.batches)),
