@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Two OpenMP threads beside two test workers can be 25 times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench docs notebooks lint clean
+.PHONY: demo test bench peers docs notebooks lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,9 +24,13 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed  ## the speed and memory table, each ratio with its bar; planted culprits
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.culprits
+
+peers: $(VENV)/.installed  ## neighbours side by side: torchopt, bergson, dattri, captum; about twenty minutes
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps bergson
+	$(BIN)/python -m benchmarks.peers
 
 docs: $(VENV)/.installed  ## the documentation as site/, built strictly; the code of every page is run, the slow ones too
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from aftershock.core.memory import keep_freed
 
-from . import recording, rows, unrolled
+from . import recording, rows
 from .table import Growth, Row, Skipped, bars, growths
 
 BENCHMARKS: dict[str, Callable[[torch.device, bool], list]] = {
@@ -23,7 +23,6 @@ BENCHMARKS: dict[str, Callable[[torch.device, bool], list]] = {
     "examples": rows.examples,
     "elementwise": rows.elementwise,
     "adjoint": rows.adjoint,
-    "unrolled": unrolled.unrolled,
     "recording": recording.recording,
     "growth": rows.growth,
 }

@@ -157,11 +157,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A causal transformer of two blocks; its head is its embedding, or its own."""
 
-    def __init__(self, tied: bool, width: int = 32, length: int = 64) -> None:
+    def __init__(self, tied: bool, width: int = 32, length: int = 64, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, 4, causal=True) for _ in range(2)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         for weight in (self.token.weight, self.place.weight, self.head.weight):
             nn.init.normal_(weight, std=0.02)
         if tied:
@@ -272,9 +272,7 @@ RECIPES = (
 
 def trained(recipe: Recipe, data: Data, device: torch.device, folder: Path | None) -> ak.TrainingPoint:
     """The recipe's point, with batches moved to the device as they come; kept in the folder, if there is one."""
-    with torch.random.fork_rng():
-        torch.manual_seed(TRAINING_SEED)
-        model = recipe.build()
+    model = untrained(recipe)
     if folder is None:
         return train(recipe, data, model, device).to(device)
     path = folder / f"{recipe.slug}-{_digest(recipe, data)}.safetensors"
@@ -284,7 +282,18 @@ def trained(recipe: Recipe, data: Data, device: torch.device, folder: Path | Non
     return ak.load_point(path, model, recipe.loss_fn).to(device)
 
 
+def untrained(recipe: Recipe) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(TRAINING_SEED)
+        return recipe.build()
+
+
 def train(recipe: Recipe, data: Data, model: nn.Module, device: torch.device) -> ak.TrainingPoint:
+    return ak.capture(model, fit(recipe, data, model, device), recipe.loss_fn)
+
+
+def fit(recipe: Recipe, data: Data, model: nn.Module, device: torch.device) -> torch.optim.AdamW:
+    """The recipe's training of this model, in place; its optimizer as training leaves it."""
     source, generator = recipe.source(data), torch.Generator().manual_seed(TRAINING_SEED)
     model.to(device)
     betas = (0.9, recipe.beta2)
@@ -295,7 +304,7 @@ def train(recipe: Recipe, data: Data, model: nn.Module, device: torch.device) ->
         recipe.loss_fn(model, batch).backward()
         optimizer.step()
     optimizer.zero_grad()
-    return ak.capture(model, optimizer, recipe.loss_fn)
+    return optimizer
 
 
 def _digest(recipe: Recipe, data: Data) -> str:

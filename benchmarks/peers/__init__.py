@@ -1,0 +1,1 @@
+"""aftershock beside its neighbours, on the same models and windows."""
