@@ -215,7 +215,7 @@ def click_on(page: Any, step: int) -> None:
         step,
     )
     page.mouse.move(x, y)
-    page.wait_for_timeout(60)  # plotly looks for what is under the pointer at most every 50 ms
+    until(page, f"document.getElementById('plot-trials')._hoverdata?.[0].x === {step}")
     page.mouse.click(x, y)
 
 
@@ -233,9 +233,10 @@ def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> 
         cells = entry.locator("tbody tr").nth(1).locator("td").all_text_contents()
         assert cells == [f"{value - culprit.measured:.4g}", f"{culprit.left:.0%}"]
         entry.locator("summary").press("Enter")
-        assert not entry.evaluate("entry => entry.open")
+        until(opened, f"!document.getElementById('step-{culprit.step}').open")
     other = next(c.step for c in found.culprits if not c.role)
     opened.locator(f"table.sortable a[href='#step-{other}']").press("Enter")  # one among those that are folded up
+    until(opened, f"document.getElementById('step-{other}').open")
     assert opened.locator(f"#step-{other}").get_by_text("It was not run again without.").is_visible()
 
 

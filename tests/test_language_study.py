@@ -206,6 +206,16 @@ def test_the_error_of_finite_differences_falls_as_the_square_of_the_step() -> No
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.02)
 
 
+def test_losses_keep_the_digits_of_their_logits() -> None:
+    z = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(10).view(2, 5) % 7
+    rows = z.double().numpy().reshape(10, 7)
+    truth = np.log(np.exp(rows).sum(1)) - rows[np.arange(10), labels.flatten()]
+    assert float(theory.token_loss(z, labels)) == pytest.approx(truth.mean(), rel=1e-14)
+    labels[0, 0] = -100  # not counted
+    assert float(theory.token_loss(z, labels)) == pytest.approx(truth[1:].mean(), rel=1e-14)
+
+
 def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
     made = one(folder, "neox")
     change = made.path.replace(made.candidates[:1])

@@ -189,16 +189,15 @@ class _Reruns:
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
     """How many reruns are carried together: one where they run alone anyway."""
     trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
-    footprint = Footprint.of(trajectory)
-    vector, recorded = footprint.vector, trajectory.dynamics.loss.player.nbytes * (memory is not None)
-    available = budget(memory, trajectory.device) - recorded
+    vector = Footprint.of(trajectory).vector
+    available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
+    idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
 
     def needed(n: int) -> int:
-        # a gradient and its copy are on the way to the last row; alone, a row needs no control beside it
-        carried = max((3 * n + 2) * vector, rollout_bytes(trajectory, Load(exact=n)))
-        if n == 1:
-            carried = max(5 * vector, 3 * vector + footprint.gradient)
-        return (HELD + 3 * (n > 1)) * vector + carried + reader.nbytes(n)
+        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
+        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
+        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (n == 1)
+        return held * vector + max(started, carried) + reader.nbytes(n)
 
     if needed(1) > available:
         raise OutOfMemory(

@@ -124,7 +124,7 @@ def measured(scene: Scene) -> xr.Dataset:
     change = scene.path.replace(scene.candidates)
     with clock.part("exact"):
         found = theory.logit_tangent(
-            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room(scene.path)
+            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room()
         )
     with clock.part("noise"):
         watch = scene.path.watch(0, scene.probe)
@@ -175,9 +175,7 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
     change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
     with scene.clock.part(answer):
         runs = [
-            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room(scene.path)).data[
-                "response"
-            ]
+            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room()).data["response"]
             for scale in (scales if answer == "semilinear" else (1.0,))
         ]
     found = xr.concat(runs, dim="scale", coords="minimal", compat="override").sel(answer=answer, drop=True)
@@ -189,7 +187,7 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
 def _hybrids(scene: Scene) -> xr.DataArray:
     """Exact responses to the eight hybrids of one candidate; channels as bits of (θ, m, v)."""
     change = scene.path.replace([scene.candidates[HYBRID]])
-    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room(scene.path))["response"]
+    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room())["response"]
     names = ["".join("01"[c in str(name).split("+")] for c in CHANNELS) for name in found["channel"].values]
     return found.isel({"answer": 0, "change": 0}, drop=True).assign_coords(channel=names)
 

@@ -127,14 +127,13 @@ class Scene:
         """The control."""
         return self.point.follow([self.control_batch, *self.future], memory=self.room())
 
-    def room(self, path: Run | None = None) -> int | None:
-        """What may be used on a card beside the point and the states that a path keeps; on a CPU, what is free."""
+    def room(self) -> int | None:
+        """What may be used on a card beside the model and the path; on a CPU, what is free."""
         if self.device.type != "cuda":
             return None
-        kept = [] if path is None else [path.trajectory.kept(time) for time in range(1, len(path) + 1)]
-        held = sum(state.nbytes for state in (self.point.captured.state, *kept) if state is not None)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return min(LIMIT, int(0.95 * total)) - SLACK - held
+        there = torch.cuda.memory_allocated(self.device) - self.point.loss.player.nbytes
+        return min(LIMIT, int(0.95 * total)) - SLACK - there
 
 
 def prepare(

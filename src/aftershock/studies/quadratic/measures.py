@@ -77,7 +77,7 @@ def _controlled_text(results: Results) -> Iterator[Measure]:
         if has_family(results, setting, "matched") and "null_correlation" in results[setting]:
             row = f"Percentile in the readout null, {setting}"
             yield measured(table, row, "value", percentile(results[setting], "matched"))
-    yield from isolated_peaks(results, SELECTED_CANDIDATES)
+    yield from isolated_peaks(results)
     yield from statements(results)
 
 

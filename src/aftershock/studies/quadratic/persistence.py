@@ -19,15 +19,15 @@ MEASURED = 32  # horizons of the paper's tables
 NEAR = "the paper's text rounds the medians of its table over both probes; its selected candidates are not defined"
 
 
-def isolated_peaks(results: Results, selected: int) -> Iterator[Measure]:
-    """h* of θ, m and v alone over both probes, as the main text names them; of so many candidates as the table's."""
+def isolated_peaks(results: Results) -> Iterator[Measure]:
+    """h* of θ, m and v alone over both probes, as the main text names them."""
     import xarray as xr
 
     settings = [s for s in PROBES if has(results, s, "channel_exact")]
     if not settings:
         return
     peaks = [summarize(nested(results[s]["channel_exact"]))["peak_horizon"] for s in settings]
-    both = xr.concat(peaks, dim="probe").mean("probe").isel(change=slice(selected))
+    both = xr.concat(peaks, dim="probe").mean("probe")
     for name, channel in ALONE.items():
         values = across_candidates(both.sel(channel=channel))
         yield measured("text:exp1_controlled", f"{name} alone peaks near", "value", values, known=False, note=NEAR)
