@@ -319,8 +319,8 @@ def explain(
 ) -> None:
     """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
 
-    `build()` returns `(model, loss_fn)` as training builds them. A flight is the folder that a FlightRecorder was given.
-    Example: `aftershock explain flight --build train.py:build --step 340`.
+    `build()` returns `(model, loss_fn)` as training builds them. A flight is the folder that a FlightRecorder was
+    given. Example: `aftershock explain flight --build train.py:build --step 340`.
     """
     from ..recorder.explain import explain as explain_flight
     from .building import build as built_by

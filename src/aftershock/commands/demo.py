@@ -199,6 +199,7 @@ class Flown:
     found: list[FlightExplanation]
     before: Training  # the run as it was before the bad batch
     forecasts: tuple[Forecast, Forecast]  # of an ordinary batch of dates and of the bad one, in its place
+    losses: tuple[float, ...] = ()  # of the recorded steps
 
     @property
     def main(self) -> FlightExplanation:
@@ -227,7 +228,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         training = train(text, size)
         batches = list(text.recorded(size))
         flown = _fly(training, batches, text, size, out)
-        losses = training.losses[size.steps :]
+        losses = list(flown.losses)
         console.print(f"\n{_story(text, size, batches, losses)}\n\n{_found(flown, _pages(flown, out))}", soft_wrap=True)
         console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
     flown.main.save_skip_list(out / "skip.json")
@@ -261,7 +262,7 @@ def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out:
             recorder.step(batch, training.update(batch))
     found = [explain(flight, verify=size.verify, describe=text.describe) for flight in recorder.flights]
     found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify, describe=text.describe)]
-    return Flown(found, before, (good, bad))
+    return Flown(found, before, (good, bad), tuple(training.losses[size.steps :]))
 
 
 def _pages(flown: Flown, out: Path) -> list[str]:
