@@ -1,4 +1,4 @@
-"""A GPT-2 of two layers under the Hugging Face Trainer: a callback records it, and explain names the misread batch.
+"""A GPT-2 of two layers under the Hugging Face Trainer: a callback records it, and explain names a batch of noise.
 
 pip install "aftershock[transformers]"; python examples/with_hugging_face.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from letters import CONTEXT, NAMES, PROSE, draw, letters, misread
+from letters import CONTEXT, PROSE, draw, letters
 from torch import Tensor
 
 import aftershock as ak
@@ -37,8 +37,8 @@ def language_model() -> transformers.GPT2LMHeadModel:
 
 def rows() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    batches = [draw(NAMES if step % 8 == 2 else PROSE, generator, SIZE) for step in range(STEPS)]
-    batches[BAD] = misread(batches[BAD])
+    batches = [draw(PROSE, generator, SIZE) for _ in range(STEPS)]
+    batches[BAD] = torch.randint(len(letters), batches[BAD].shape, generator=generator)  # a damaged file
     return [{"input_ids": row, "labels": row.clone()} for batch in batches for row in batch]
 
 

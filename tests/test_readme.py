@@ -53,7 +53,7 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
 
 def test_the_doctor_says_what_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = README.read_text()
-    block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "def build" in b)
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "def train_step" in b)
     (tmp_path / "readme_train.py").write_text(block)
     (tmp_path / "readme_told.py").write_text(block.replace("return dict(", "return dict(clip=0.1, "))
     monkeypatch.chdir(tmp_path)

@@ -38,10 +38,10 @@ BUMP = 10.0  # times the learning rate, in the last act
 class Size:
     """How much of everything. Numbers of steps after `steps` count from the beginning of the recording."""
 
-    width: int = 64
+    width: int = 48
     blocks: int = 2
     heads: int = 4
-    context: int = 64
+    context: int = 32
     batch: int = 32
     steps: int = 300
     warmup: int = 50
@@ -55,7 +55,7 @@ class Size:
     window: int = 40
     after: int = 3  # recorded steps that belong to a spike: fewer than lie between two of them
     horizon: int = 12
-    futures: int = 2
+    futures: int = 1
     verify: int = 4
 
 
