@@ -39,7 +39,7 @@ def test_the_python_of_the_readme_runs_as_it_stands(
 
     printed = "".join(said)
     assert re.search(
-        r"The batch of step 224 itself is the spike.*\n.*The batch of step 40 itself is", printed, re.DOTALL
+        r"The batch of step 224 itself is the spike.*\n.*The batch of step 48 itself is", printed, re.DOTALL
     )
     assert "Calibrated with exact reruns" in printed
     assert (tmp_path / "report.html").stat().st_size > 100_000

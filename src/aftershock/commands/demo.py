@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..recorder.forecast import Forecast
 
 WIDTH = 100  # columns, where no terminal says otherwise
-SIGMAS = 5.0  # robust σ above the usual loss, from which the recorder keeps its window
+SIGMAS = 4.0  # robust σ above the usual loss, from which the recorder keeps its window
 LINES = 6  # passages of a batch that its page shows
 BUMP = 10.0  # times the learning rate, in the last act
 
