@@ -4,20 +4,24 @@ BIN := $(VENV)/bin
 # Two OpenMP threads beside two test workers can be 25 times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench peers docs notebooks lint clean
+.PHONY: help demo test bench peers docs notebooks lint dist clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
-demo: $(VENV)/.installed  ## train a small model with a flight recorder, and name the batch behind its loss spike
+demo: $(VENV)/.installed  ## train a small model with a flight recorder; name what is behind its loss spikes (about a minute)
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/aftershock demo
 
 test: lint  ## lint, types, import layers, tests
 	$(BIN)/pytest -n 2
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed  ## lint, types and import layers alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,5 +46,8 @@ notebooks: $(VENV)/.installed  ## every tutorial as a notebook in notebooks/, ea
 	$(BIN)/python docs/tools/pages.py notebooks notebooks
 	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
-clean:
+dist: $(VENV)/.installed  ## the wheel and the source archive, in dist/
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+clean:  ## remove everything that make made
 	rm -rf $(VENV) build dist site notebooks *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -106,7 +106,7 @@ def test_the_demo_tells_what_it_computed(tmp_path: Path, capsys: pytest.CaptureF
     assert "\x1b" not in printed
     joined = re.sub(r"\s+", " ", printed)
     assert flown.main.verdict in joined
-    assert str(flown.main) in printed
+    assert len(printed.splitlines()) < 40  # short: the pages say the rest
     assert "equal to the recorded one to the bit" in printed
     assert "Asked before step 80, the recorder's forecast for this batch was " in joined
     assert flown.main.verdict in Tags.of(tmp_path / "flight.html").text

@@ -73,5 +73,9 @@ class ReplayMismatch(AftershockError):
     """A recorded run does not repeat itself: the message says at which step, by how much, and why it may be."""
 
 
+class MissingPackage(AftershockError, ImportError):
+    """A package of an extra is not installed; the message says which extra brings it."""
+
+
 class StudyStopped(AftershockError):
     """A study could not go on (workers, their scheduler, the disk); the systems that were finished are kept."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import __version__
-from ..errors import AftershockError, InvalidInput
+from ..errors import AftershockError, InvalidInput, MissingPackage
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 # Everything else is imported inside its command, so that --version and --help answer at once.
 
 app = typer.Typer(
-    help="What one minibatch does to a training run after the step that saw it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 
@@ -62,7 +61,20 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What one minibatch does to a training run after the step that saw it."""
+    """What one minibatch does to a training run after the step that saw it.
+
+    New here?
+
+    1. `aftershock demo` records a small run, lets it go wrong and names the culprit: about a minute, no data needed.
+
+    2. `aftershock doctor train.py:build` proves that your own training step is what is followed. `build()` is a
+    function of yours that returns a dict with model, optimizer, loss_fn, batches and train_step.
+
+    3. Put `aftershock.FlightRecorder` around your loop (the README has the lines). When the loss spikes it prints the
+    command that explains it: `aftershock explain FLIGHT --build train.py:build`.
+
+    Tab completes commands and options after `aftershock --install-completion`.
+    """
 
 
 @app.command()
@@ -70,7 +82,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for flight.html, the recorded flights and skip.json.")] = Path(),
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 0,
 ) -> None:
-    """Train a small model with a flight recorder; name the batch behind its loss spike (two to three minutes)."""
+    """Train a small model with a flight recorder; name what is behind each of its loss spikes (about a minute)."""
     with _plain_errors(f"cannot write to {out}"):
         from .demo import run
 
@@ -305,7 +317,11 @@ def explain(
     out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("flight.html"),
     skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
 ) -> None:
-    """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page."""
+    """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
+
+    `build()` returns `(model, loss_fn)` as training builds them. A flight is the folder that a FlightRecorder was
+    given. Example: `aftershock explain flight --build train.py:build --step 340`.
+    """
     from ..recorder.explain import explain as explain_flight
     from .building import build as built_by
 
@@ -325,7 +341,10 @@ def explain(
     typer.echo(str(found))
     page = out / "flight.html" if out.is_dir() else out
     with _plain_errors(f"cannot write {page}"):
-        typer.echo(f"\nwrote {found.report(page)}")
+        try:
+            typer.echo(f"\nwrote {found.report(page)}")
+        except MissingPackage as error:  # what was asked for stands above
+            typer.echo(f"\nno page: {error}")
     if skip_list is not None:
         with _plain_errors(f"cannot write {skip_list}"):
             typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
@@ -340,7 +359,12 @@ def doctor(
         ),
     ],
 ) -> None:
-    """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly."""
+    """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.
+
+    `build()` returns a dict with `model`, `optimizer`, `loss_fn(model, batch)`, `batches` and
+    `train_step(model, optimizer, batch)`, and where the loop has them `clip` and `scheduler`. It runs five steps.
+    Exit code 1: something is refused, and the line says what to change.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

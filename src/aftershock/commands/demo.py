@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..api.progress import duration
+from ..errors import MissingPackage
 from ..recorder.explain import explain
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Spike
-from ..report.flight_page import write_flight_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from ..recorder.forecast import Forecast
 
 WIDTH = 100  # columns, where no terminal says otherwise
-SIGMAS = 5.0  # robust σ above the usual loss, from which the recorder keeps its window
+SIGMAS = 4.0  # robust σ above the usual loss, from which the recorder keeps its window
 LINES = 6  # passages of a batch that its page shows
 BUMP = 10.0  # times the learning rate, in the last act
 
@@ -36,10 +38,10 @@ BUMP = 10.0  # times the learning rate, in the last act
 class Size:
     """How much of everything. Numbers of steps after `steps` count from the beginning of the recording."""
 
-    width: int = 64
+    width: int = 48
     blocks: int = 2
     heads: int = 4
-    context: int = 64
+    context: int = 32
     batch: int = 32
     steps: int = 300
     warmup: int = 50
@@ -53,7 +55,7 @@ class Size:
     window: int = 40
     after: int = 3  # recorded steps that belong to a spike: fewer than lie between two of them
     horizon: int = 12
-    futures: int = 2
+    futures: int = 1
     verify: int = 4
 
 
@@ -180,18 +182,13 @@ class Training:
             group["lr"] = lr
 
 
-def train(text: Text, size: Size, console: Console) -> Training:
+def train(text: Text, size: Size) -> Training:
     """From scratch, with a linear warm-up."""
     model = LetterModel(len(text.letters), size)
     run = Training(model, torch.optim.AdamW(model.parameters(), lr=size.lr), [])
-    console.print(f"{'step':>6}  {'loss':>6}  {'seconds':>7}")
-    start = time.perf_counter()
     for step in range(size.steps):
         run.set_rate(size.lr * min(1.0, (step + 1) / size.warmup))
         run.update(text.draw(text.prose if step % size.rare_every else text.dates, size))
-        if step == 0 or (step + 1) % (size.steps // 4) == 0:
-            recent = run.losses[-size.rare_every :]  # dates once among them
-            console.print(f"{step:>6}  {sum(recent) / len(recent):>6.3f}  {time.perf_counter() - start:>7.1f}")
     return run
 
 
@@ -202,6 +199,7 @@ class Flown:
     found: list[FlightExplanation]
     before: Training  # the run as it was before the bad batch
     forecasts: tuple[Forecast, Forecast]  # of an ordinary batch of dates and of the bad one, in its place
+    losses: tuple[float, ...] = ()  # of the recorded steps
 
     @property
     def main(self) -> FlightExplanation:
@@ -213,37 +211,36 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
 
     `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
-    drawn from `seed`, and the caller's own random state stays as it was. Two to three minutes on one core;
-    `quick` is for tests.
+    drawn from `seed`, and the caller's own random state stays as it was. About a minute on one core; `quick` is for
+    tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=out):
         pass  # a folder that cannot be written to is better known before the training than after it
-    console, text = _console(), Text.of_python(seed)
+    console, text, start = _console(), Text.of_python(seed), time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         console.print(
-            f"Training a small transformer on {len(text.prose):,} letters of Python's language reference, with a "
-            "batch of dates now and then.\n"
+            f"Training a transformer on {len(text.prose):,} letters of Python's language reference, with a batch of "
+            f"dates now and then: {size.steps} steps, then {size.stop} with a flight recorder."
         )
-        training = train(text, size, console)
+        training = train(text, size)
         batches = list(text.recorded(size))
-        console.print("", _story(text, size, batches), "", sep="\n", soft_wrap=True)
-        flown = _fly(training, batches, text, size, out, console)
-        console.print("", spared(flown, batches, size, training.losses[size.steps :]), sep="\n", style="bold")
-    pages = [
-        write_flight_page(each, out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html"))
-        for each in flown.found
-    ]
+        flown = _fly(training, batches, text, size, out)
+        losses = list(flown.losses)
+        console.print(f"\n{_story(text, size, batches, losses)}\n\n{_found(flown, _pages(flown, out))}", soft_wrap=True)
+        console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
     flown.main.save_skip_list(out / "skip.json")
-    console.print(f"\nThe pages: {', '.join(map(str, pages))}", soft_wrap=True)
+    console.print(
+        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}.",
+        soft_wrap=True,
+    )
     return flown
 
 
-def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out: Path, console: Console) -> Flown:
+def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out: Path) -> Flown:
     """The recorded steps, and what explains their spikes."""
-    triggers = [Spike("loss", SIGMAS)]
     with FlightRecorder(
         training.model,
         training.optimizer,
@@ -251,7 +248,7 @@ def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out:
         out / "flight",
         window=size.window,
         after=size.after,
-        triggers=triggers,
+        triggers=[Spike("loss", SIGMAS)],
     ) as recorder:
         for step, batch in enumerate(batches):
             if step == size.bad:
@@ -263,16 +260,20 @@ def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out:
             if step == size.bump:
                 training.set_rate(BUMP * size.lr)
             recorder.step(batch, training.update(batch))
-    console.print(f"{'step':>6}  {'loss':>6}")
-    for step, loss in enumerate(training.losses[size.steps :], start=size.steps):
-        console.print(f"{step:>6}  {loss:>6.3f}  {'█' * round(10 * loss)}")
     found = [explain(flight, verify=size.verify, describe=text.describe) for flight in recorder.flights]
     found = found or [explain(recorder, step=size.steps + size.back, verify=size.verify, describe=text.describe)]
-    flown = Flown(found, before, (good, bad))
-    for each in found:
-        console.print("", each.verdict, sep="\n", style="bold")
-    console.print("", str(flown.main), sep="\n", soft_wrap=True)
-    return flown
+    return Flown(found, before, (good, bad), tuple(training.losses[size.steps :]))
+
+
+def _pages(flown: Flown, out: Path) -> list[str]:
+    """A page for each spike, or what is missing to write them."""
+    try:
+        return [
+            str(each.report(out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html")))
+            for each in flown.found
+        ]
+    except MissingPackage as error:
+        return [str(error)] * len(flown.found)
 
 
 # --- the words: every number in them is taken from the run
@@ -285,15 +286,40 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=WIDTH)
 
 
-def _story(text: Text, size: Size, batches: list[Tensor]) -> str:
-    """What is about to go wrong."""
-    good, bad = batches[size.rare[0]], batches[size.bad]
-    return (
-        f"From here on a flight recorder watches. Step {size.steps + size.bad} gets a batch of dates that were decoded "
-        f"with the wrong table:\n  {text.show(good[0])}\n  {text.show(bad[0])}\n"
-        f"Dates come back, sound, at step {size.steps + size.back}; at step {size.steps + size.bump} the learning rate "
-        f"rises {BUMP:g}-fold."
-    )
+def _indented(text: str, first: str = "  ") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent="  ", break_long_words=False)
+
+
+def _story(text: Text, size: Size, batches: list[Tensor], losses: list[float]) -> str:
+    """What went wrong, and what the loss did."""
+    good, bad = (text.show(batches[step][0][:22]) for step in (size.rare[0], size.bad))
+    usual = losses[size.rare[-1]]
+    lines = [
+        "What happened",
+        f"  loss at steps {size.steps} to {size.steps + size.stop - 1}  {_bars(losses)}",
+        f"  step {size.steps + size.bad}  a batch of dates was decoded with the wrong table: {bad} for dates such as "
+        f"{good}; loss {losses[size.bad]:.3g}",
+        f"  step {size.steps + size.back}  sound dates come back; loss {losses[size.back]:.3g} (dates had "
+        f"{usual:.3g} at step {size.steps + size.rare[-1]})",
+        f"  step {size.steps + size.bump}  the learning rate rises {BUMP:g}-fold; loss up to "
+        f"{max(losses[size.bump :]):.3g}",
+    ]
+    return "\n".join(lines)
+
+
+def _bars(losses: list[float]) -> str:
+    """One bar for each step, from the smallest loss to the largest."""
+    low, high = min(losses), max(losses)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (loss - low) / (high - low or 1))] for loss in losses)
+
+
+def _found(flown: Flown, pages: list[str]) -> str:
+    """A verdict for each spike, and the page that shows why."""
+    blocks = ["What was found, each by running the recorded steps again"]
+    for each, page in zip(flown.found, pages):
+        blocks += [_indented(each.verdict, f"  spike at step {each.data.attrs['step']}: "), f"    → {page}"]
+    proof = str(flown.main.certificate).splitlines()[0]
+    return "\n".join([*blocks, _indented(proof)])
 
 
 def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float]) -> str:

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
 from ..errors import InvalidInput, UnsupportedClipping
+from ..extras import require
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Trigger
 from .distributed import RankRecorder, recorder_for
+
+require("lightning", "lightning", "callbacks of Lightning")
+import lightning.pytorch as lightning  # noqa: E402
 
 
 def training_loss(module: nn.Module, fed: Batch) -> Tensor:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..core.batches import Batch
 from ..errors import InvalidInput
+from ..extras import require
 from ..recorder.observing import Observer, guarded
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Drift, NotANumber, Spike, Trigger
+
+require("transformers", "transformers", "callbacks of the Hugging Face Trainer")
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 
 def model_loss(model: nn.Module, inputs: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import MissingPackage
 from ..results.files import write_whole
 from . import verdict as words
 from .descriptions import read
@@ -155,8 +157,10 @@ class FlightExplanation:
         return write_flight_page(self, Path(path))
 
     def _repr_html_(self) -> str:
-        from ..report.flight_page import notebook_view
-
+        try:
+            from ..report.flight_page import notebook_view
+        except MissingPackage:  # a notebook shows the words where nothing can draw
+            return f"<pre>{html.escape(str(self))}</pre>"
         return notebook_view(self)
 
     def __str__(self) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..extras import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 def grid(rows: int, columns: int, share_y: bool = False, height: float = 2.6) -> tuple[Figure, Any]:
+    require("matplotlib", "report", "figures as files")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.6 * columns + 0.4, height * rows + 0.3), layout="constrained")

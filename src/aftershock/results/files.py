@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AftershockError, InvalidFile
+from ..extras import require
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -162,6 +163,7 @@ def save_dataset(data: xr.Dataset, path: Path) -> None:
 
     path: a folder that does not exist yet, an empty one, or an older result, which is replaced.
     """
+    require("zarr", "studies", "saved results")
     _may_replace(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -185,6 +187,7 @@ def load_dataset(path: Path, wanted: Iterable[str], what: str) -> xr.Dataset:
 
     if not path.exists():
         raise InvalidFile(f"there is no {what} at {path}")
+    require("zarr", "studies", "saved results")
     try:
         data = xr.open_zarr(path, chunks=None, consolidated=False).load()
     except Exception as error:  # whatever zarr finds wrong in a foreign file

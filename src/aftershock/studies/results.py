@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InvalidFile, InvalidInput, StudyStopped
+from ..extras import require
 from ..results.files import malformed
 from .study import Study, System
 
@@ -94,6 +95,7 @@ class ResultStore:
 
     def load(self, name: str) -> SystemResults:
         """One system's group with every array verified against the digest it was written with."""
+        require("zarr", "studies", "studies")
         import xarray as xr
 
         header, settings = self._header(name), {}
@@ -108,6 +110,7 @@ class ResultStore:
         return SystemResults(settings, tuple(header["machines"]))
 
     def _make_folder(self) -> None:
+        require("zarr", "studies", "studies")
         import zarr
 
         out = self.folder.parent
