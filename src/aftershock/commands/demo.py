@@ -317,7 +317,7 @@ def _found(flown: Flown, pages: list[str]) -> str:
     """A verdict for each spike, and the page that shows why."""
     blocks = ["What was found, each by running the recorded steps again"]
     for each, page in zip(flown.found, pages):
-        blocks += [_indented(each.verdict, f"  spike at step {each.data.attrs['step']}: "), f"    → {page}"]
+        blocks += [_indented(each.verdict, f"  step {each.data.attrs['step']}: "), f"    → {page}"]
     proof = str(flown.main.certificate).splitlines()[0]
     return "\n".join([*blocks, _indented(proof)])
 
