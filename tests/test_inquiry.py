@@ -24,6 +24,12 @@ EVENT = Event.of(LOSSES, STEP)
 Left = Callable[[frozenset[int]], float]
 
 
+def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None:
+    assert EVENT.highest == STEP
+    later = [*LOSSES[:STEP], 1.5, 1.4, 9.0, *LOSSES[STEP:]]
+    assert Event.of(later, STEP).highest == STEP + 2
+
+
 class Runs:
     """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
 

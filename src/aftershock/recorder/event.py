@@ -66,6 +66,11 @@ class Event:
         return max(self.losses[self.onset :]) - self.usual
 
     @property
+    def highest(self) -> int:
+        """Place in the path of the largest loss of the stretch."""
+        return max(range(self.onset, len(self.losses)), key=lambda i: self.losses[i])
+
+    @property
     def is_one(self) -> bool:
         return self.losses[self.step] > self.level
 

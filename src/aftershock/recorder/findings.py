@@ -203,6 +203,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "usual": event.usual,
         "sigma": event.sigma,
         "peak": event.peak,
+        "highest": numbers[event.highest],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
         "ranked_by": f.main,

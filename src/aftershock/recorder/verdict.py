@@ -161,8 +161,10 @@ def _unknown(found: FlightExplanation) -> str:
     seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
+    higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
     return (
         f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
+        + (f" Its largest loss is that of step {attrs['highest']}: ask for that one, too." if higher else "")
         + (
             f" {attrs['after']} step(s) after it were recorded; more would tell more."
             if attrs["after"] < ENOUGH
