@@ -342,17 +342,11 @@ class ExactRows:
     def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:
         """AdamW on every row in as few calls as there are different hyperparameters."""
         groups: dict[tuple[Hyper, ...], list[int]] = {}
-        taken_alone: set[int] = set()
         for slot, gradient in enumerate(found):
             step = self._step(slot, time)
-            if gradient is None or step is None:
-                continue
-            if step.bounded or self.layout.whole(gradient.grads) is not None:
-                self._states[slot], taken = self.dynamics.take(gradient, step, self._states[slot], consume=True)
-                taken_alone.add(slot)
-                if step.max_norm is not None:
-                    self._switched[slot] += taken.settle().clip.binds != self.trajectory.steps[time].clip.binds
-            else:
+            if gradient is not None and step is not None and step.bounded:
+                self._states[slot] = self.dynamics.advance_with(gradient, step, self._states[slot], consume=True)[0]
+            elif gradient is not None and step is not None:
                 groups.setdefault(step.hypers, []).append(slot)
                 clip = clip_(gradient.grads, gradient.norm, step.max_norm)
                 self._switched[slot] += clip.binds != self.trajectory.steps[time].clip.binds
@@ -372,7 +366,7 @@ class ExactRows:
                     adam_(theta, grads, m, v, counts, plain)  # type: ignore[arg-type]
         for slot, gradient in enumerate(found):
             step = self._step(slot, time)
-            if gradient is not None and step is not None and slot not in taken_alone:
+            if gradient is not None and step is not None and not step.bounded:
                 state = self._states[slot]
                 after = advanced(state.counts, gradient.grads)
                 self._states[slot] = replace(state, counts=after, buffers=gradient.buffers)
