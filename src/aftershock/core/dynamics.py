@@ -112,14 +112,14 @@ class Dynamics:
     def launch(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Taken]:
         """The same without waiting for a GPU; nobody has looked whether the step's numbers are finite."""
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
-        return self._take(found, step, state, consume)
+        return self.take(found, step, state, consume=consume)
 
     def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Taken, Linearized]:
         """The same, keeping the gradient's graph for later products."""
         graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
         found = self.plain_gradient(graph, step, state)
         found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
-        after, taken = self._take(found, step, state, consume=False)
+        after, taken = self.take(found, step, state, consume=False)
         seen = taken.settle()
         linear = self.linear_step(seen, state, graph.raw, graph.present)
         return after, taken, Linearized(seen, linear, graph)
@@ -140,11 +140,14 @@ class Dynamics:
     def advance_with(
         self, found: Gradient, step: Step, state: JointState, *, consume: bool = False
     ) -> tuple[JointState, Step, RandomState]:
-        """The same with a gradient that is already there, which is clipped in place."""
-        after, taken = self._take(found, step, state, consume)
+        """The same, having waited for its numbers."""
+        after, taken = self.take(found, step, state, consume=consume)
         return after, taken.settle(), found.random
 
-    def _take(self, found: Gradient, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
+    def take(
+        self, found: Gradient, step: Step, state: JointState, *, consume: bool = False
+    ) -> tuple[JointState, Taken]:
+        """The same with a gradient that is already there, which is clipped in place."""
         factor = scale_(found.grads, found.norm, step.max_norm)
         new = adamw_step(self.layout, state, found.grads, step.hypers, consume=consume, bounded=step.bounded)
         taken = Taken(step, found.loss, found.norm, factor, found.present, found.random)

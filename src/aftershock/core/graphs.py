@@ -127,19 +127,21 @@ class GradientGraph:
         out: Float[Tensor, "change param"],
     ) -> bool:
         layout = self._function.layout
-        views = layout.row_views(vectors)
-        with _explained():
+        views, used = layout.row_views(vectors), list[int]()
+
+        def one(own: list[Tensor]) -> list[Tensor]:
             found = torch.autograd.grad(
-                list(curved.values()),
-                self._leaves,
-                grad_outputs=[views[i] for i in curved],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
+                list(curved.values()), self._leaves, grad_outputs=own, retain_graph=True, allow_unused=True
             )
-        for place, values in zip(layout.row_views(out), found):
-            if values is not None:
-                place.copy_(values)
+            used[:] = [i for i, values in enumerate(found) if values is not None]
+            return [found[i] for i in used]
+
+        # not `is_grads_batched`: its older batching runs row by row where it has no rule
+        with _explained():
+            found = torch.func.vmap(one)([views[i] for i in curved])
+        places = layout.row_views(out)
+        for i, values in zip(used, found):
+            places[i].copy_(values)
         return True
 
     def _agrees(self, curved: Mapping[int, GradientEdge], beside: Float[Tensor, " param"]) -> bool:

@@ -160,12 +160,13 @@ class LossFunction:
         where: str,
         *,
         evaluating: bool = False,
+        wait: bool = True,
     ) -> Evaluation:
-        """The loss alone: one forward pass."""
+        """The loss alone: one forward pass. wait: until it is seen to be finite."""
         found = self._played("value", theta, buffers, batch, random, evaluating)
         if found is None:
             found = self.plain("value", theta, buffers, batch, random, where, evaluating=evaluating)
-        if not torch.isfinite(found.loss):
+        if wait and not torch.isfinite(found.loss):
             raise NotFinite(f"the loss at {where} is {float(found.loss)}")
         return found
 

@@ -15,7 +15,7 @@ from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .reductions import products
-from .rows import row_values
+from .rows import row_values, seen
 from .state import JointState
 from .trajectory import Trajectory
 
@@ -63,10 +63,18 @@ class Probe:
             return loss.with_function(self.function), None, random, where
         return loss, self.batch, random, where
 
-    def value(self, trajectory: Trajectory, time: int, theta: Float[Tensor, " param"], state: JointState) -> Tensor:
-        """F_time(θ), with the buffers of `state`: one forward pass."""
+    def value(
+        self,
+        trajectory: Trajectory,
+        time: int,
+        theta: Float[Tensor, " param"],
+        state: JointState,
+        *,
+        wait: bool = True,
+    ) -> Tensor:
+        """F_time(θ), with the buffers of `state`: one forward pass. wait: until it is seen to be finite."""
         loss, batch, random, where = self.arguments(trajectory, time)
-        return loss.value(theta, state.buffers, batch, random, where, evaluating=self.evaluating).loss
+        return loss.value(theta, state.buffers, batch, random, where, evaluating=self.evaluating, wait=wait).loss
 
     def gradient(self, trajectory: Trajectory, time: int, state: JointState) -> Gradient:
         """F_time and ∇F_time at `state`: 1 g."""
@@ -189,9 +197,9 @@ class Reader:
             values = self.values(moment.time, rows.thetas, rows.buffers).tolist()
             self._controls.setdefault(moment.time, values[0])
             return rows.by_row(values, values[0])
-        thetas = [rows.slot_state(slot) for slot in range(len(rows.buffers))]
-        values = [float(self.values(moment.time, x.theta[None], [x.buffers])) for x in thetas]
-        return rows.by_row(values, self.control(moment))
+        states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
+        launched = [self.probe.value(self.trajectory, moment.time, x.theta, x, wait=False) for x in states]
+        return rows.by_row(seen(launched).tolist() if launched else [], self.control(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .adamw import Hyper, adam_, advanced
 from .clipping import clip_
-from .dynamics import Linearized, Step
+from .dynamics import Linearized, Step, Taken
 from .gates import Pattern, recording
 from .loss import Gradient
 from .reductions import equal
@@ -169,6 +169,7 @@ class ExactRows:
         self._states: list[JointState] = []
         self._steps: list[Steps | None] = []
         self._found: tuple[int, list[Gradient | None], dict[int, Pattern]] | None = None
+        self._launched: dict[int, Taken] = {}  # each slot's last step, where nobody has looked at its numbers yet
         self.together = False
         self._fill(begin, rows)
         self._alive = [True] * len(self._states)
@@ -228,8 +229,14 @@ class ExactRows:
     def by_row(self, values: Sequence[float], control: float) -> Float[Tensor, " row"]:
         """Numbers of the slots as differences from the control's, row by row: 0 for a row that is the control, and
         +∞ for one that has left the finite numbers."""
-        out = [0.0 if s is None else values[s] - control if self._alive[s] else math.inf for s in self.slots]
-        return torch.tensor(out, dtype=torch.float64)
+        self._look()
+        return self.differences(torch.tensor(values, dtype=torch.float64), torch.tensor(control, dtype=torch.float64))
+
+    def differences(self, values: Float[Tensor, "slot ..."], control: Float[Tensor, "..."]) -> Float[Tensor, "row ..."]:
+        """The same of readings that leave the finite numbers where θ does, without waiting for the device."""
+        nothing, gone = torch.zeros_like(control), torch.full_like(control, math.inf)
+        apart = torch.where(values.isfinite(), values - control, math.inf)
+        return torch.stack([nothing if s is None else apart[s] if self._alive[s] else gone for s in self.slots])
 
     def retire(self, row: int) -> None:
         """Nobody asks for this row any more: it takes no further step."""
@@ -239,6 +246,7 @@ class ExactRows:
 
     def clip_switches(self) -> list[int]:
         """At how many steps so far clipping has bound one of row and control only, row by row."""
+        self._look()
         return [0 if slot is None else self._switched[slot] for slot in self.slots]
 
     def own_losses(self, time: int) -> list[float]:
@@ -274,19 +282,28 @@ class ExactRows:
         self._found = None
 
     def _step_alone(self, slot: int, time: int, gradient: Gradient | None) -> None:
+        """Launched without waiting for a GPU: its numbers are looked at when they are asked for, or a step later."""
         step = self._step(slot, time)
+        self._look(slot)
         if step is None or not self._alive[slot]:
             return
-        if gradient is None:  # nobody has looked at it: one gradient in memory at a time
-            gradient = self._evaluate([slot], step, {})[0]
-            self._alive[slot] = gradient is not None
-        if gradient is not None:
-            # the first state belongs to whoever gave it, those after it to the row
-            state = self.slot_state(slot)
-            after, seen, _ = self.dynamics.advance_with(gradient, step, state, consume=slot in self._own)
-            self._own.add(slot)
-            self._switched[slot] += seen.clip.binds != self.trajectory.steps[time].clip.binds
-            self._states[slot] = moved(after, torch.device("cpu")) if self.parked else after
+        # the first state belongs to whoever gave it, those after it to the row
+        state, consume = self.slot_state(slot), slot in self._own
+        if gradient is None:
+            after, taken = self.dynamics.launch(step, state, consume=consume)
+        else:
+            after, taken = self.dynamics.take(gradient, step, state, consume=consume)
+        self._launched[slot] = taken
+        self._own.add(slot)
+        self._states[slot] = moved(after, torch.device("cpu")) if self.parked else after
+
+    def _look(self, *slots: int) -> None:
+        """What was seen of the last step of these slots, or of all."""
+        for slot in slots or tuple(self._launched):
+            if (taken := self._launched.pop(slot, None)) is not None:
+                seen = taken.settle()
+                self._alive[slot] = math.isfinite(seen.loss + seen.clip.norm)
+                self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
 
     def _stack(self) -> None:
         """One tensor per channel; the states become views of its rows, and the single tensors go."""
@@ -308,6 +325,7 @@ class ExactRows:
         """Each slot's gradient for its step at `time`, rows of one batch together; None for no step, or no number."""
         if self._found is not None and self._found[0] == time:
             return self._found[1:]
+        self._look()
         out: list[Gradient | None] = [None] * len(self._states)
         patterns: dict[int, Pattern] = {}
         groups: dict[tuple[int, int], list[int]] = {}

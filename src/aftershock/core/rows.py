@@ -107,26 +107,28 @@ def row_values(
 ) -> Float[Tensor, " row"]:
     """The loss at every row, in float64 on the CPU; +∞ where it is not finite. One forward pass a row, or less."""
 
-    def alone(theta: Float[Tensor, " param"], i: int) -> float:
-        try:
-            return float(loss.value(theta, buffers[i], batch, random, where, evaluating=evaluating).loss)
-        except NotFinite:
-            return math.inf
+    def alone(theta: Float[Tensor, " param"], i: int) -> Tensor:
+        return loss.value(theta, buffers[i], batch, random, where, evaluating=evaluating, wait=False).loss
 
     def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
-        found = _mapped(loss, rows, held, batch, random, where, evaluating=evaluating).losses.double().cpu()
-        return torch.where(found.isfinite(), found, math.inf)
+        return _mapped(loss, rows, held, batch, random, where, evaluating=evaluating).losses
 
     def agrees() -> bool:
         far = _apart(thetas)
-        one, other = alone(far[1], -1), float(mapped(far, [buffers[0], buffers[-1]])[1])
+        one, other = float(alone(far[1], -1)), float(mapped(far, [buffers[0], buffers[-1]])[1])
         return math.isfinite(one) and abs(other - one) <= tolerance(loss) * max(abs(one), 1e-30)
 
     if loss.sharing.tries("value", len(thetas)):
         pieces = _tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
-            return torch.cat(pieces)
-    return torch.tensor([alone(thetas[i], i) for i in range(len(thetas))], dtype=torch.float64)
+            return seen(pieces)
+    return seen([alone(thetas[i], i) for i in range(len(thetas))])
+
+
+def seen(values: Sequence[Tensor]) -> Float[Tensor, " row"]:
+    """Losses that were launched, in float64 on the CPU, +∞ where they are not finite: one wait for the device."""
+    found = torch.cat([value.reshape(-1) for value in values]).double().cpu()
+    return torch.where(found.isfinite(), found, math.inf)
 
 
 def row_readings(
@@ -137,7 +139,8 @@ def row_readings(
     read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
     random: RandomState,
 ) -> Float[Tensor, "row reading"]:
-    """Several numbers of the model on one batch at every row, in float64 on the CPU. A forward pass a row, or less."""
+    """Several numbers of the model on one batch at every row, in float64 on the device, which nobody has waited for.
+    A forward pass a row, or less."""
 
     placed = loss.place(batch)
     recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
@@ -147,8 +150,9 @@ def row_readings(
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
         if recorded is not None:
-            return recorded[0].play(theta, buffers[i], recorded[1], random).loss.cpu()
-        return loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0].cpu()
+            return recorded[0].play(theta, buffers[i], recorded[1], random).loss
+        found: Tensor = loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0]
+        return found
 
     def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
         inside = {f"model.{name}": p for name, p in zip(loss.layout.names, own)}
@@ -160,7 +164,8 @@ def row_readings(
         own = list(loss.layout.row_views(rows))
         views = loss.layout.typed_views(rows[0])
         work = _mapped_over((0, 0), one)
-        return loss.call(views, held[0], random, lambda model: work(own, stacked), derivative=True)[0].cpu()
+        found: Tensor = loss.call(views, held[0], random, lambda model: work(own, stacked), derivative=True)[0]
+        return found
 
     def agrees() -> bool:
         far = _apart(thetas)

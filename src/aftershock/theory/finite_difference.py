@@ -102,16 +102,16 @@ class LogitReader:
             self.controls[moment.time] = self._values(moment.time, state.theta[None], [state.buffers])[0]
 
     def read(self, moment: Moment) -> Float[Tensor, "row 2"]:
-        """One forward pass a row, or less where rows run together."""
+        """One forward pass a row, or less where rows run together; a GPU is not waited for."""
         rows, time = moment.exact, moment.time
         if rows.together:
-            values = list(self._values(time, rows.thetas, rows.buffers))
+            values = self._values(time, rows.thetas, rows.buffers)
             self.controls[time] = values[0]
         else:
             states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
-            values = [self._values(time, state.theta[None], [state.buffers])[0] for state in states]
-        control = self.controls[time].tolist()
-        return torch.stack([rows.by_row([float(v[k]) for v in values], control[k]) for k in range(2)], dim=1)
+            found = [self._values(time, state.theta[None], [state.buffers]) for state in states]
+            values = torch.cat(found) if found else self.controls[time][None]
+        return rows.differences(values, self.controls[time])
 
     def nbytes(self, rows: int) -> int:
         """Logits on the way, while so many rows are read."""
@@ -178,7 +178,7 @@ class _Reruns:
             some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
             rows = Rows(some, distinct=self.write_norm[-1] > 0, owned=True)
             moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
-            found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1))
+            found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1).cpu())
         return torch.cat(found)
 
     def _write_norm(self, shock: Shock) -> float:
