@@ -176,7 +176,7 @@ def test_a_batch_is_checked_once_however_many_paths_start_with_it(monkeypatch: p
     case = make("tanh_mlp")
     point, batch, other = ak.capture(case.model, case.optimizer, case.loss_fn), case.batch(), case.batch()
     real, asked = ak.TrainingPoint._check_lifted, []
-    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b: (asked.append(b), real(self, b))[1])
+    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b, m: (asked.append(b), real(self, b, m))[1])
     for _ in range(3):
         point.follow([batch]).check()
     point.check(other)

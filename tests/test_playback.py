@@ -198,3 +198,53 @@ def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPa
     assert point.loss.player.has("value")
     # float32: the difference of two losses near 1 keeps about four digits
     np.testing.assert_allclose(*answers, rtol=2e-2, atol=2e-6)
+
+
+@on_gpu
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_recorded_products_are_the_plain_ones(count: int) -> None:
+    """Any number of vectors, at another batch and another θ than those that were recorded."""
+    from aftershock.core.graphs import GradientGraph, rehearse_products
+
+    point, loss = made(plain_loss)
+    state, random_state = point.captured.state, point.captured.random
+    theta = state.theta * 1.05
+    vectors = torch.randn(count, len(theta), device="cuda")
+    at = (theta, state.buffers, batch(7), random_state, "here")
+    graph = GradientGraph(loss, *at)
+    alone = torch.cat([graph.products(v[None]) for v in vectors])
+    rehearse_products(loss, state.theta, state.buffers, (batch(3), batch(4)), random_state)
+    assert loss.player.has("products")
+    played = GradientGraph(loss, *at)
+    assert len(played.pieces(count)) == -(-count // 4)
+    torch.testing.assert_close(played.products(vectors), alone, rtol=1e-4, atol=1e-6)  # rounding of float32
+    torch.testing.assert_close(played.raw, graph.raw, rtol=0, atol=0)
+
+
+@on_gpu
+def test_recorded_products_of_an_overwritten_state_are_refused() -> None:
+    from aftershock.core.graphs import GradientGraph, rehearse_products
+
+    point, loss = made(plain_loss)
+    state = point.captured.state
+    rehearse_products(loss, state.theta, state.buffers, (batch(3), batch(4)), point.captured.random)
+    theta = state.theta.clone()
+    graph = GradientGraph(loss, theta, state.buffers, batch(7), point.captured.random, "here")
+    theta.add_(1)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        graph.products(torch.randn(1, len(theta), device="cuda"))
+
+
+@on_gpu
+def test_predictions_are_the_same_with_recorded_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for large in (2**40, 0):
+        monkeypatch.setattr(planning, "LARGE", large)
+        point, loss = made(lambda model, b: F.mse_loss(model.two(model.one(b[0])), F.one_hot(b[1], 3).float()))
+        path = point.follow([batch(i) for i in range(6)])
+        response = path.replace([batch(i) for i in range(10, 15)]).response(batch(20))
+        found.append(response.data["response"])
+        assert loss.player.has("products") == (large == 0)
+    for answer in ("semilinear", "tangent"):
+        a, b = (torch.as_tensor(each.sel(answer=answer).values) for each in found)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6 * float(a.abs().max()))

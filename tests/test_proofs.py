@@ -75,7 +75,7 @@ def test_a_step_between_is_found_where_the_exact_run_and_its_prediction_part() -
 def test_few_steps_are_proved_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make("tanh_mlp")
     real, asked = ak.TrainingPoint._check_lifted, []
-    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b: (asked.append(b), real(self, b))[1])
+    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b, m: (asked.append(b), real(self, b, m))[1])
     for steps, proofs in ((1, 1), (2, 2), (3, 3), (12, 3)):
         asked.clear()
         path = case.path(steps)

@@ -85,12 +85,14 @@ class Change:
         self._prove_where_wrong(found, noise)
         return labelled(self, watch, found, noise, names, scales, refused)
 
-    def reruns(self, watch: Watch, memory: str | int | None = None) -> Float[Tensor, "change horizon"]:
-        """The exact response alone, by horizon: what `response` measures, for those who predict it otherwise."""
-        plan = self._plan(watch, (1.0,), ("exact",), memory)
+    def numbers(
+        self, watch: Watch, answer: str = "exact", *, scale: float = 1.0, memory: str | int | None = None
+    ) -> Float[Tensor, "change horizon"]:
+        """One answer alone, by horizon, for those who have their own noise floor and checks."""
+        plan = self._plan(watch, (scale,), (answer,), memory)
         work = plan.chunks(len(self)) * watch.horizons
-        with progress("exact reruns", work, self._cost(plan, watch, (1.0,))) as tick:
-            return respond(watch, self.edits, (1.0,), plan.passes, tick).values["exact"][:, 0]
+        with progress(f"{answer} response", work, self._cost(plan, watch, (scale,))) as tick:
+            return respond(watch, self.edits, (scale,), plan.passes, tick).values[answer][:, 0]
 
     def estimate(
         self,

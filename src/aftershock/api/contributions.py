@@ -180,7 +180,7 @@ def _measured(path: Path, watch: Watch, change: str, steps: Int64[Tensor, " reru
     """The outcome less that of an exact run with the change at each of some steps."""
     measured = torch.full((watch.last,), torch.nan, dtype=torch.float64)
     for step in steps.tolist():
-        rerun = Change(path, step, change, (EDITS[change],)).reruns(path.watch(step, watch.probe, watch.last - step))
+        rerun = Change(path, step, change, (EDITS[change],)).numbers(path.watch(step, watch.probe, watch.last - step))
         measured[step] = -rerun[0, -1]
     return measured
 

@@ -151,9 +151,9 @@ class Path:
         """The point's own check from the state before a step, and whether buffers moved until then matter to it."""
         step, start = self.steps[at], self.point.captured.state
         if at == 0:
-            return self.point.check(step.batch)
+            return self.point.check(step.batch, self.memory)
         here = replace(self.point.captured, state=self.trajectory.state(at), random=step.random)
-        found = type(self.point)(here).check(step.batch)
+        found = type(self.point)(here).check(step.batch, self.memory)
         earlier = moved_buffers(here.state.buffers, start.buffers)
         hidden = hidden_buffers(here.loss, here.state, earlier, step.batch, step.random)
         return replace(found, hidden=tuple(dict.fromkeys((*found.hidden, *hidden))))

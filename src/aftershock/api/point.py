@@ -130,10 +130,11 @@ class TrainingPoint:
         trajectory.dynamics.heads = loop.heads(trajectory.steps)
         return Path(self, trajectory, memory)
 
-    def check(self, batch: Batch) -> Check:
+    def check(self, batch: Batch, memory: str | int | None = None) -> Check:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
-        It runs in float64, which autocast leaves alone, whatever the model's own dtype: about 8 gradients. The
+        It runs in float64, which autocast leaves alone, whatever the model's own dtype, where `memory` (default: what
+        is free) allows: about 8 gradients. The
         batch that was checked last is not checked again: many paths may start from one point with it. A model that
         has failed once has failed: it is not tried again on another batch.
         """
@@ -143,15 +144,15 @@ class TrainingPoint:
             raise self.loss.refused
         if not (self._checked and self._checked[0][0] is batch):
             try:
-                self._checked[:] = [(batch, self._check_lifted(batch))]
+                self._checked[:] = [(batch, self._check_lifted(batch, memory))]
             except (Nondeterministic, WrongHessian, HiddenState) as error:
                 self.loss.refused = error
                 raise
         return self._checked[0][1]
 
-    def _check_lifted(self, batch: Batch) -> Check:
+    def _check_lifted(self, batch: Batch, memory: str | int | None) -> Check:
         needed = LIFTED_VECTORS * 8 * self.loss.layout.size
-        if needed > budget(None, self.loss.layout.device):
+        if needed > budget(memory, self.loss.layout.device):
             return self._check(batch)
         try:
             return self.to(dtype=torch.float64)._check(batch)

@@ -174,7 +174,7 @@ def _measure(
     path: Path, batches: list[Batch], watch: Watch, memory: str | int | None
 ) -> Float[Tensor, "change horizon"]:
     """Exact reruns: the truth."""
-    return Change(path, watch.at, "replace", path.replace(batches, watch.at).edits).reruns(watch, memory)
+    return Change(path, watch.at, "replace", path.replace(batches, watch.at).edits).numbers(watch, memory=memory)
 
 
 def _calibrated(
@@ -380,4 +380,4 @@ def _measure_examples(
         state, step = control.before, control.step
         found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
         edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
-    return Change(path, watch.at, "example", tuple(edits)).reruns(watch)[:, -1]
+    return Change(path, watch.at, "example", tuple(edits)).numbers(watch)[:, -1]

@@ -15,7 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
 from .clipping import global_norm
+from .layout import Layout
 from .loss import Gradient, LossFunction, accumulated, derivative_error
+from .playback import TOGETHER, Program
 from .randomness import RandomState
 from .reductions import norms
 from .rows import tolerance
@@ -26,7 +28,7 @@ class GradientGraph:
 
     The gradient is kept once, as the flat vector `raw`; its graph is held by its edges. A batch of several
     micro-batches keeps no graph between calls; its graphs are rebuilt one at a time, so that memory does not grow
-    with their number.
+    with their number. A recorded pass rebuilds it too, which on a GPU takes less time than launching products anew.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class GradientGraph:
         self._batch = batch
         self._leaves = loss.leaves(theta)
         self._graph: dict[int, GradientEdge] | None = None
-        if isinstance(batch, Accumulated):
+        self._at = (theta, theta._version)
+        self._recorded = loss.player.find("products", loss.place(batch), evaluating=False)
+        if isinstance(batch, Accumulated) or self._recorded is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
         else:
             (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
@@ -63,6 +67,8 @@ class GradientGraph:
 
     def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         """H u for every row u: together where that pays, else one after another."""
+        if self._recorded is not None:
+            return self._played(vectors)
         out = torch.zeros_like(vectors)
 
         def program(model: nn.Module) -> None:
@@ -76,6 +82,25 @@ class GradientGraph:
                 out.add_(part)
 
         self._run(program)
+        return out
+
+    def pieces(self, count: int) -> list[slice]:
+        """So many rows as they are computed: a few at a time where they are played back, else at once."""
+        size = count if self._recorded is None else TOGETHER
+        return [slice(first, first + size) for first in range(0, count, size)]
+
+    def _played(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
+        assert self._recorded is not None
+        (recording, inputs), (buffers, random), (theta, version) = self._recorded, self._arguments, self._at
+        if theta._version != version:
+            raise RuntimeError("the state of a linearized step was overwritten while it was in use")
+        out, given = torch.empty_like(vectors), self._function.player.vectors
+        for some in self.pieces(len(vectors)):
+            count = len(vectors[some])
+            given[:count].copy_(vectors[some])
+            given[count:].zero_()
+            recording.run(theta, buffers, inputs, random)
+            out[some].copy_(recording.result[:count])
         return out
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
@@ -126,22 +151,8 @@ class GradientGraph:
         vectors: Float[Tensor, "change param"],
         out: Float[Tensor, "change param"],
     ) -> bool:
-        layout = self._function.layout
-        views, used = layout.row_views(vectors), list[int]()
-
-        def one(own: list[Tensor]) -> list[Tensor]:
-            found = torch.autograd.grad(
-                list(curved.values()), self._leaves, grad_outputs=own, retain_graph=True, allow_unused=True
-            )
-            used[:] = [i for i, values in enumerate(found) if values is not None]
-            return [found[i] for i in used]
-
-        # not `is_grads_batched`: its older batching runs row by row where it has no rule
         with _explained():
-            found = torch.func.vmap(one)([views[i] for i in curved])
-        places = layout.row_views(out)
-        for i, values in zip(used, found):
-            places[i].copy_(values)
+            _write_mapped(self._function.layout, curved, self._leaves, vectors, out)
         return True
 
     def _agrees(self, curved: Mapping[int, GradientEdge], beside: Float[Tensor, " param"]) -> bool:
@@ -171,6 +182,63 @@ class GradientGraph:
                 leaf.grad = None
         if not layout.uniform:
             layout.write(out, places)
+
+
+def rehearse_products(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    random: RandomState,
+) -> None:
+    """Record Hessian products of a few vectors, and the graph that they need, over batches of one shape.
+
+    Only where rows together give what they give alone. Costs about ten products, once.
+    """
+    vectors, layout = loss.player.vectors, loss.layout
+    for i, row in enumerate(vectors):
+        row.copy_(theta)[:: i + 2] *= -1
+    GradientGraph(loss, theta, buffers, batches[0], random, "a recorded pass").products(vectors)
+    if not loss.sharing.tries("product", TOGETHER):
+        return
+
+    def make(theta: Float[Tensor, " param"], batch: Batch) -> tuple[list[Tensor], Program]:
+        leaves = loss.leaves(theta)
+
+        def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+            value = loss.raw(model, batch, "a recorded pass")
+            curved = _edges(loss.grad(value, leaves, "a recorded pass", create_graph=True))
+            out = layout.zeros(TOGETHER)
+            _write_mapped(layout, curved, leaves, vectors, out)
+            return out, [], None
+
+        return leaves, program
+
+    loss.player.rehearse(loss, "products", make, theta, buffers, batches, random, derivative=True)
+
+
+def _write_mapped(
+    layout: Layout,
+    curved: Mapping[int, GradientEdge],
+    leaves: Sequence[Tensor],
+    vectors: Float[Tensor, "change param"],
+    out: Float[Tensor, "change param"],
+) -> None:
+    """Products of many vectors through one backward pass, into `out`, which is zero."""
+    views, used = layout.row_views(vectors), list[int]()
+
+    def one(own: list[Tensor]) -> list[Tensor]:
+        found = torch.autograd.grad(
+            list(curved.values()), leaves, grad_outputs=own, retain_graph=True, allow_unused=True
+        )
+        used[:] = [i for i, values in enumerate(found) if values is not None]
+        return [found[i] for i in used]
+
+    # not `is_grads_batched`: its older batching runs row by row where it has no rule
+    found = torch.func.vmap(one)([views[i] for i in curved])
+    places = layout.row_views(out)
+    for i, values in zip(used, found):
+        places[i].copy_(values)
 
 
 def _edges(grads: Sequence[Tensor | None]) -> dict[int, GradientEdge]:

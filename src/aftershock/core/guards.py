@@ -6,7 +6,7 @@ One central difference of the gradient catches every known silent error: weight_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,17 +74,17 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
 
     Raises `WrongHessian` or `Nondeterministic`.
     """
-    where = "the check"
-    graph = GradientGraph(loss, state.theta, state.buffers, batch, random, where)
-    once, noise = repeated(loss, state, batch, random, where)
+    once, noise = repeated(loss, state, batch, random, "the check")
+    rounding = 2 * torch.finfo(_working_dtype(loss)).eps * float(once.norm)  # of one gradient
+    moved = moved_buffers(state.buffers, once.buffers)
+    del once  # memory is short on a large model: no more vectors than are needed
     generator = torch.Generator(loss.layout.device).manual_seed(0)  # a CPU would draw 1.4 B numbers for half a minute
     u, w = (_direction(loss, state, generator) for _ in range(2))
-    hu, hw = graph.products(torch.stack([u, w]))
+    hu, hw = _products(loss, state, batch, random, (u, w))
     scale = w.norm() * hu.norm() + u.norm() * hw.norm()
     asymmetry = float((w @ hu - u @ hw).abs() / scale) if scale > 0 else 0.0
-    dtype = _working_dtype(loss)
-    rounding = 2 * torch.finfo(dtype).eps * float(once.norm)  # of one gradient
-    error = float("inf")
+    del w, hw
+    dtype, error = _working_dtype(loss), float("inf")
     for h in RELATIVE_STEPS[dtype]:
         error = min(error, _difference_error(loss, state, batch, random, u, hu, h, rounding / h))
         if error <= 0.1 * TOLERANCE[dtype]:
@@ -97,8 +97,15 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
             ". Exact answers need no Hessian: change.response(..., answers=('exact',))"
         )
-    moved = moved_buffers(state.buffers, once.buffers)
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)
+
+
+def _products(
+    loss: LossFunction, state: JointState, batch: Batch, random: RandomState, vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    """H u for each, one after another; the graph goes with this call."""
+    graph = GradientGraph(loss, state.theta, state.buffers, batch, random, "the check")
+    return [graph.products(u[None])[0] for u in vectors]
 
 
 def repeated(
@@ -181,7 +188,8 @@ def _difference_error(
         )
     except NotFinite:
         return float("inf")
-    estimate = (up - down) / (2 * h)
+    estimate = up.sub_(down).div_(2 * h)
+    del down
     scale = max(float(hu.norm()), float(estimate.norm()))
     return float((estimate - hu).norm()) / scale if scale > rounding else 0.0  # a linear loss has H = 0
 

@@ -6,6 +6,7 @@ the model's own passes hold, which is measured once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
-from .graphs import GradientGraph
+from .graphs import GradientGraph, rehearse_products
 from .memory import budget, free, readable
-from .playback import typical
+from .playback import TOGETHER, typical
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
@@ -32,7 +33,9 @@ COUNTING = 6  # and where coordinates with v = 0 are counted
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 FEW = 3  # rows whose memory stands for that of many
-ROOM = 8  # copies of the flat vector that must be free where passes are recorded, which takes two and the activations
+# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
+# products are, which takes eleven
+ROOM, PRODUCTS_ROOM = 8, 40
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 
 
@@ -103,6 +106,7 @@ class Footprint:
     together: bool
     cpu: bool
     fused: bool  # predicted steps go through memory once
+    played: bool  # products are recorded, a few rows at a time
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
@@ -158,17 +162,24 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
     cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
-    return Footprint(vector, value, gradient, row, graph, build, product, products, update, together, cpu, fused)
+    played = loss.player.has("products")
+    return Footprint(
+        vector, value, gradient, row, graph, build, product, products, update, together, cpu, fused, played
+    )
 
 
 def _record(trajectory: Trajectory, vector: int) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. Where
+    there is room, its Hessian products too."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     batches = typical(step.batch for step in trajectory.steps)
     if batches is None or free(trajectory.device) < ROOM * vector:
         return
     if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
         loss.sharing.settle("gradient", False)
+    if free(trajectory.device) >= PRODUCTS_ROOM * vector:
+        with contextlib.suppress(AftershockError):  # a model without second derivatives
+            rehearse_products(loss, state.theta, state.buffers, batches, first.random)
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
@@ -368,8 +379,9 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     if load.semilinear:
         work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
     if predicted:
-        most = max(load.semilinear, load.linear)
-        pieces = min(AT_ONCE, most) if f.together else 1
+        most = min(max(load.semilinear, load.linear), TOGETHER if f.played else predicted)
+        together = trajectory.dynamics.loss.sharing.tries("product", most)
+        pieces = min(AT_ONCE, most) if together else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
         closed = f.piece if load.linear else f.piece * 2 // 3

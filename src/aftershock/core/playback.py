@@ -9,7 +9,6 @@ same when it is played (a counter in Python) runs as ever.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from .loss import LossFunction
 
 MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
+TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
 SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
 LONG = 32  # steps of a path from which it pays to record its gradient
@@ -86,9 +86,10 @@ class Played:
 
 
 def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
-    """Two batches to record a pass with; None where each is made of several."""
-    plain = list(itertools.islice((batch for batch in batches if not isinstance(batch, Accumulated)), 2))
-    return (plain[0], plain[-1]) if plain else None
+    """Two batches to record a pass with, from the middle: the first or the last may be of another shape. None where
+    each is made of several."""
+    plain = [batch for batch in batches if not isinstance(batch, Accumulated)]
+    return (plain[len(plain) // 2], plain[min(len(plain) // 2 + 1, len(plain) - 1)]) if plain else None
 
 
 # A pass at θ over a batch: the parameters that are put in place, and what is computed with the model.
@@ -103,6 +104,7 @@ class Player:
         self.layout, self.wanted = layout, wanted
         self._looked: list[tuple[Shape, Recording | None]] = []  # None: it cannot be recorded
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
+        self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
 
     @property
     def recordings(self) -> int:
@@ -117,13 +119,21 @@ class Player:
     def nbytes(self) -> int:
         """What the recordings keep on the device."""
         kept = [recording.nbytes for _, recording in self._looked if recording is not None]
-        return sum(kept) + sum(theta.nbytes for theta in self._theta)
+        return sum(kept) + sum(place.nbytes for place in (*self._theta, *self._vectors))
+
+    @property
+    def vectors(self) -> Float[Tensor, "change param"]:
+        """Whose Hessian products the next pass of that kind gives."""
+        if not self._vectors:
+            self._vectors.append(self.layout.zeros(TOGETHER))
+        return self._vectors[0]
 
     def clear(self) -> None:
         """Give their memory back, and record nothing more."""
         self.wanted = False
         self._looked.clear()
         self._theta.clear()
+        self._vectors.clear()
 
     def beside(self) -> Player:
         """For another function of the same model."""
@@ -148,10 +158,12 @@ class Player:
         random: RandomState,
         *,
         evaluating: bool = False,
+        derivative: bool = False,
     ) -> bool:
         """Record a pass over batches of this shape, unless that was tried before; says whether it is played back.
 
-        Costs about seven passes, once. `batches` are two of one shape, or the same one twice.
+        Costs about seven passes, once. `batches` are two of one shape, or the same one twice. derivative: it is
+        differentiated twice.
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
@@ -160,7 +172,7 @@ class Player:
             return bool(known) and known[0] is not None
         recording: Recording | None = None
         with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
-            work = _Work(loss, make, buffers, random, evaluating)
+            work = _Work(loss, make, buffers, random, evaluating, derivative)
             work.plain(theta, placed[0])  # what happens only once is over
             if not self._theta:
                 self._theta.append(self.layout.zeros())
@@ -180,11 +192,15 @@ class _Work:
     buffers: Mapping[str, Tensor]
     random: RandomState
     evaluating: bool
+    derivative: bool
 
     def run(
         self, parameters: Sequence[Tensor], program: Callable[[nn.Module], Any], left: list[Left]
     ) -> tuple[Any, dict[str, Tensor], RandomState]:
-        return self.loss.call(parameters, self.buffers, self.random, program, evaluating=self.evaluating, left=left)
+        return self.loss.call(
+            parameters, self.buffers, self.random, program,
+            derivative=self.derivative, evaluating=self.evaluating, left=left,
+        )  # fmt: skip
 
     def plain(self, theta: Float[Tensor, " param"], batch: Batch) -> Played:
         """By running the user's code."""
@@ -218,7 +234,7 @@ class Recording:
 
         left: list[Left] = []
         found, after, drawn = work.run(parameters, record, left)
-        self._loss, self._grad, self._present, self._norm = found
+        self.result, self._grad, self._present, self._norm = found
         self._moving = [name for name in self._buffers if name in work.loss.moving]
         self._draws = True
         replaced = any(after[name].data_ptr() != b.data_ptr() for name, b in self._buffers.items())
@@ -249,6 +265,19 @@ class Recording:
         random: RandomState,
     ) -> Played:
         """The pass at other numbers; nobody has looked whether what it gives is finite."""
+        random = self.run(theta, buffers, inputs, random)
+        after = {**buffers, **{name: self._buffers[name].clone() for name in self._moving}}
+        grad, norm = (None if x is None else x.clone() for x in (self._grad, self._norm))
+        return Played(self.result.clone(), grad, self._present, norm, after, random)
+
+    def run(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        random: RandomState,
+    ) -> RandomState:
+        """The same, left in the recording's own memory, of which `result` is to be read before the next run."""
         self._theta.copy_(theta)
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(inputs))
@@ -260,9 +289,7 @@ class Recording:
             random = drawing.after
         else:
             self._graph.replay()
-        after = {**buffers, **{name: self._buffers[name].clone() for name in self._moving}}
-        grad, norm = (None if x is None else x.clone() for x in (self._grad, self._norm))
-        return Played(self._loss.clone(), grad, self._present, norm, after, random)
+        return random
 
 
 def _present(grads: Sequence[Tensor | None]) -> tuple[bool, ...]:

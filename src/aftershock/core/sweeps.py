@@ -11,9 +11,10 @@ from .trajectory import Trajectory
 
 def transit_(at: Linearized, dx: Tangent) -> None:
     """δx ← A δx in place: carry(δx) + write_in(H δθ)."""
-    u = at.linear.gradient_variation(at.graph.products(dx.theta))
-    at.linear.add_coupled_decay_(u, dx.theta)
-    at.linear.absorb_(dx, u)
+    for some in at.graph.pieces(dx.rows):
+        u = at.linear.gradient_variation(at.graph.products(dx.theta[some]))
+        at.linear.add_coupled_decay_(u, dx.theta[some])
+        at.linear.absorb_(dx[some], u)
 
 
 def transit_semilinear_(at: Linearized, dx: Tangent) -> None:
@@ -22,7 +23,8 @@ def transit_semilinear_(at: Linearized, dx: Tangent) -> None:
     Exact for quadratic losses. Saturation, √v and clipping are not linearized, so that coordinates with a
     small or zero v, at which A is useless at real scales, keep their true bounds.
     """
-    at.linear.absorb_exactly_(dx, at.graph.products(dx.theta), at.step.max_norm)
+    for some in at.graph.pieces(dx.rows):
+        at.linear.absorb_exactly_(dx[some], at.graph.products(dx.theta[some]), at.step.max_norm)
 
 
 def retreat_(at: Linearized, c: Cotangent) -> None:

@@ -173,15 +173,15 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
     import xarray as xr
 
     change, scales = scene.path.replace(scene.candidates), scene.protocol.scales
+    watch = scene.path.watch(0, scene.probe)
     with scene.clock.part(answer):
-        runs = [
-            change.response(scene.probe, scales=(scale,), answers=(answer,), memory=scene.room()).data["response"]
-            for scale in (scales if answer == "semilinear" else (1.0,))
-        ]
-    found = xr.concat(runs, dim="scale", coords="minimal", compat="override").sel(answer=answer, drop=True)
-    if answer == "semilinear":
-        return found
-    return found.isel(scale=0, drop=True) * xr.DataArray(list(scales), {"scale": list(scales)}, "scale")
+        if answer == "semilinear":
+            runs = [change.numbers(watch, answer, scale=scale, memory=scene.room()) for scale in scales]
+        else:
+            one = change.numbers(watch, answer, memory=scene.room())
+            runs = [scale * one for scale in scales]
+    values = torch.stack(runs).numpy()
+    return xr.DataArray(values, {"scale": list(scales), "horizon": watch.range}, ("scale", "change", "horizon"))
 
 
 def _hybrids(scene: Scene) -> xr.DataArray:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ... import theory
 from ...api.path import Path as Run
 from ...api.point import TrainingPoint, capture
-from ...core.batches import Accumulated, Batch, accumulate
+from ...core.batches import Batch
 from ...core.memory import free, readable
 from ...errors import InvalidInput, OutOfMemory
 from ...theory.finite_difference import STEPS
@@ -104,9 +104,10 @@ class Scene:
         return [_batch(self.tokens[i : i + 1], self.mask) for i in range(first, first + count)]
 
     @cached_property
-    def control_batch(self) -> Accumulated:
-        """Its gradient is the mean of the references'."""
-        return accumulate(self._batches(self.protocol.continuation, self.protocol.references))
+    def control_batch(self) -> Batch:
+        """The references together: sequences are equally long, so that its gradient is the mean of theirs."""
+        first = self.protocol.continuation
+        return _batch(self.tokens[first : first + self.protocol.references], self.mask)
 
     @cached_property
     def candidates(self) -> list[Batch]:
