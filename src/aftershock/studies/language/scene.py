@@ -29,6 +29,7 @@ from .text import TextSource, token_sequences
 RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
 LIMIT = 75 * 2**30  # bytes of a card that a system may take: one of 80 GB does
 SLACK = 2**30  # of which the libraries take this
+TWO_STATES = 8  # in states: the memory with which a path keeps its first and last
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
 SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -125,8 +126,10 @@ class Scene:
 
     @cached_property
     def path(self) -> Run:
-        """The control."""
-        return self.point.follow([self.control_batch, *self.future], memory=self.room())
+        """The control; on a card its states are recomputed but for the first and the last, so that more rows fit."""
+        room = self.room()
+        memory = room if room is None else min(room, TWO_STATES * self.point.captured.state.nbytes)
+        return self.point.follow([self.control_batch, *self.future], memory=memory)
 
     def room(self) -> int | None:
         """What may be used on a card beside the model and the path; on a CPU, what is free."""
@@ -174,8 +177,7 @@ def continued(network: nn.Module, batches: Sequence[Batch]) -> TrainingPoint:
         network.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
     )
     start = capture(network, optimizer, next_token_loss)
-    # as much memory as two states need: the first and the last are kept
-    return start.follow(batches, keep="checkpoints", memory=8 * start.captured.state.nbytes).end
+    return start.follow(batches, keep="checkpoints", memory=TWO_STATES * start.captured.state.nbytes).end
 
 
 def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tensor, "1 1 token token"] | None:
