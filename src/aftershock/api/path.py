@@ -39,7 +39,7 @@ class Path:
     def __init__(self, point: TrainingPoint, trajectory: Trajectory, memory: str | int | None) -> None:
         self.point = point
         self.trajectory = trajectory
-        self.memory = memory
+        self.memory = trajectory.memory = memory
         self._proofs: dict[int, Check | AftershockError] = {}
         self._equal_until: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # steps that `matches` has proved
 

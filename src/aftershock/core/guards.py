@@ -6,7 +6,7 @@ One central difference of the gradient catches every known silent error: weight_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +79,16 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     moved = moved_buffers(state.buffers, once.buffers)
     del once  # memory is short on a large model: no more vectors than are needed
     generator = torch.Generator(loss.layout.device).manual_seed(0)  # a CPU would draw 1.4 B numbers for half a minute
-    u, w = (_direction(loss, state, generator) for _ in range(2))
-    hu, hw = _products(loss, state, batch, random, (u, w))
-    scale = w.norm() * hu.norm() + u.norm() * hw.norm()
-    asymmetry = float((w @ hu - u @ hw).abs() / scale) if scale > 0 else 0.0
-    del w, hw
+    graph = GradientGraph(loss, state.theta, state.buffers, batch, random, "the check")
+    w = _direction(loss, state, generator)
+    hw = graph.products(w[None])[0]
+    u = _direction(loss, state, generator)
+    across, size = u @ hw, hw.norm()
+    del hw
+    hu = graph.products(u[None])[0]
+    scale = w.norm() * hu.norm() + u.norm() * size
+    asymmetry = float((w @ hu - across).abs() / scale) if scale > 0 else 0.0
+    del w, graph
     dtype, error = _working_dtype(loss), float("inf")
     for h in RELATIVE_STEPS[dtype]:
         error = min(error, _difference_error(loss, state, batch, random, u, hu, h, rounding / h))
@@ -98,14 +103,6 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             ". Exact answers need no Hessian: change.response(..., answers=('exact',))"
         )
     return Check(error, asymmetry, noise, hidden_buffers(loss, state, moved, batch, random), dtype)
-
-
-def _products(
-    loss: LossFunction, state: JointState, batch: Batch, random: RandomState, vectors: Sequence[Tensor]
-) -> list[Tensor]:
-    """H u for each, one after another; the graph goes with this call."""
-    graph = GradientGraph(loss, state.theta, state.buffers, batch, random, "the check")
-    return [graph.products(u[None])[0] for u in vectors]
 
 
 def repeated(

@@ -36,6 +36,7 @@ FEW = 3  # rows whose memory stands for that of many
 # copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
 # products are, which takes eleven
 ROOM, PRODUCTS_ROOM = 8, 40
+PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 
 
@@ -136,8 +137,11 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     vector = loss.layout.padded_size * loss.layout.dtype.itemsize
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
+    room = budget(trajectory.memory, trajectory.device)
+    if loss.sharing.wanted and room < PRODUCTS_TOGETHER * vector:
+        loss.sharing.settle("product", False)
     if loss.player.wanted and loss.layout.size >= LARGE:
-        _record(trajectory, vector)
+        _record(trajectory, vector, min(room, free(trajectory.device)))
     value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
     few = state.theta[None].expand(FEW, -1)
@@ -168,16 +172,16 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     )
 
 
-def _record(trajectory: Trajectory, vector: int) -> None:
+def _record(trajectory: Trajectory, vector: int, room: int) -> None:
     """Record a large model's gradient: its rows then run one after another, each faster than its share of many. Where
     there is room, its Hessian products too."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     batches = typical(step.batch for step in trajectory.steps)
-    if batches is None or free(trajectory.device) < ROOM * vector:
+    if batches is None or room < ROOM * vector:
         return
     if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
         loss.sharing.settle("gradient", False)
-    if free(trajectory.device) >= PRODUCTS_ROOM * vector:
+    if room >= PRODUCTS_ROOM * vector:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
             rehearse_products(loss, state.theta, state.buffers, batches, first.random)
 
@@ -393,9 +397,10 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
 
 
 def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:
-    """As many changes at once as fit; None where not even one does."""
-    passes = (Pass(answers, n) for n in _sizes(work.changes))
-    return next((each for each in passes if pass_bytes(work, each) <= available), None)
+    """As many changes at once as fit, in chunks of one size; None where not even one does."""
+    sizes = (n for n in _sizes(work.changes) if pass_bytes(work, Pass(answers, n)) <= available)
+    most = next(sizes, None)
+    return None if most is None else Pass(answers, math.ceil(work.changes / math.ceil(work.changes / most)))
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:

@@ -31,6 +31,7 @@ class Trajectory:
         self.keep = keep
         self.spacing = spacing
         self.steps: list[Step] = []
+        self.memory: str | int | None = None  # what work along it may use; None: what is free
         self.seconds_per_step = 0.0
         self.random_after: RandomState
         self._states: dict[int, JointState] = {}

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
+from ..core.reductions import count
 from ..core.rollout import Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent
 from ..errors import InvalidInput
@@ -85,13 +86,17 @@ class _Starts:
     is gone."""
 
     def __init__(self, watch: Watch, edits: Sequence[Edit], scale: float, tangents: bool) -> None:
+        self.ends, self.tangents = list[JointState](), list[Tangent]()
         control = ControlStep.of(watch.trajectory, watch.at)
-        shocks = [edit.shock(control) for edit in edits]
+        for edit in edits:
+            shock = edit.shock(control)
+            self.ends.append(shock.endpoint(scale)[0])
+            if tangents:
+                self.tangents.append(first_tangent(control, shock, scale))
+            del shock
         self.control = control.after
-        self.ends = [shock.endpoint(scale)[0] for shock in shocks]
-        self.tangents = [first_tangent(control, shock, scale) for shock in shocks] if tangents else []
-        following = ControlStep.of(watch.trajectory, watch.first) if watch.horizons > 1 else None
-        self.broken = torch.stack([_broken(following, self.control, end) for end in self.ends])
+        del control
+        self.broken = _broken(watch, self.control, self.ends)
 
 
 def _labelled(watch: Watch, change: Change, answers: list[str], found: dict[str, Tensor], scale: float) -> xr.Dataset:
@@ -153,10 +158,16 @@ def interactions(response: xr.DataArray) -> xr.DataArray:
     return xr.concat(rows, dim="channel").assign_coords(channel=list(HYBRIDS)).transpose(*response.dims)
 
 
-def _broken(following: ControlStep | None, control: JointState, end: JointState) -> Tensor:
+def _broken(watch: Watch, control: JointState, ends: Sequence[JointState]) -> Int64[Tensor, "change channel"]:
     """Coordinates of each hybrid at which its first step, at the control's gradient, has no derivative."""
-    if following is None:  # a single horizon: no step is taken
-        return torch.zeros(len(SUBSETS), dtype=torch.int64)
-    linear_step, now = following.dynamics.linear_step, following
-    steps = (linear_step(now.step, hybrid(control, end, kept), now.raw, now.present) for kept in SUBSETS)
-    return torch.stack([step.broken.sum().cpu() for step in steps])
+    out = torch.zeros(len(ends), len(SUBSETS), dtype=torch.int64)
+    if watch.horizons == 1:  # no step is taken
+        return out
+    dynamics, step = watch.trajectory.dynamics, watch.trajectory.steps[watch.first]
+    found = dynamics.loss.gradient(control.theta, control.buffers, step.batch, step.random, step.where)
+    raw, present = dynamics.layout.join(found.grads), found.present
+    del found
+    for i, end in enumerate(ends):
+        for j, kept in enumerate(SUBSETS):
+            out[i, j] = count(dynamics.linear_step(step, hybrid(control, end, kept), raw, present).broken)
+    return out

@@ -182,8 +182,8 @@ class _Reruns:
         return torch.cat(found)
 
     def _write_norm(self, shock: Shock) -> float:
-        control = self.watch.trajectory.state(self.watch.first)
-        return float(norms(shock.endpoint(1.0)[0].theta - control.theta))
+        theta = self.watch.trajectory.state(self.watch.first).theta  # of both states nothing else is held
+        return float(norms(shock.endpoint(1.0)[0].theta.sub_(theta)))
 
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:

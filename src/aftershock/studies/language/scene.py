@@ -29,7 +29,7 @@ from .text import TextSource, token_sequences
 RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
 LIMIT = 75 * 2**30  # bytes of a card that a system may take: one of 80 GB does
 SLACK = 2**30  # of which the libraries take this
-TWO_STATES = 8  # in states: the memory with which a path keeps its first and last
+ONE_STATE, TWO_STATES = 4, 8  # in states: the memory with which a path keeps its first, and its last too
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
 SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -126,10 +126,12 @@ class Scene:
 
     @cached_property
     def path(self) -> Run:
-        """The control; on a card its states are recomputed but for the first and the last, so that more rows fit."""
-        room = self.room()
-        memory = room if room is None else min(room, TWO_STATES * self.point.captured.state.nbytes)
-        return self.point.follow([self.control_batch, *self.future], memory=memory)
+        """The control; on a card its states are recomputed from the first, so that more rows fit."""
+        batches = [self.control_batch, *self.future]
+        if self.device.type != "cuda":
+            return self.point.follow(batches)
+        path = self.point.follow(batches, keep="checkpoints", memory=ONE_STATE * self.point.captured.state.nbytes)
+        return Run(self.point, path.trajectory, self.room())
 
     def room(self) -> int | None:
         """What may be used on a card beside the model and the path; on a CPU, what is free."""
