@@ -191,11 +191,12 @@ def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPa
     answers = []
     for each in (point, point.to("cpu")):
         path = each.follow(batches)
-        found = path.replace([*pool, batches[0]]).response(probe, answers=("exact", "semilinear"))
+        found = path.replace([*pool, batches[0]]).response(probe)
         answers.append(found.data["response"])
         assert not found.data["response"].sel(answer="exact").isel(change=-1).any()  # a change of nothing
     assert point.loss.player.has("gradient")
     assert point.loss.player.has("value")
+    assert point.loss.player.has("products")
     # float32: the difference of two losses near 1 keeps about four digits
     np.testing.assert_allclose(*answers, rtol=2e-2, atol=2e-6)
 
@@ -233,18 +234,3 @@ def test_recorded_products_of_an_overwritten_state_are_refused() -> None:
     theta.add_(1)
     with pytest.raises(RuntimeError, match="overwritten"):
         graph.products(torch.randn(1, len(theta), device="cuda"))
-
-
-@on_gpu
-def test_predictions_are_the_same_with_recorded_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for large in (2**40, 0):
-        monkeypatch.setattr(planning, "LARGE", large)
-        point, loss = made(lambda model, b: F.mse_loss(model.two(model.one(b[0])), F.one_hot(b[1], 3).float()))
-        path = point.follow([batch(i) for i in range(6)])
-        response = path.replace([batch(i) for i in range(10, 15)]).response(batch(20))
-        found.append(response.data["response"])
-        assert loss.player.has("products") == (large == 0)
-    for answer in ("semilinear", "tangent"):
-        a, b = (torch.as_tensor(each.sel(answer=answer).values) for each in found)
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6 * float(a.abs().max()))

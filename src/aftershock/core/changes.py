@@ -115,7 +115,7 @@ class Replace(Edit):
                 state, clip = control.apply(raw, present)
                 return replace(state, buffers=buffers), clip
             either = tuple(a or b for a, b in zip(present, control.present))
-            return control.apply(control.raw + scale * xi, either)
+            return control.apply(torch.add(control.raw, xi, alpha=scale), either)
 
         return Shock(endpoint, xi)
 

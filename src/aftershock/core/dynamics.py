@@ -157,7 +157,8 @@ class Dynamics:
         self, step: Step, state: JointState, raw: Float[Tensor, " param"], present: Sequence[bool]
     ) -> tuple[JointState, Clip]:
         """The same step with another raw gradient: one elementwise pass. Buffers stay as they are."""
-        views = [v if ok else None for v, ok in zip(self.layout.typed_views(raw.clone()), present)]
+        own = raw if step.max_norm is None else raw.clone()  # clipping writes into it
+        views = [v if ok else None for v, ok in zip(self.layout.typed_views(own), present)]
         clip = clip_(views, global_norm(views, self.layout.model_order), step.max_norm)
         return adamw_step(self.layout, state, views, step.hypers), clip
 
