@@ -48,18 +48,17 @@ def run_noise(watch: Watch, *, parked: bool = False) -> Float[Tensor, " horizon"
 
 
 def read_noise(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
-    """The scatter of a difference of two readings of the probe, by its own arithmetic: nine forward passes in all.
+    """The scatter of a difference of two readings of the probe, by its own arithmetic: ten forward passes in all.
 
     F(θ + d) + F(θ − d) − 2 F(θ) at a jitter d of half a rounding is rounding alone, where d's curvature is small; it is
     read first, half way and last. A difference of two readings scatters √3 times less, and at least by the rounding
     of the numbers themselves.
     """
-    found, eps = [], 0.0
+    found, eps, dtype = [], 0.0, _arithmetic(watch)
     for time in sorted({watch.first, (watch.first + watch.last) // 2, watch.last}):
         state = watch.trajectory.state(time)
-        with Arithmetic() as seen:
-            middle = watch.probe.value(watch.trajectory, time, state.theta, state)
-        d = jitter(watch.trajectory.dynamics.layout, state, seen.dtype) / 2
+        middle = watch.probe.value(watch.trajectory, time, state.theta, state)
+        d = jitter(watch.trajectory.dynamics.layout, state, dtype) / 2
         jittered = Reader(watch.trajectory, watch.probe).values(
             time, torch.stack([state.theta + d, state.theta - d]), [state.buffers] * 2
         )
@@ -84,6 +83,15 @@ def _smoothed(values: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
     squares = values.square()
     around = [squares[max(0, h - NEAR) : h + NEAR + 1].mean() for h in range(len(squares))]
     return torch.stack(around).sqrt()
+
+
+def _arithmetic(watch: Watch) -> torch.dtype:
+    """What the probe computes in: one forward pass, which must be watched and so is none that is played back."""
+    state = watch.trajectory.state(0)
+    loss, batch, random, where = watch.probe.arguments(watch.trajectory, watch.at)
+    with Arithmetic() as seen:
+        loss.plain("value", state.theta, state.buffers, batch, random, where, evaluating=watch.probe.evaluating)
+    return seen.dtype
 
 
 class Arithmetic(TorchDispatchMode):

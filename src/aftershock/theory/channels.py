@@ -68,8 +68,7 @@ def channel_responses(
     limit = path.memory if memory is None else memory
     size = at_once(path.trajectory, len(change), *rows, limit)
     read = Reader(path.trajectory, watch.probe)
-    for moment in rollout(path.trajectory, watch.first, Rows(), watch.last):
-        read.control(moment)  # before anything else is in memory
+    _read_controls(read, watch)  # before anything else is in memory
     for first in range(0, len(change), size):
         starts = _Starts(watch, change.edits[first : first + size], scale, "tangent" in wanted)
         if "exact" in wanted:
@@ -79,6 +78,11 @@ def channel_responses(
         found["broken"].append(starts.broken)
         found["counts"].append(torch.tensor([end.counts != starts.control.counts for end in starts.ends]))
     return _labelled(watch, change, wanted, {name: torch.cat(parts) for name, parts in found.items()}, scale)
+
+
+def _read_controls(read: Reader, watch: Watch) -> None:
+    for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
+        read.control(moment)
 
 
 class _Starts:
