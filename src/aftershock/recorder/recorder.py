@@ -60,8 +60,9 @@ class FlightRecorder:
         state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
     directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
-    after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it.
-    keep: windows of this run that are kept on disk; the oldest goes first.
+    after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it, and if
+        it is far higher, the window becomes its own.
+    keep: windows of this run that are kept on disk; the oldest goes first, but never the one with the worst spike.
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, a slow rise, and NaN.
     on_trigger: called with what was seen (`.step`, `.reason`, `.folder`, `.command`), in the loop's own thread.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
@@ -386,7 +387,7 @@ class FlightRecorder:
 
 
 def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
-    """The window that holds `step` (default: the last trigger's), and the recorder of this process that made it.
+    """The window that holds `step` (default: the worst trigger's), and the recorder of this process that made it.
 
     A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
     """

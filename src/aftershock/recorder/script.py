@@ -1,0 +1,36 @@
+"""The script that trains: what `aftershock explain --build` is to be told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PLACEHOLDER = "train.py"  # where no script is known: a notebook, a test
+
+
+def build_reference() -> str:
+    """Such as train.py:build: the running script, from the working folder where it lies inside."""
+    return f"{_script() or PLACEHOLDER}:build"
+
+
+def missing_build() -> str | None:
+    """What to write so that the command works, where the running script has no function `build`."""
+    script = _script()
+    if script is None or callable(getattr(sys.modules["__main__"], "build", None)):
+        return None
+    return (
+        f"for that command, write a function build() in {script} that returns (model, optimizer, loss_fn) as the "
+        'training makes them, and put the training itself under `if __name__ == "__main__":`; '
+        "ak.explain(recorder) in this process needs neither"
+    )
+
+
+def _script() -> Path | None:
+    """None for a notebook, and for what is installed (a test runner, a launcher)."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None:
+        return None
+    path, here = Path(file).resolve(), Path.cwd()
+    if path.is_relative_to(sys.prefix) or path.is_relative_to(sys.base_prefix):
+        return None
+    return path.relative_to(here) if path.is_relative_to(here) else path
