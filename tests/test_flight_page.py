@@ -21,7 +21,7 @@ from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.triggers import AtStep
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
-from aftershock.report.flight_runs import other_runs
+from aftershock.recorder.other_runs import other_runs
 from aftershock.report.flight_steps import step_list
 
 from .test_cli import call, failed

@@ -123,7 +123,8 @@ class Spike:
         self._before.append(value)
         self._memory.append(value)
         name = "loss" if self.of == "loss" else "gradient norm"
-        return f"the {name} is {value:.4g}, {z:.1f} robust σ above its median" if news else None
+        far = f"{z:.1f}" if z < 1000 else "more than 1000"
+        return f"the {name} is {value:.4g}, {far} robust σ above its median" if news else None
 
     def _is_news(self, value: float) -> bool:
         middle = statistics.median(self._before)
