@@ -21,7 +21,7 @@ from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.triggers import AtStep
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
-from aftershock.recorder.other_runs import other_runs
+from aftershock.recorder.other_runs import other_runs, with_an_effect
 from aftershock.report.flight_steps import step_list
 
 from .test_cli import call, failed
@@ -310,7 +310,18 @@ def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: Flig
         f"the batch of step {CULPRIT} left out",
         "prevents it",
     ]
-    assert opened.locator("table.runs tbody tr").count() == 1 + found.data.sizes["treatment"]
+    runs = other_runs(found)
+    telling, idle = with_an_effect(runs)
+    assert (len(runs), len(telling) + len(idle)) == (1 + found.data.sizes["treatment"],) * 2
+    assert len(idle) > 1  # told in one line, here as in the terminal
+    rows = opened.locator("table.runs tbody tr")
+    assert rows.count() == len(telling) + 1
+    said = f"{len(idle)} others leave it as it is"
+    assert rows.last.locator("summary").text_content() == said
+    assert f"\n  {said}\n" in str(found)
+    assert str(found).split("\n\n")[2].count("\n") == rows.count()
+    rows.last.locator("summary").click()
+    assert rows.last.get_by_text(idle[-1].name).is_visible()
 
 
 def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplanation) -> None:
@@ -434,8 +445,13 @@ def test_explain_prints_and_writes(flight: Path, found: FlightExplanation, proje
     verdict = explained(flight).verdict
     assert result.stdout.startswith(f"{verdict}\n\nHow far to trust this:\n")
     assert "\n\nWhat would have prevented it" in result.stdout
-    assert "wrote flight.html" in result.stdout
-    assert verdict in Tags.of(project / "flight.html").text
+    name = f"flight-step{SPIKE}.html"
+    assert f"wrote {name}\n" in result.stdout
+    assert verdict in Tags.of(project / name).text
+    assert f"wrote {name} over the page that was there\n" in call("explain", flight, "--build", "its_training:build", "--verify", 0).stdout
+    (project / name).write_text("another run's page")
+    again = explained(flight).report()
+    assert (again.name, (project / name).read_text()) == (f"flight-step{SPIKE}-2.html", "another run's page")
     assert json.loads((project / "skip.json").read_text()) == found.skip == [CULPRIT - WARM]
 
 
@@ -446,8 +462,8 @@ def test_explain_takes_one_window_a_file_and_less_proof(flight: Path, project: P
     assert f"of step {SPIKE}" in result.stdout
     assert result.stdout.count(" suspect ") == 1
     assert result.stdout.count(" placebo ") == 2
-    assert "What would have prevented it" not in result.stdout
-    assert (project / "flight.html").is_file()
+    assert "learning rate" not in result.stdout  # no treatment but the batch left out
+    assert (project / f"flight-step{SPIKE}.html").is_file()
     assert random.Random(0).random() > 0  # the file hides no other module of its name
 
 

@@ -388,7 +388,7 @@ def doctor(
     needed = ("model", "optimizer", "loss_fn", "batch")
     with _plain_errors("cannot run the model"):
         # the loop trains what was built, so the rest looks at another one
-        findings = [prove_loop(built_by(build, needed)), *examine(built_by(build, needed))]
+        findings = [*prove_loop(built_by(build, needed)), *examine(built_by(build, needed))]
     colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:

@@ -22,15 +22,14 @@ from .script import build_reference
 TO_SIGMA = 1.4826  # of a normal distribution: σ = 1.4826 · MAD
 FLATTEST = 1e-3  # a σ below this part of the median is a run that repeats itself, not one without noise
 THRESHOLD = 8.0  # robust σ: of a normal spread never reached; losses have longer tails
-FAR = 2.0  # times the height that was told: what is this much higher is told again, inside the same spike too
-# A source of data that is harder than the rest rises above any σ each time it comes, because MAD sees the usual steps
-# only. So heights have a memory of their own: the run's last losses, four windows of them. A height that came four
-# times, and now comes no later than it used to, is no news. The numbers are the mildest with which a source every 6th
-# step no longer alarms each time (40 alarms in 300 steps became 8) and every spike of benchmarks/spikes still does.
+FAR = 2.0  # times: two heights within this factor are one height
+# A source of data that is harder than the rest rises above any number of σ each time it comes, because MAD sees the
+# usual steps only. What has been told four times is no news: four, since a planted cause may act three times before the
+# spike that it is asked about, and within four windows, since a source may come once a window. With these numbers a
+# source every 6th step alarms 7 times in 300 steps and no longer 40 times, and every spike of benchmarks/spikes and
+# benchmarks/culprits that alarmed before still does.
+OFTEN = 4  # times that a height is told
 MEMORY = 4  # windows
-RECURRING = 4  # times
-ALIKE = 1.5  # how many times higher a spike may be than what came before, to be the same height
-LATER = 1.25  # times the longest calm between them, beyond which the height had gone away
 
 
 class Trigger(Protocol):
@@ -73,24 +72,13 @@ def robust_z(value: float, before: Sequence[float]) -> float:
     return (value - middle) / spread if spread > 0 else math.inf if value > middle else 0.0
 
 
-def recurs(value: float, middle: float, before: Sequence[float]) -> bool:
-    """Has this height above the middle kept coming back until now?"""
-    level = middle + (value - middle) / ALIKE
-    stretches = [(high, len(list(some))) for high, some in itertools.groupby(x >= level for x in before)]
-    rises = [i for i, (high, _) in enumerate(stretches) if high]
-    if len(rises) < RECURRING:
-        return False
-    calm = [length for high, length in stretches[rises[0] : rises[-1]] if not high]
-    now = 0 if stretches[-1][0] else stretches[-1][1]
-    return now <= LATER * max(calm)
-
-
 @dataclass
 class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
     It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told.
-    A height that keeps coming back, as that of a harder source of data, is no news. `warmup`: steps to see first.
+    A height that was told four times within four windows, as that of a harder source of data, is no news.
+    `warmup`: steps to see first.
     Gradients reach the optimizer when they are clipped already: where the loop clips, the norm is watched only if
     `recorder.step(…, norm=)` is given what `clip_grad_norm_` returned.
     """
@@ -99,8 +87,10 @@ class Spike:
     threshold: float = THRESHOLD
     warmup: int = 16
     _before: deque[float] = field(default_factory=deque, init=False, repr=False)
-    _memory: deque[float] = field(default_factory=deque, init=False, repr=False)
-    _told: float = field(default=0.0, init=False, repr=False)  # the height that was told last, while it lasts
+    _rises: list[tuple[int, float]] = field(default_factory=list, init=False, repr=False)  # when, and how high
+    _seen: int = field(default=0, init=False, repr=False)  # steps
+    _high: bool = field(default=False, init=False, repr=False)
+    _told: float = field(default=0.0, init=False, repr=False)  # the height of this rise that was told
     _blind: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,8 +98,8 @@ class Spike:
             raise InvalidInput(f'Spike watches "loss" or "norm" above a positive threshold; got {self!r}')
 
     def begin(self, window: int) -> None:
-        self._before, self._memory = deque(maxlen=window), deque(maxlen=MEMORY * window)
-        self._told, self._blind = 0.0, False
+        self._before, self._rises, self._seen = deque(maxlen=window), [], 0
+        self._high, self._told, self._blind = False, 0.0, False
 
     def fires(self, record: Record) -> str | None:
         if self.of == "norm" and record.clip is not None and math.isnan(record.raw_norm):
@@ -119,24 +109,27 @@ class Spike:
         if not math.isfinite(value):
             return None
         z = robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
-        news = self._is_news(value) if z > self.threshold else self._over()
+        news = self._news(value - statistics.median(self._before)) if z > self.threshold else None
+        self._high = z > self.threshold
         self._before.append(value)
-        self._memory.append(value)
+        self._seen += 1
         name = "loss" if self.of == "loss" else "gradient norm"
         far = f"{z:.1f}" if z < 1000 else "more than 1000"
-        return f"the {name} is {value:.4g}, {far} robust σ above its median" if news else None
+        return None if news is None else f"the {name} is {value:.4g}, {far} robust σ above its median{news}"
 
-    def _is_news(self, value: float) -> bool:
-        middle = statistics.median(self._before)
-        height = value - middle
-        if height <= FAR * self._told or (not self._told and recurs(value, middle, self._memory)):
-            return False
+    def _news(self, height: float) -> str | None:
+        """What to add to a height that is told; None where it is not."""
+        since = self._seen - MEMORY * (self._before.maxlen or 0)
+        began, highest = self._rises.pop() if self._high else (self._seen, height)
+        self._rises = [(at, other) for at, other in self._rises if at > since]
+        known = sum(other * FAR >= height for _, other in self._rises)
+        self._rises.append((began, max(highest, height)))
+        told = self._told if self._high else 0.0
+        if height <= FAR * told or known >= OFTEN:
+            self._told = told
+            return None
         self._told = height
-        return True
-
-    def _over(self) -> bool:
-        self._told = 0.0
-        return False
+        return f" (it was as high {OFTEN - 1} times before, and is not told again)" if known == OFTEN - 1 else ""
 
     def _say_blind(self) -> None:
         if not self._blind:

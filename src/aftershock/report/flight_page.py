@@ -180,9 +180,9 @@ def _runs(found: FlightExplanation) -> str:
 def _idle(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
     if not idle:
         return ""
-    names = "".join(f"<li>{escape(run.name)}</li>" for run in idle)
+    names = "<br>".join(escape(run.name) for run in idle)
     words = escape(idle_in_words(idle, runs))
-    return f"\n<tr><td colspan=4><details><summary>{words}</summary><ul>{names}</ul></details></td></tr>"
+    return f"\n<tr><td colspan=4><details class='idle'><summary>{words}</summary>{names}</details></td></tr>"
 
 
 def _run(run: OtherRun, control: float) -> str:
