@@ -311,9 +311,7 @@ def explain(
         typer.Option(help="module:function or train.py:function; it returns what training builds (see below)."),
     ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
-    clip: Annotated[
-        float | None, typer.Option(help="max_norm, where the loop clips and the recorder was not told.")
-    ] = None,
+    clip: Annotated[float | None, typer.Option(help="max_norm, where the recorder was not told it.")] = None,
     window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
     verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
     placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
@@ -327,9 +325,8 @@ def explain(
     """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
 
     `build()` is a function of yours that returns `(model, optimizer, loss_fn)` as training makes them, or a dict of
-    them by these names; the doctor takes the same one. Of the optimizer and the weights nothing is used here. A flight
-    is the folder that a FlightRecorder was given. Example:
-    `aftershock explain flight --build train.py:build --step 340`.
+    them by these names; the doctor takes the same one. A flight is the folder that a FlightRecorder was given.
+    Example: `aftershock explain flight --build train.py:build --step 340`.
     """
     from ..recorder.explain import explain as explain_flight
     from .building import build as built_by
@@ -365,9 +362,7 @@ def explain(
 def doctor(
     build: Annotated[
         str,
-        typer.Argument(
-            help="module:function or train.py:function; returns model, optimizer, loss_fn, batches, train_step."
-        ),
+        typer.Argument(help="module:function or train.py:function; it returns what training builds (see below)."),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.
@@ -388,7 +383,9 @@ def doctor(
     needed = ("model", "optimizer", "loss_fn", "batch")
     with _plain_errors("cannot run the model"):
         # the loop trains what was built, so the rest looks at another one
-        findings = [*prove_loop(built_by(build, needed)), *examine(built_by(build, needed))]
+        proved, examined = prove_loop(built_by(build, needed)), examine(built_by(build, needed))
+    said = {finding.text for finding in proved}
+    findings = [*proved, *(finding for finding in examined if finding.text not in said)]
     colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:

@@ -28,8 +28,14 @@ HOW = (
 WORDS = (  # what the hypotheses say of a path, and what the doctor's reader knows
     ("tell follow() and the recorder", "let build() return, and tell the recorder,"),
     ("Tell follow() and the recorder", "Let build() return, and tell the recorder,"),
-    ("give follow(lr=scheduler), and the doctor scheduler=", "let build() return scheduler= too (the recorder sees it)"),
-    ("Give follow(lr=scheduler), and the doctor scheduler=", "Let build() return scheduler= too (the recorder sees it)"),
+    (
+        "give follow(lr=scheduler), and the doctor scheduler=",
+        "let build() return scheduler= too (the recorder sees it)",
+    ),
+    (
+        "Give follow(lr=scheduler), and the doctor scheduler=",
+        "Let build() return scheduler= too (the recorder sees it)",
+    ),
     ("Give follow() the same schedule", "The recorder sees it by itself; leave it out of train_step for this proof"),
     ("; give follow() its schedule", ""),
     ("Give follow() the batches", "Let build() return the batches"),
@@ -45,6 +51,11 @@ WORDS = (  # what the hypotheses say of a path, and what the doctor's reader kno
     ("the path's", "loss_fn's"),
     (" along the path", ""),
 )
+UNTOLD = Match(
+    False, 0, 0, 0, "hyperparameter", cause="a scheduler is attached to the optimizer, and build() does not return it",
+    remedy="give follow(lr=scheduler), and the doctor scheduler=",
+)  # fmt: skip
+
 
 def prove_loop(built: Built) -> list[Finding]:
     """Run the built model's own train_step and compare it with its path: everything that differs, each with what to
@@ -85,25 +96,30 @@ def _compared(built: Built, one_step: Callable[[Batch], Any], problems: list[Mat
     point, path = _followed(built, batches)
     for i, batch in enumerate(batches):
         loss = _number(_ran(one_step, batch, i))
-
-        def differing(path: Path, made: int = i + 1 - start, loss: float | None = loss) -> list[Match]:
-            live = read_live(built.model, built.optimizer, path.trajectory)
-            return differences(path.trajectory, live, made, made - 1, loss)
-
-        found = differing(path)
+        found = _differing(built, path, i + 1 - start, loss)
         clip = next((match.clip for match in found if match.clip is not None), None)
         if clip is not None and built.scheduler is None:  # told so, do they still part?
             _add(problems, found, start)
             built = replace(built, clip=clip)
-            path = point.follow(copy.deepcopy(batches[start:]), clip=clip)
-            found = differing(path)
+            path = point.follow(copy.deepcopy(batches[start:]), lr="constant", clip=clip)
+            found = _differing(built, path, i + 1 - start, loss)
         _add(problems, found, start)
         if found and rounded is None and found[0].rounding:
             rounded = _at(found[0], start)
+        if found and found[0].quantity == "count":
+            break  # a call is not a step: what comes is its consequence
         if found and i + 1 < len(batches):  # so that this does not hide what comes
             start = i + 1
             point, path = _followed(built, batches[start:])
+    if point.captured.loop.scheduled and built.scheduler is None:
+        _add(problems, [UNTOLD], 0)
     return len(batches), rounded
+
+
+def _differing(built: Built, path: Path, made: int, loss: float | None) -> list[Match]:
+    """What the last of `made` steps did otherwise than the path."""
+    live = read_live(built.model, built.optimizer, path.trajectory)
+    return differences(path.trajectory, live, made, made - 1, loss)
 
 
 def _add(problems: list[Match], found: list[Match], start: int) -> None:
@@ -118,7 +134,7 @@ def _add(problems: list[Match], found: list[Match], start: int) -> None:
 def _followed(built: Built, batches: list[Batch]) -> tuple[TrainingPoint, Path]:
     assert built.optimizer is not None
     point = capture(built.model, built.optimizer, built.loss_fn)
-    return point, point.follow(copy.deepcopy(batches), lr=built.scheduler, clip=built.clip)
+    return point, point.follow(copy.deepcopy(batches), lr=built.scheduler or "constant", clip=built.clip)
 
 
 def _at(found: Match, start: int) -> Match:

@@ -142,9 +142,7 @@ def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: flo
     return parted[0] if parted else Match(True, made, made)
 
 
-def differences(
-    trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None
-) -> list[Match]:
+def differences(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> list[Match]:
     """The same, with all that differs: what comes first may explain the rest."""
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)

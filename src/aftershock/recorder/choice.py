@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from ..errors import InvalidInput
 from .event import SETTLED, Event
+from .recorder import LIVE, FlightRecorder
 from .records import Record
-from .store import Flight
+from .store import Flight, open_flight
 from .triggers import FAR, THRESHOLD
 from .updates import clip_factor
+
+
+def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
+    """The window that holds `step` (default: the worst trigger's), and the recorder of this process that made it.
+
+    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
+    """
+    if isinstance(flight, FlightRecorder):
+        if not flight.run:
+            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
+        flight.wait()
+        return open_flight(flight.directory, step, flight.run), flight
+    directory = Path(flight).resolve()
+    for recorder in list(LIVE.values()):
+        if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
+            recorder.wait()
+    found = open_flight(directory, step)
+    live = LIVE.get(str(found.run["id"]))
+    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None
 
 
 def chosen_step(flight: Flight, step: int | None) -> int:
@@ -38,10 +60,11 @@ def said_of(flight: Flight, asked: int | None, step: int) -> str:
     """Which run, window and step this is, where there were others to choose from."""
     parts = [f"Run {flight.number} of {flight.runs} in {flight.name}."] if flight.runs > 1 else []
     if asked is None and flight.others:
-        others = f"step{'s' if len(flight.others) > 1 else ''} {', '.join(map(str, flight.others))}"
+        several, listed = len(flight.others) > 1, ", ".join(map(str, flight.others))
+        others = f"the others are of steps {listed}" if several else f"the other is of step {listed}"
         parts.append(
-            f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; the others are of "
-            f"{others} (step= explains one, --step on the command line)."
+            f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; {others} "
+            f"(step= explains {'one' if several else 'it'}, --step on the command line)."
         )
     if asked is None and flight.trigger not in (None, step):
         parts.append(

@@ -17,7 +17,7 @@ from ..core.batches import Batch
 from ..core.contributions import BentReadout, Layers
 from ..core.probe import own_loss
 from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
-from .choice import chosen_step, page_name, said_of, with_clip
+from .choice import chosen_step, find_flight, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
@@ -25,7 +25,7 @@ from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
-from .recorder import FlightRecorder, find_flight
+from .recorder import FlightRecorder
 from .records import Record, Source
 from .replay import Replay, replay
 from .reruns import Run

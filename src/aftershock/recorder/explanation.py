@@ -162,7 +162,11 @@ class FlightExplanation:
         """A name such as flight-run2-step216.html; with a number where another run's page has it."""
         name = Path(self.data.attrs["page"])
         places = (folder / f"{name.stem}{f'-{n}' if n > 1 else ''}{name.suffix}" for n in itertools.count(1))
-        return next(place for place in places if not place.exists() or self.data.attrs["run"] in place.read_text("utf-8", "replace"))
+        return next(
+            place
+            for place in places
+            if not place.exists() or self.data.attrs["run"] in place.read_text("utf-8", "replace")
+        )
 
     def _repr_html_(self) -> str:
         try:
@@ -173,7 +177,13 @@ class FlightExplanation:
 
     def __str__(self) -> str:
         which = str(self.data.attrs["which"])
-        blocks = [self.verdict, which, "How far to trust this:\n" + str(self.certificate), self._treatments(), self._steps()]
+        blocks = [
+            self.verdict,
+            which,
+            "How far to trust this:\n" + str(self.certificate),
+            self._treatments(),
+            self._steps(),
+        ]
         return "\n\n".join(block for block in blocks if block)
 
     def _treatments(self) -> str:

@@ -34,7 +34,6 @@ from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
 from .snapshot import Snapshots
-from .store import Flight, open_flight
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
 from .updates import Pending, Update, Updates
@@ -384,22 +383,3 @@ class FlightRecorder:
     def _stop(self, reason: str) -> None:
         self.recording = False
         warnings.warn(f"the flight recorder has stopped, training goes on: {reason}", RuntimeWarning, stacklevel=2)
-
-
-def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
-    """The window that holds `step` (default: the worst trigger's), and the recorder of this process that made it.
-
-    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
-    """
-    if isinstance(flight, FlightRecorder):
-        if not flight.run:
-            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
-        flight.wait()
-        return open_flight(flight.directory, step, flight.run), flight
-    directory = Path(flight).resolve()
-    for recorder in list(LIVE.values()):
-        if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
-            recorder.wait()
-    found = open_flight(directory, step)
-    live = LIVE.get(str(found.run["id"]))
-    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None

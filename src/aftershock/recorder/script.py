@@ -31,6 +31,6 @@ def _script() -> Path | None:
     if file is None:
         return None
     path, here = Path(file).resolve(), Path.cwd()
-    if path.is_relative_to(sys.prefix) or path.is_relative_to(sys.base_prefix):
+    if not path.is_file() or path.is_relative_to(sys.prefix) or path.is_relative_to(sys.base_prefix):
         return None
     return path.relative_to(here) if path.is_relative_to(here) else path
