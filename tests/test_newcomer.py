@@ -1,4 +1,4 @@
-"""A stranger's first hour with the recorder: two spikes at once, a hard source of data, many windows, a missing clip."""
+"""A stranger's first hour with the recorder: two spikes at once, a hard source, many windows, a missing clip."""
 
 from __future__ import annotations
 
