@@ -433,7 +433,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "random.py").write_text("from beside import build\n")  # named like another module
     (tmp_path / "code" / "beside.py").write_text(SCRIPT)
-    (tmp_path / "code" / "fails.py").write_text("raise ValueError('no data here')\n")
+    (tmp_path / "code" / "fails.py").write_text("raise ValueError('no data here')\n\n\ndef build(): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # what a command adds to it goes with the test
     return tmp_path
@@ -453,7 +453,7 @@ def test_explain_prints_and_writes(flight: Path, found: FlightExplanation, proje
         in call("explain", flight, "--build", "its_training:build", "--verify", 0).stdout
     )
     (project / name).write_text("another run's page")
-    again = explained(flight).report()
+    again = found.report()
     assert (again.name, (project / name).read_text()) == (f"flight-step{SPIKE}-2.html", "another run's page")
     assert json.loads((project / "skip.json").read_text()) == found.skip == [CULPRIT - WARM]
 

@@ -156,8 +156,12 @@ def test_the_command_names_the_running_script(
     assert first.endswith("--step 3 --build 'my loop.py:build'")
     assert "write a function build() in my loop.py that returns (model, optimizer, loss_fn)" in hint
     assert second.endswith("--step 15 --build 'my loop.py:build'")
-    script.build = lambda: None  # type: ignore[attr-defined]
+    (tmp_path / "my loop.py").write_text("main()\n\n\ndef build():\n    ...\n")  # not yet there when it runs
     train(tmp_path / "b", {}, steps=6, triggers=[AtStep(3)])
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    (tmp_path / "my loop.py").write_text("from beside import build\n")
+    script.build = lambda: None  # type: ignore[attr-defined]
+    train(tmp_path / "c", {}, steps=6, triggers=[AtStep(3)])
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
@@ -184,6 +188,9 @@ def test_a_forgotten_clip_can_be_told_afterwards(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     words = ["explain", "flight", "--build", "its_build.py:build", "--verify", 0, "--no-treatments"]
     assert "--clip 0.05" in failed(call(*words))
+    (tmp_path / "loop.py").write_text("raise AssertionError('the training runs again')")
+    refused = failed(call("explain", "flight", "--build", "loop.py:build"))
+    assert "loop.py has no function 'build': write one that returns (model, optimizer, loss_fn)" in refused
     result = call(*words, "--clip", 0.05)
     assert result.exit_code == 0, result.stderr
     assert "which explain() was told" in result.stdout

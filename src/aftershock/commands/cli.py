@@ -346,7 +346,7 @@ def explain(
             treatments=not no_treatments,
         )
     typer.echo(str(found))
-    page = out if out is not None and not out.is_dir() else found.page(out or Path())
+    page = out if out is not None and out.suffix and not out.is_dir() else found.page(out or Path())
     again = " over the page that was there" if page.exists() else ""
     with _plain_errors(f"cannot write {page}"):
         try:

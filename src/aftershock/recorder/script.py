@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def missing_build() -> str | None:
     """What to write so that the command works, where the running script has no function `build`."""
     script = _script()
     if script is None or callable(getattr(sys.modules["__main__"], "build", None)):
+        return None
+    if re.search(r"^def build\(", script.read_text("utf-8", "replace"), re.MULTILINE):  # below what runs now
         return None
     return (
         f"for that command, write a function build() in {script} that returns (model, optimizer, loss_fn) as the "
