@@ -34,6 +34,7 @@ def _script() -> Path | None:
     if file is None:
         return None
     path, here = Path(file).resolve(), Path.cwd()
-    if not path.is_file() or path.is_relative_to(sys.prefix) or path.is_relative_to(sys.base_prefix):
+    installed = (sys.prefix, sys.base_prefix, Path(__file__).parents[1])
+    if not path.is_file() or any(path.is_relative_to(place) for place in installed):
         return None
     return path.relative_to(here) if path.is_relative_to(here) else path
