@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -19,8 +20,9 @@ def missing_build() -> str | None:
     script = _script()
     if script is None or callable(getattr(sys.modules["__main__"], "build", None)):
         return None
-    if re.search(r"^def build\(", script.read_text("utf-8", "replace"), re.MULTILINE):  # below what runs now
-        return None
+    with contextlib.suppress(OSError):
+        if re.search(r"^def build\(", script.read_text("utf-8", "replace"), re.MULTILINE):  # below what runs now
+            return None
     return (
         f"for that command, write a function build() in {script} that returns (model, optimizer, loss_fn) as the "
         'training makes them, and put the training itself under `if __name__ == "__main__":`; '
@@ -33,7 +35,10 @@ def _script() -> Path | None:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None:
         return None
-    path, here = Path(file).resolve(), Path.cwd()
+    try:
+        path, here = Path(file).resolve(), Path.cwd()
+    except OSError:  # the working folder is gone; that is no reason to stop recording
+        return None
     installed = (sys.prefix, sys.base_prefix, Path(__file__).parents[1])
     if not path.is_file() or any(path.is_relative_to(place) for place in installed):
         return None
