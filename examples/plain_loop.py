@@ -27,7 +27,7 @@ def main(folder: Path = Path("flight"), **options: Any) -> FlightExplanation:
 
     for step in (304, 312, 320, 334):
         print(f"names of characters at step {step}: loss {losses[step]:.2f}")
-    found = ak.explain(recorder, describe=show, **options)  # the step that triggered last
+    found = ak.explain(recorder, step=334, describe=show, **options)  # the sound names, and not the worst spike, 320
     print(found)
     return found
 

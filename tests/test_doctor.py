@@ -152,9 +152,12 @@ class Straight(nn.Module):
 
 def test_what_cannot_be_trusted_is_refused() -> None:
     found = examine(built(nn.Linear(4, 2), optimizer=torch.optim.SGD))
-    assert [(f.level, "SGD" in f.text) for f in found] == [("refused", True)]
+    assert (found[0].level, "SGD" in found[0].text) == ("refused", True)
+    assert levels(found)["replay"] == "supported"  # the rest is looked at with AdamW
+    found = examine(built(Straight(), optimizer=torch.optim.SGD))
+    assert [f.subject for f in found if f.level == "refused"] == ["optimizer", "Hessian products"]
     found = examine(built(Private()))
-    assert [(f.level, "`seed`" in f.text) for f in found] == [("refused", True)]
+    assert ["`seed`" in f.text for f in found if f.level == "refused"] == [True]  # said once
     assert levels(examine(built(Straight())))["Hessian products"] == "refused"
     assert "boom" in examine(built(nn.Linear(4, 2), lambda m, b: 1 / 0 if b is None else _boom()))[-1].text
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.recorder.explanation import FlightExplanation
+from aftershock.recorder.other_runs import other_runs, with_an_effect
 from aftershock.recorder.triggers import AtStep
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
-from aftershock.report.flight_runs import other_runs
 from aftershock.report.flight_steps import step_list
 
 from .test_cli import call, failed
@@ -118,7 +118,7 @@ def found(flight: Path) -> FlightExplanation:
 def rate(tmp_path_factory: pytest.TempPathFactory) -> FlightExplanation:
     directory = tmp_path_factory.mktemp("rate") / "flight"
     train(directory, bad=0, rate=0.5)
-    return explained(directory)
+    return explained(directory, SPIKE)  # the losses go on rising
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,18 @@ def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: Flig
         f"the batch of step {CULPRIT} left out",
         "prevents it",
     ]
-    assert opened.locator("table.runs tbody tr").count() == 1 + found.data.sizes["treatment"]
+    runs = other_runs(found)
+    telling, idle = with_an_effect(runs)
+    assert (len(runs), len(telling) + len(idle)) == (1 + found.data.sizes["treatment"],) * 2
+    assert len(idle) > 1  # told in one line, here as in the terminal
+    rows = opened.locator("table.runs tbody tr")
+    assert rows.count() == len(telling) + 1
+    said = f"{len(idle)} others leave it as it is"
+    assert rows.last.locator("summary").text_content() == said
+    assert f"\n  {said}\n" in str(found)
+    assert str(found).split("\n\n")[2].count("\n") == rows.count()
+    rows.last.locator("summary").click()
+    assert rows.last.get_by_text(idle[-1].name).is_visible()
 
 
 def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplanation) -> None:
@@ -422,7 +433,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "random.py").write_text("from beside import build\n")  # named like another module
     (tmp_path / "code" / "beside.py").write_text(SCRIPT)
-    (tmp_path / "code" / "fails.py").write_text("raise ValueError('no data here')\n")
+    (tmp_path / "code" / "fails.py").write_text("raise ValueError('no data here')\n\n\ndef build(): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # what a command adds to it goes with the test
     return tmp_path
@@ -434,8 +445,16 @@ def test_explain_prints_and_writes(flight: Path, found: FlightExplanation, proje
     verdict = explained(flight).verdict
     assert result.stdout.startswith(f"{verdict}\n\nHow far to trust this:\n")
     assert "\n\nWhat would have prevented it" in result.stdout
-    assert "wrote flight.html" in result.stdout
-    assert verdict in Tags.of(project / "flight.html").text
+    name = f"flight-step{SPIKE}.html"
+    assert f"wrote {name}\n" in result.stdout
+    assert verdict in Tags.of(project / name).text
+    assert (
+        f"wrote {name} over the page that was there\n"
+        in call("explain", flight, "--build", "its_training:build", "--verify", 0).stdout
+    )
+    (project / name).write_text("another run's page")
+    again = found.report()
+    assert (again.name, (project / name).read_text()) == (f"flight-step{SPIKE}-2.html", "another run's page")
     assert json.loads((project / "skip.json").read_text()) == found.skip == [CULPRIT - WARM]
 
 
@@ -446,8 +465,8 @@ def test_explain_takes_one_window_a_file_and_less_proof(flight: Path, project: P
     assert f"of step {SPIKE}" in result.stdout
     assert result.stdout.count(" suspect ") == 1
     assert result.stdout.count(" placebo ") == 2
-    assert "What would have prevented it" not in result.stdout
-    assert (project / "flight.html").is_file()
+    assert "learning rate" not in result.stdout  # no treatment but the batch left out
+    assert (project / f"flight-step{SPIKE}.html").is_file()
     assert random.Random(0).random() > 0  # the file hides no other module of its name
 
 

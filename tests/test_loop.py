@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.commands.building import Built
 from aftershock.commands.findings import Finding
-from aftershock.commands.loop import prove_loop
+from aftershock.commands.loop import prove_loop as findings_of
 
 from .test_agreement import dropout, normalized, plain, running, squares
 from .test_cli import call, failed
@@ -26,6 +27,13 @@ def built(train_step: Callable[..., Any], make: Callable[[], nn.Module] = plain,
     run = running(make)
     given = {"batches": run.batches} | options
     return Built(run.model, squares, run.optimizer, run.batches[0], train_step=train_step, **given)
+
+
+def prove_loop(built: Built) -> Finding:
+    """The only finding."""
+    (found,) = findings_of(built)
+    assert "follow(" not in found.text
+    return found
 
 
 def train_step(model: Model, optimizer: Optimizer, batch: Any) -> Tensor:
@@ -61,7 +69,7 @@ def test_a_loop_that_closes_over_its_model_and_tells_clip_and_schedule() -> None
     assert torch.equal(random, torch.get_rng_state())
     found = prove_loop(given(clip=0.05))
     assert found.level == "refused"
-    assert "lr=scheduler" in found.text
+    assert "Let build() return scheduler= too" in found.text
     assert "clip=0.05" in prove_loop(given(scheduler=scheduler)).text
 
 
@@ -123,7 +131,7 @@ def other_loss(model: Model, optimizer: Optimizer, batch: Any) -> Tensor:
 def test_what_only_the_doctor_can_know_is_named(step: Callable[..., Any], at: int, words: str) -> None:
     found = prove_loop(built(step))
     assert found.level == "refused"
-    assert f"part at step {at}:" in found.text
+    assert found.text.startswith(f"at step {at} ")
     assert words in found.text
 
 
@@ -146,7 +154,7 @@ def test_rounding_is_no_refusal_and_hides_nothing() -> None:
 
     found = prove_loop(built(with_average))
     assert found.level == "refused"
-    assert "part at step 2: weights" in found.text
+    assert found.text.startswith("at step 2 weights")
     assert "clamped at 0.2" in found.text
 
 
@@ -157,7 +165,47 @@ def test_rounding_does_not_hide_a_schedule() -> None:
 
     found = prove_loop(built(scheduled))
     assert found.level == "refused"
-    assert "part at step 1: hyperparameter of group 0" in found.text
+    assert found.text.startswith("at step 1 hyperparameter of group 0 differs")
+
+
+def test_every_problem_is_listed_once_in_the_words_of_build() -> None:
+    def many(model: Model, optimizer: Optimizer, batch: Any) -> None:
+        optimizer.zero_grad()
+        squares(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        scheduler.step()
+        model.calls = getattr(model, "calls", 0) + 1  # type: ignore[assignment]
+        if model.calls == 3:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.2, 0.2)
+
+    def given(**told: Any) -> Built:
+        run = running()
+        nonlocal scheduler
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+        return Built(run.model, squares, run.optimizer, run.batches[0], train_step=many, batches=run.batches, **told)
+
+    scheduler: Any = None
+    found = findings_of(given())
+    assert {each.level for each in found} == {"refused"}
+    clip, rate, clamp = (each.text for each in found)
+    assert clip.startswith("at step 0 gradient")
+    assert clip.endswith("Let build() return, and tell the recorder, clip=0.05.")
+    assert rate.startswith("at step 1 hyperparameter of group 0")
+    assert rate.endswith("Let build() return scheduler= too (the recorder sees it).")
+    assert clamp.startswith("at step 2 weights")
+    assert "clamped at 0.2" in clamp
+    assert not re.search(r"follow\(|\bpath\b", " ".join((clip, rate, clamp)))
+    assert [each.text for each in findings_of(given(clip=0.05))] == [rate, clamp]
+
+
+def test_a_scheduler_that_has_not_moved_yet_is_told_too() -> None:
+    run = running()
+    torch.optim.lr_scheduler.StepLR(run.optimizer, 1000)
+    told = Built(run.model, squares, run.optimizer, run.batches[0], train_step=train_step, batches=run.batches)
+    assert "a scheduler is attached to the optimizer, and build() does not return it" in prove_loop(told).text
 
 
 def test_a_batch_that_train_step_edits_is_still_the_paths() -> None:

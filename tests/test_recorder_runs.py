@@ -174,7 +174,7 @@ def test_a_damaged_window_does_not_block_the_others(tmp_path: Path, monkeypatch:
         reads.append(path)
         return read_tensors(path, what, format)
 
-    monkeypatch.setattr("aftershock.recorder.store.read_tensors", counted)
+    monkeypatch.setattr("aftershock.recorder.record_files.read_tensors", counted)
     flight = open_flight(tmp_path, 9)
     assert {path.parent.name for path in reads} == {"step-000009"}
     assert len(reads) == len(set(reads)) == len(flight.records)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..core.batches import Batch
 from ..errors import InvalidInput
 
+NO_FUNCTION = "has no function {0!r}: write one that returns (model, optimizer, loss_fn) as the training makes them"
 MOST_BATCHES = 5  # that are taken from what may be an endless loader
 SHAPES = {
     2: ("model", "loss_fn"),
@@ -51,7 +53,7 @@ def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built
             f"{reference!r} names no build function: write module:function or path/to/file.py:function, such as "
             "train.py:build"
         )
-    module = _loaded(Path(name)) if name.endswith(".py") else _imported(name)
+    module = _loaded(Path(name), function) if name.endswith(".py") else _imported(name)
     made = _called(reference, module, function)
     if isinstance(made, tuple | list) and len(made) in SHAPES:
         made = dict(zip(SHAPES[len(made)], made))
@@ -86,13 +88,17 @@ def _imported(name: str) -> Any:
         raise InvalidInput(f"importing {name!r} failed: {_first_line(error)}") from error
 
 
-def _loaded(file: Path) -> Any:
-    """A file's module, under its whole path, so that it hides no other of its name; its folder is searched first."""
+def _loaded(file: Path, function: str) -> Any:
+    """A file's module, under its whole path, so that it hides no other of its name; its folder is searched first.
+
+    A file that does not name the function is not run: it may be a training script."""
     name = str(file.resolve())
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
         raise InvalidInput(f"there is no file {file}")
+    if not re.search(rf"\b({function}\b|import \*)", file.read_text("utf-8", "replace")):
+        raise InvalidInput(f"{file} {NO_FUNCTION.format(function)}")
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -111,7 +117,7 @@ def _loaded(file: Path) -> Any:
 def _called(reference: str, module: Any, function: str) -> Any:
     found = getattr(module, function, None)
     if not callable(found):
-        raise InvalidInput(f"{reference}: the module has no function {function!r}")
+        raise InvalidInput(f"{reference}: the module {NO_FUNCTION.format(function)}")
     try:
         return found()
     except Exception as error:

@@ -68,7 +68,8 @@ def main(
     1. `aftershock demo` records a small run, lets it go wrong and names the culprit: about a minute, no data needed.
 
     2. `aftershock doctor train.py:build` proves that your own training step is what is followed. `build()` is a
-    function of yours that returns a dict with model, optimizer, loss_fn, batches and train_step.
+    function of yours that returns a dict with model, optimizer, loss_fn, batches and train_step; `explain` takes the
+    same one.
 
     3. Put `aftershock.FlightRecorder` around your loop (the README has the lines). When the loss spikes it prints the
     command that explains it: `aftershock explain FLIGHT --build train.py:build`.
@@ -307,20 +308,25 @@ def explain(
     flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
     build: Annotated[
         str,
-        typer.Option(help="module:function or train.py:function; it returns (model, loss_fn) as training builds them."),
+        typer.Option(help="module:function or train.py:function; it returns what training builds (see below)."),
     ],
-    step: Annotated[int | None, typer.Option(help="The step to explain; default: the one that triggered.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
+    clip: Annotated[float | None, typer.Option(help="max_norm, where the recorder was not told it.")] = None,
     window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
     verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
     placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
     no_treatments: Annotated[bool, typer.Option("--no-treatments", help="Do not try what would prevent it.")] = False,
-    out: Annotated[Path, typer.Option(help="The page to write, or the folder for it.")] = Path("flight.html"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
+    ] = None,
     skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
 ) -> None:
     """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
 
-    `build()` returns `(model, loss_fn)` as training builds them. A flight is the folder that a FlightRecorder was
-    given. Example: `aftershock explain flight --build train.py:build --step 340`.
+    `build()` is a function of yours that returns `(model, optimizer, loss_fn)` as training makes them, or a dict of
+    them by these names; the doctor takes the same one. A flight is the folder that a FlightRecorder was given.
+    Example: `aftershock explain flight --build train.py:build --step 340`.
     """
     from ..recorder.explain import explain as explain_flight
     from .building import build as built_by
@@ -333,16 +339,18 @@ def explain(
             model=built.model,
             loss_fn=built.loss_fn,
             dataset=built.dataset,
+            clip=clip,
             window=window,
             verify=verify,
             placebos=placebos,
             treatments=not no_treatments,
         )
     typer.echo(str(found))
-    page = out / "flight.html" if out.is_dir() else out
+    page = out if out is not None and out.suffix and not out.is_dir() else found.page(out or Path())
+    again = " over the page that was there" if page.exists() else ""
     with _plain_errors(f"cannot write {page}"):
         try:
-            typer.echo(f"\nwrote {found.report(page)}")
+            typer.echo(f"\nwrote {found.report(page)}{again}")
         except MissingPackage as error:  # what was asked for stands above
             typer.echo(f"\nno page: {error}")
     if skip_list is not None:
@@ -354,16 +362,15 @@ def explain(
 def doctor(
     build: Annotated[
         str,
-        typer.Argument(
-            help="module:function or train.py:function; returns model, optimizer, loss_fn, batch, train_step."
-        ),
+        typer.Argument(help="module:function or train.py:function; it returns what training builds (see below)."),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.
 
-    `build()` returns a dict with `model`, `optimizer`, `loss_fn(model, batch)`, `batches` and
-    `train_step(model, optimizer, batch)`, and where the loop has them `clip` and `scheduler`. It runs five steps.
-    Exit code 1: something is refused, and the line says what to change.
+    `build()` is a function of yours that returns a dict with `model`, `optimizer`, `loss_fn(model, batch)`, `batches`
+    and `train_step(model, optimizer, batch)`, and where the loop has them `clip` and `scheduler`; `explain` takes the
+    same one. (A tuple `(model, optimizer, loss_fn, batch)` does where there is no train_step to prove.) It runs five
+    steps. Exit code 1: something is refused, and each line says what to change.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -376,7 +383,9 @@ def doctor(
     needed = ("model", "optimizer", "loss_fn", "batch")
     with _plain_errors("cannot run the model"):
         # the loop trains what was built, so the rest looks at another one
-        findings = [prove_loop(built_by(build, needed)), *examine(built_by(build, needed))]
+        proved, examined = prove_loop(built_by(build, needed)), examine(built_by(build, needed))
+    said = {finding.text for finding in proved}
+    findings = [*proved, *(finding for finding in examined if finding.text not in said)]
     colours = {"supported": "green", "approximated": "yellow", "refused": "red", "note": "dim"}
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:

@@ -9,7 +9,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..core.capture import unwrapped
 from ..core.kinks import is_rough
 from ..core.memory import readable
 from ..core.randomness import restored_random
-from ..errors import AftershockError
+from ..errors import AftershockError, UnsupportedOptimizer
 from ..recorder.recorder import FlightRecorder
 from ..recorder.records import encode
 from ..recorder.replay import replay
@@ -46,15 +47,46 @@ def examine(built: Built) -> list[Finding]:
     The model, the optimizer, the batch and torch's random state stay as they are. Costs about 10 gradients for the
     check, and up to 24 training steps.
     """
-    assert built.optimizer is not None
     device = next((p.device for p in built.model.parameters()), torch.device("cpu"))
     with restored_random(device):
+        said: dict[str, Finding] = {}
+        for finding in _examined(built):
+            said.setdefault(finding.text, finding)
+        return list(said.values())
+
+
+def _examined(built: Built) -> list[Finding]:
+    assert built.optimizer is not None
+    try:
+        point = capture(built.model, built.optimizer, built.loss_fn)
+    except UnsupportedOptimizer as error:
+        return [Finding("optimizer", "refused", str(error)), *_with_adamw(built)]
+    except AftershockError as error:
+        return [Finding("model and optimizer", "refused", str(error)), *_model(built)]
+    return [*_optimizer(point, built), *_model(built), *_looked_at(point, built)]
+
+
+def _with_adamw(built: Built) -> list[Finding]:
+    """What else there is to say of a model whose optimizer is refused."""
+    if isinstance(built.optimizer, torch.optim.AdamW):
+        return list(_model(built))  # one of its options is refused: nothing can stand in its place
+    instead = torch.optim.AdamW([p for p in built.model.parameters() if p.requires_grad])
+    rest = [found for found in _examined(replace(built, optimizer=instead)) if found.subject != "optimizer"]
+    return [Finding("in its place", "note", "AdamW with its own defaults was taken, to look at the rest"), *rest]
+
+
+def _looked_at(point: TrainingPoint, built: Built) -> Iterator[Finding]:
+    """What running it shows; one thing that is refused does not hide the next."""
+    looks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+        ("model", lambda: _operations(point, built.batch)),
+        ("Hessian products", lambda: [_hessian(point, built.batch)]),
+        ("recording", lambda: _recording(point, built)),
+    )
+    for subject, look in looks:
         try:
-            point = capture(built.model, built.optimizer, built.loss_fn)
-            findings = [*_optimizer(point, built), *_model(built), *_operations(point, built.batch)]
+            yield from look()
         except AftershockError as error:
-            return [Finding("model and optimizer", "refused", str(error))]
-        return [*findings, _hessian(point, built.batch), *_recording(point, built)]
+            yield Finding(subject, "refused", str(error))
 
 
 # --- what can be read off
@@ -169,10 +201,7 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
 
 def _hessian(point: TrainingPoint, batch: Any) -> Finding:
     """Hessian products against differences of the gradient, and the same gradient twice."""
-    try:
-        found = point.check(batch)
-    except AftershockError as error:
-        return Finding("Hessian products", "refused", str(error))
+    found = point.check(batch)
     return Finding("Hessian products", "supported" if found.replay_noise == 0 else "approximated", str(found))
 
 
@@ -196,9 +225,8 @@ def _recording(point: TrainingPoint, built: Built) -> Iterator[Finding]:
                 recorded = _train(model, optimizer, built, steps, recorder)
                 whole = recorder.recording
             plain += _train(model, optimizer, built, steps)
-        except AftershockError as error:
-            yield Finding("recording", "refused", str(error))
-            return
+        except AftershockError:
+            raise
         except Exception as error:
             yield Finding("training", "refused", f"loss_fn or the optimizer failed: {type(error).__name__}: {error}")
             return

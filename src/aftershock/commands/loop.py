@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..api.path import Path
-from ..api.point import capture
-from ..core.agreement import Match, compare, read_live
+from ..api.point import TrainingPoint, capture
+from ..core.agreement import Match, differences, read_live
 from ..core.batches import Batch
 from ..core.randomness import restored_random
 from ..errors import AftershockError, InvalidInput
@@ -25,53 +25,116 @@ HOW = (
     "let build() also return train_step, your own function train_step(model, optimizer, batch) that makes one whole "
     "training step, and where the loop has them batches, clip and scheduler"
 )
+WORDS = (  # what the hypotheses say of a path, and what the doctor's reader knows
+    ("tell follow() and the recorder", "let build() return, and tell the recorder,"),
+    ("Tell follow() and the recorder", "Let build() return, and tell the recorder,"),
+    (
+        "give follow(lr=scheduler), and the doctor scheduler=",
+        "let build() return scheduler= too (the recorder sees it)",
+    ),
+    (
+        "Give follow(lr=scheduler), and the doctor scheduler=",
+        "Let build() return scheduler= too (the recorder sees it)",
+    ),
+    ("Give follow() the same schedule", "The recorder sees it by itself; leave it out of train_step for this proof"),
+    ("; give follow() its schedule", ""),
+    ("Give follow() the batches", "Let build() return the batches"),
+    (", or give follow(random=…)", ""),
+    (" where the path need not know", ""),
+    ("the batches that the path was given", "the batches of build()"),
+    ("otherwise than the path", "and build() does not say so"),
+    ("a scheduler that the path was not told", "a scheduler that build() does not return"),
+    ("Begin the path after the reset", "Begin after the reset"),
+    ("and the path does", "and build() says that it does"),
+    ("not the path's", "not"),
+    ("the path's step", "AdamW's step"),
+    ("the path's", "loss_fn's"),
+    (" along the path", ""),
+)
+UNTOLD = Match(
+    False, 0, 0, 0, "hyperparameter", cause="a scheduler is attached to the optimizer, and build() does not return it",
+    remedy="give follow(lr=scheduler), and the doctor scheduler=",
+)  # fmt: skip
 
 
-def prove_loop(built: Built) -> Finding:
-    """Run the built model's own train_step and compare it with its path. Model and optimizer are used up.
+def prove_loop(built: Built) -> list[Finding]:
+    """Run the built model's own train_step and compare it with its path: everything that differs, each with what to
+    change, or one finding that nothing does. Model and optimizer are used up.
 
-    Costs `STEPS` training steps, and as many of the path's.
+    Costs `STEPS` training steps, and as many of the path's; twice that where something differs.
     """
     if built.train_step is None:
-        return Finding(SUBJECT, "note", f"not proved: {HOW}")
+        return [Finding(SUBJECT, "note", f"not proved: {HOW}")]
     device = next((p.device for p in built.model.parameters()), torch.device("cpu"))
+    problems: list[Match] = []
     with restored_random(device):
         try:
-            return _verdict(*_compared(built, _one_step(built)))
+            steps, rounded = _compared(built, _one_step(built), problems)
         except AftershockError as error:
-            return Finding(SUBJECT, "refused", str(error))
-
-
-def _verdict(steps: int, rounded: Match | None, parted: Match | None) -> Finding:
-    if parted is not None:
-        return Finding(SUBJECT, "refused", f"is not what aftershock follows. {parted}")
+            return [*map(_refused, problems), Finding(SUBJECT, "refused", str(error))]
+    if problems:
+        return [_refused(problem) for problem in problems]
     if rounded is not None:
-        return Finding(SUBJECT, "approximated", f"{steps} steps of train_step agree to rounding. {rounded}")
-    return Finding(SUBJECT, "supported", f"{steps} steps of train_step are equal to the path to the bit")
+        return [Finding(SUBJECT, "approximated", f"{steps} steps of train_step agree to rounding. {rounded}")]
+    return [Finding(SUBJECT, "supported", f"{steps} steps of train_step are equal to the path to the bit")]
 
 
-def _compared(built: Built, one_step: Callable[[Batch], Any]) -> tuple[int, Match | None, Match | None]:
-    """(steps compared, the first that differs by rounding, the first that differs by more)."""
+def _refused(problem: Match) -> Finding:
+    """What `matches` says of a path, said of what build() returns."""
+    text = f"at step {problem.step} {problem.what} from what build() describes. Likely cause: {problem.cause}. "
+    text += problem.advice
+    for of_a_path, of_build in WORDS:
+        text = text.replace(of_a_path, of_build)
+    return Finding(SUBJECT, "refused", text)
+
+
+def _compared(built: Built, one_step: Callable[[Batch], Any], problems: list[Match]) -> tuple[int, Match | None]:
+    """(steps compared, the first that differs by rounding); `problems` receives the first of each kind that differs by
+    more. After one, the path begins again where the loop is."""
     batches = [built.batch] * STEPS if built.batches is None else list(built.batches)
     rounded, start = None, 0
-    path = _followed(built, batches)
+    point, path = _followed(built, batches)
     for i, batch in enumerate(batches):
         loss = _number(_ran(one_step, batch, i))
-        live = read_live(built.model, built.optimizer, path.trajectory)
-        found = compare(path.trajectory, live, i + 1 - start, i - start, loss)
-        if not found and not found.rounding:
-            return i + 1, rounded, _at(found, start)
-        if found.rounding:
-            rounded = _at(found, start) if rounded is None else rounded
-            if i + 1 < len(batches):  # begin again where the loop is, so that rounding does not hide what comes
-                path, start = _followed(built, batches[i + 1 :]), i + 1
-    return len(batches), rounded, None
+        found = _differing(built, path, i + 1 - start, loss)
+        clip = next((match.clip for match in found if match.clip is not None), None)
+        if clip is not None and built.scheduler is None:  # told so, do they still part?
+            _add(problems, found, start)
+            built = replace(built, clip=clip)
+            path = point.follow(copy.deepcopy(batches[start:]), lr="constant", clip=clip)
+            found = _differing(built, path, i + 1 - start, loss)
+        _add(problems, found, start)
+        if found and rounded is None and found[0].rounding:
+            rounded = _at(found[0], start)
+        if found and found[0].quantity == "count":
+            break  # a call is not a step: what comes is its consequence
+        if found and i + 1 < len(batches):  # so that this does not hide what comes
+            start = i + 1
+            point, path = _followed(built, batches[start:])
+    if point.captured.loop.scheduled and built.scheduler is None:
+        _add(problems, [UNTOLD], 0)
+    return len(batches), rounded
 
 
-def _followed(built: Built, batches: list[Batch]) -> Path:
+def _differing(built: Built, path: Path, made: int, loss: float | None) -> list[Match]:
+    """What the last of `made` steps did otherwise than the path."""
+    live = read_live(built.model, built.optimizer, path.trajectory)
+    return differences(path.trajectory, live, made, made - 1, loss)
+
+
+def _add(problems: list[Match], found: list[Match], start: int) -> None:
+    """What is not known yet. Random numbers that differ after a step that differs are its consequence."""
+    for match in found:
+        known = any(match.remedy == other.remedy for other in problems)
+        consequence = match.quantity == "random" and match is not found[0]
+        if not (known or consequence or match.rounding):
+            problems.append(_at(match, start))
+
+
+def _followed(built: Built, batches: list[Batch]) -> tuple[TrainingPoint, Path]:
     assert built.optimizer is not None
     point = capture(built.model, built.optimizer, built.loss_fn)
-    return point.follow(copy.deepcopy(batches), lr=built.scheduler, clip=built.clip)
+    return point, point.follow(copy.deepcopy(batches), lr=built.scheduler or "constant", clip=built.clip)
 
 
 def _at(found: Match, start: int) -> Match:

@@ -50,6 +50,7 @@ class Match:
     cause: str = ""
     remedy: str = ""
     rounding: bool = False  # they differ, by no more than rounding
+    clip: float | None = None  # the max_norm that the loop seems to clip at
 
     def __bool__(self) -> bool:
         return self.equal
@@ -59,11 +60,15 @@ class Match:
             return f"The live run and the path are equal to the bit after {self.steps} step(s)."
         assert self.step is not None
         where = f"at step {self.step}" if self.step <= self.since else f"between step {self.since} and {self.step}"
-        what = f"{self.quantity}{f' of {self.parameter}' if self.parameter else ''}"
-        size = f" by {self.difference:.1e}" if self.difference else ""
         more = "" if self.step <= self.since else " Call matches() after every step to find the first."
-        parted = f"The live run and the path part {where}: {what} differs{size}."
+        parted = f"The live run and the path part {where}: {self.what}."
         return f"{parted} Likely cause: {self.cause}. {self.advice}{more}"
+
+    @property
+    def what(self) -> str:
+        """What differs, and by how much."""
+        size = f" by {self.difference:.1e}" if self.difference else ""
+        return f"{self.quantity}{f' of {self.parameter}' if self.parameter else ''} differs{size}"
 
     @property
     def advice(self) -> str:
@@ -133,20 +138,26 @@ def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: flo
 
     loss: the live run's loss at its last step, where it is known.
     """
+    parted = differences(trajectory, live, made, since, loss)
+    return parted[0] if parted else Match(True, made, made)
+
+
+def differences(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> list[Match]:
+    """The same, with all that differs: what comes first may explain the rest."""
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)
     found = [look(evidence, live) for look in (_frozen, _state, _buffers, _settings, _random)]
     parted = [match for match in found if match is not None]
-    parted.sort(key=lambda match: match.rounding)  # rounding must not hide what is more
-    return parted[0] if parted else Match(True, made, made)
+    return sorted(parted, key=lambda match: match.rounding)  # rounding must not hide what is more
 
 
 def _parted(e: Evidence, cause: Cause, parameter: str, difference: float, *, ahead: bool = False) -> Match:
     """ahead: the states are still equal, and the next step will be another one."""
     step, since = (e.made, e.made) if ahead else (e.made - 1, e.since)
     return Match(
-        False, e.made, since, step, cause.quantity, parameter, difference, cause.text, cause.remedy, cause.rounding
-    )
+        False, e.made, since, step, cause.quantity, parameter, difference, cause.text, cause.remedy, cause.rounding,
+        cause.clip,
+    )  # fmt: skip
 
 
 def _state(e: Evidence, live: Live) -> Match | None:

@@ -35,6 +35,7 @@ class Cause:
     text: str
     remedy: str
     rounding: bool = False  # the difference is as large as rounding makes it, and no larger
+    clip: float | None = None  # the max_norm that the loop seems to clip at, and that nobody was told
 
 
 @dataclass(frozen=True)

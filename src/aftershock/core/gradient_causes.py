@@ -94,7 +94,8 @@ def other_clip(told: float | None, norm: float | None, seen: str) -> Cause:
     return Cause(
         "gradient",
         f"{text}: {seen}, as clip_grad_norm_ or a scaled loss makes it",
-        f"tell follow(), the recorder and the doctor clip={limit}",
+        f"tell follow() and the recorder clip={limit}",
+        clip=None if norm is None else float(limit),
     )
 
 

@@ -17,6 +17,7 @@ from ..core.batches import Batch
 from ..core.contributions import BentReadout, Layers
 from ..core.probe import own_loss
 from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
+from .choice import chosen_step, find_flight, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
@@ -24,7 +25,7 @@ from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
-from .recorder import FlightRecorder, find_flight
+from .recorder import FlightRecorder
 from .records import Record, Source
 from .replay import Replay, replay
 from .reruns import Run
@@ -50,6 +51,7 @@ def explain(
     loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     dataset: Any = None,
     constant: Sequence[nn.Module] = (),
+    clip: float | None = None,
     window: int | None = None,
     references: int = 0,
     verify: int | Sequence[int] = VERIFY,
@@ -64,8 +66,9 @@ def explain(
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
         (and `dataset`, where indices were recorded, and `constant`, as the recorder was told). Weights of `model` are
         not used.
-    step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
-        last finite one before it explained.
+    step: updates made before it; default: the largest event of the run's worst window. A loss that is not finite is
+        told apart, and the last finite one before it explained.
+    clip: `max_norm` of `clip_grad_norm_`, where the loop clips and the recorder was not told, or told otherwise.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
         beside those against no step: as many gradients per step.
@@ -84,10 +87,10 @@ def explain(
     with a treatment one per step after it.
     """
     found, recorder = find_flight(flight, step)
+    found, asked = with_clip(found, clip), step
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = _Code.of(found, recorder, given)
-    if step is None:
-        step = found.last if found.trigger is None else found.trigger
+    step = chosen_step(found, asked)
     target = _last_finite(found, step)
     replayed = _replayed(found, target, window, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
@@ -98,6 +101,9 @@ def explain(
     if asking:
         _ask(findings, verify, placebos, treatments, seed)
     told = labelled(findings, examples)
+    told.attrs |= {"which": said_of(found, asked, step), "page": page_name(found, step), "run": found.run["id"]}
+    if clip is not None:
+        told.attrs["replay"] += f" That is with clip={clip:g}, which explain() was told."
     if code.describe is not None:
         told.attrs["descriptions"] = _described(findings, code.describe, code)
     return FlightExplanation(told)

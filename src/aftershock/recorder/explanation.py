@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ..errors import MissingPackage
 from ..results.files import write_whole
 from . import verdict as words
 from .descriptions import read
+from .other_runs import idle_in_words, other_runs, with_an_effect
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -150,11 +152,21 @@ class FlightExplanation:
             if math.isfinite(culprit.measured):
                 writer.add_scalar(f"{tag}/measured", culprit.measured, culprit.step)
 
-    def report(self, path: str | Path = "flight.html") -> Path:
-        """Write the page."""
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the page; default: under the name of the flight, the run and the step, in the working folder."""
         from ..report.flight_page import write_flight_page
 
-        return write_flight_page(self, Path(path))
+        return write_flight_page(self, self.page() if path is None else Path(path))
+
+    def page(self, folder: Path = Path()) -> Path:
+        """A name such as flight-run2-step216.html; with a number where another run's page has it."""
+        name = Path(self.data.attrs["page"])
+        places = (folder / f"{name.stem}{f'-{n}' if n > 1 else ''}{name.suffix}" for n in itertools.count(1))
+        return next(
+            place
+            for place in places
+            if not place.exists() or self.data.attrs["run"] in place.read_text("utf-8", "replace")
+        )
 
     def _repr_html_(self) -> str:
         try:
@@ -164,20 +176,27 @@ class FlightExplanation:
         return notebook_view(self)
 
     def __str__(self) -> str:
-        blocks = [self.verdict, "How far to trust this:\n" + str(self.certificate), self._treatments(), self._steps()]
+        which = str(self.data.attrs["which"])
+        blocks = [
+            self.verdict,
+            which,
+            "How far to trust this:\n" + str(self.certificate),
+            self._treatments(),
+            self._steps(),
+        ]
         return "\n\n".join(block for block in blocks if block)
 
     def _treatments(self) -> str:
-        data = self.data
-        if not data.sizes["treatment"]:
+        runs = other_runs(self)
+        if not runs:
             return ""
+        telling, idle = with_an_effect(runs)
         lines = ["What would have prevented it (each run again over the whole event):"]
-        names = [str(name) for name in data["treatment"].values]
-        width = max(map(len, names))
-        for i, name in enumerate(names):
-            word = words.outcome(data, i)
-            lines.append(f"  {name:<{width}}  {word:<14} loss after it {float(data['treatment_after'][i]):.4g}")
-        return "\n".join(lines)
+        width = max((len(run.name) for run in telling), default=0)
+        for run in telling:
+            after = "" if math.isnan(run.after) else f"loss after it {run.after:.4g}"
+            lines.append(f"  {run.name:<{width}}  {run.word:<14} {after}".rstrip())
+        return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
         attrs = self.data.attrs

@@ -30,7 +30,11 @@ ANOTHER_RUN = Cause(
 
 
 def said(cause: Cause) -> str:
-    return f"Likely cause: {cause.text}. {cause.remedy[:1].upper()}{cause.remedy[1:]}"
+    remedy = cause.remedy
+    if cause.clip is not None:
+        limit = f"{cause.clip:g}"
+        remedy = f"explain this recording with clip={limit} (--clip {limit}), and tell the recorder clip={limit}"
+    return f"Likely cause: {cause.text}. {remedy[:1].upper()}{remedy[1:]}"
 
 
 def parting(

@@ -34,7 +34,6 @@ from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
 from .snapshot import Snapshots
-from .store import Flight, open_flight
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
 from .updates import Pending, Update, Updates
@@ -60,8 +59,9 @@ class FlightRecorder:
         state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
     directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
-    after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it.
-    keep: windows of this run that are kept on disk; the oldest goes first.
+    after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it, and if
+        it is far higher, the window becomes its own.
+    keep: windows of this run that are kept on disk; the oldest goes first, but never the one with the worst spike.
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, a slow rise, and NaN.
     on_trigger: called with what was seen (`.step`, `.reason`, `.folder`, `.command`), in the loop's own thread.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
@@ -383,22 +383,3 @@ class FlightRecorder:
     def _stop(self, reason: str) -> None:
         self.recording = False
         warnings.warn(f"the flight recorder has stopped, training goes on: {reason}", RuntimeWarning, stacklevel=2)
-
-
-def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
-    """The window that holds `step` (default: the last trigger's), and the recorder of this process that made it.
-
-    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
-    """
-    if isinstance(flight, FlightRecorder):
-        if not flight.run:
-            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
-        flight.wait()
-        return open_flight(flight.directory, step, flight.run), flight
-    directory = Path(flight).resolve()
-    for recorder in list(LIVE.values()):
-        if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
-            recorder.wait()
-    found = open_flight(directory, step)
-    live = LIVE.get(str(found.run["id"]))
-    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None

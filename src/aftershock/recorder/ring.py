@@ -4,7 +4,7 @@
     flight/ring/run.json                     the run's id, when it began, its window
     flight/ring/step-00000312.safetensors    one update: batches, random states, loss, norms, hyperparameters
     flight/ring/state-00000288.safetensors   θ, m, v, counts and buffers before step 288
-    flight/ring/trigger.json                 while a window is open: the step that triggered, and why
+    flight/ring/trigger.json                 while a window is open: the step that triggered, why, and how high it rose
     flight/step-000340/flight.json           a frozen window: why, when, and the digest of every file beside it
 
 Files are moved to their place when they are complete, so that a killed run leaves whole steps only.
@@ -24,8 +24,9 @@ import torch
 from ..api.storage import save_point
 from ..core.capture import Captured
 from ..results.files import write_tensors
+from .record_files import to_file
 from .records import Record
-from .store import FLIGHT_FORMAT, Kept, numbered, to_file, write_json
+from .store import FLIGHT_FORMAT, Seen, numbered, write_json
 
 
 class Ring:
@@ -34,9 +35,9 @@ class Ring:
     def __init__(self, directory: Path, run: Mapping[str, Any], keep: int, late: int) -> None:
         self.directory, self.folder, self.run, self.keep = directory, directory / "ring", run, keep
         self._span = run["window"] + late
-        self.frozen: list[Path] = []  # this run's, the oldest first
+        self.frozen: dict[Path, Seen] = {}  # this run's windows, the oldest first, and what each is about
         self._digests: dict[str, str] = {}
-        self._held: int | None = None  # the trigger whose window is still open
+        self._held: int | None = None  # the first trigger of the window that is still open
 
     def begin(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that recorded nothing
@@ -53,30 +54,38 @@ class Ring:
         self._digests[path.name] = save_point(captured, path)
         self._prune(step)
 
-    def hold(self, step: int, reason: str) -> None:
+    def hold(self, seen: Seen, first: int) -> None:
         """A window is open: its beginning stays until it is frozen, and a killed run leaves word of it."""
-        self._held = step
-        write_json(self.folder / "trigger.json", {"step": step, "reason": reason})
+        self._held = first
+        write_json(self.folder / "trigger.json", seen.to_json())
 
-    def freeze(self, step: int, reason: str) -> None:
-        """The window as it is now, under its own name: complete, or not there. The oldest beyond `keep` goes."""
-        place = next(path for path in _places(self.directory, step) if not path.exists())
+    def freeze(self, seen: Seen) -> tuple[Seen | None, int]:
+        """The window as it is now, under its own name: complete, or not there. Of more than `keep`, the oldest goes,
+        but never the worst: (the worst, where that spared it; the step whose window went)."""
+        place = next(path for path in _places(self.directory, seen.step) if not path.exists())
         part = Path(tempfile.mkdtemp(dir=self.directory, prefix=".flight-"))
         try:
             for name in self._digests:
                 _share(self.folder / name, part / name)
-            kept = Kept(FLIGHT_FORMAT, step, reason, dict(self.run), torch.__version__, dict(self._digests))
-            write_json(part / "flight.json", vars(kept))
+            about = {"format": FLIGHT_FORMAT, **seen.to_json(), "run": dict(self.run), "torch": torch.__version__}
+            write_json(part / "flight.json", {**about, "files": dict(self._digests)})
             part.chmod(0o755)
             part.rename(place)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        self.frozen.append(place)
+        self.frozen[place] = seen
         self._held = None
         (self.folder / "trigger.json").unlink(missing_ok=True)
-        while len(self.frozen) > self.keep:
-            shutil.rmtree(self.frozen.pop(0))
+        return self._drop() if len(self.frozen) > self.keep else (None, seen.step)
+
+    def _drop(self) -> tuple[Seen | None, int]:
+        worst = max(reversed(self.frozen), key=lambda path: self.frozen[path].height)
+        worst_is_high = self.frozen[worst].height > 0
+        oldest = next(path for path in self.frozen if path != worst or not worst_is_high)
+        spared = worst_is_high and worst == next(iter(self.frozen))
+        shutil.rmtree(oldest)
+        return self.frozen[worst] if spared else None, self.frozen.pop(oldest).step
 
     def _prune(self, newest: int) -> None:
         """Drop what no window that ends at the newest step, or at the open trigger, needs."""

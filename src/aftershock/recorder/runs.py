@@ -51,6 +51,13 @@ def run_folders(directory: Path) -> list[Path]:
     return [directory, *sorted(others, key=_number)]
 
 
+def place_of(folder: Path) -> tuple[str, int, int]:
+    """(the name of the folder that the recorder was given, which of its runs this folder is, how many there are)."""
+    inside = _number(folder) > 1 and recorded(folder.parent)
+    root = folder.parent if inside else folder
+    return root.name, _number(folder) if inside else 1, len(run_folders(root))
+
+
 def recorded(folder: Path) -> bool:
     """Has a run left anything there?"""
     return any(folder.glob("ring/step-*")) or any(folder.glob("step-*"))

@@ -7,37 +7,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..api.storage import hyper_from_json, hyper_to_json
-from ..core.randomness import RandomState
 from ..errors import InvalidFile, InvalidInput
-from ..results.files import malformed, read_header, read_tensors, write_whole
-from .records import Fed, Forward, Record, check
-from .runs import run_folders
+from ..results.files import read_header, write_whole
+from .record_files import read_record
+from .records import Record
+from .runs import place_of, run_folders
 
-STEP_FORMAT = "aftershock-step-2"
-FLIGHT_FORMAT = "aftershock-flight-2"
+FLIGHT_FORMAT = "aftershock-flight-3"
 LONGEST = 10**6  # steps in one window: more is no window but a name that makes no sense
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a window is kept for: the step that triggered, why, and how far its loss is above the usual."""
+
+    step: int
+    reason: str
+    height: float  # 0: the loss is usual; infinite: it is not a number
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "height": str(self.height)}  # JSON has no infinity
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], folder: Path) -> Seen:
+        step, reason = values.get("step"), values.get("reason")
+        try:
+            height = float(values["height"])
+        except (KeyError, TypeError, ValueError):
+            height = math.nan
+        if type(step) is not int or not isinstance(reason, str) or not height >= 0:
+            raise InvalidFile(f"{folder} does not say which step it was kept for, and why")
+        return cls(step, reason, height)
 
 
 @dataclass(frozen=True)
 class Kept:
     """What flight.json says of a frozen window."""
 
-    format: str
-    step: int
-    reason: str
+    seen: Seen
     run: dict[str, Any]
-    torch: str
     files: dict[str, str]  # digest of each
 
 
@@ -52,6 +68,10 @@ class Flight:
     trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
     missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
+    others: tuple[int, ...] = ()  # triggers of the run's other windows, where it was chosen among them
+    name: str = "flight"  # of the folder that the recorder was given
+    number: int = 1  # of the run in that folder
+    runs: int = 1  # how many have recorded there
 
     @property
     def last(self) -> int:
@@ -74,7 +94,7 @@ class Flight:
 
 
 def open_flight(directory: Path, step: int | None = None, run: str | None = None) -> Flight:
-    """The newest run's window that holds `step`; without one, its last trigger's, else its ring.
+    """The newest run's window that holds `step`; without one, that of its worst trigger, else its ring.
 
     `directory` may also be one frozen window itself. Only the window that answers is read.
     run: the id of the only run that may answer, whose own folder this is.
@@ -82,28 +102,38 @@ def open_flight(directory: Path, step: int | None = None, run: str | None = None
     if not directory.is_dir():
         raise InvalidFile(f"there is no flight at {directory}")
     if (directory / "flight.json").exists():
-        return _Frozen.of(directory).open(step)
-    folders = run_folders(directory) if run is None else [directory]
-    runs = [_windows(folder) for folder in reversed(folders)]
-    if step is None:
-        newest = next((windows for windows in runs if windows), None)
-        if newest is None:
-            raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
-        return _of(run, _last_trigger(newest))
-    for windows in runs:
+        found = _Frozen.of(directory).open(step)
+    else:
+        folders = run_folders(directory) if run is None else [directory]
+        found = _newest({folder: _windows(folder) for folder in reversed(folders)}, directory, step)
+    if run is not None and found.run["id"] != run:
+        raise InvalidFile(f"{found.folder} was written by another run than the one that is asked for")
+    name, number, runs = place_of(found.folder.parent)
+    return replace(found, name=name, number=number, runs=runs)
+
+
+def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int | None) -> Flight:
+    """The first of the runs, which are given with the newest first, that can answer."""
+    for windows in runs.values():
+        if step is None and windows:
+            return _worst(windows)
         holding = [window for window in windows if step in window.steps]
-        if holding:
-            return _of(run, _first_whole(holding, step))
-    held = ", ".join(f"{min(w.steps)}–{max(w.steps)}" for windows in runs for w in windows if w.steps)
+        if step is not None and holding:
+            return _first_whole(holding, step)
+    if step is None:
+        raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
+    each = [(place_of(folder)[1], _held(windows)) for folder, windows in runs.items() if windows]
+    held = "; ".join(f"{steps} (run {number})" if len(each) > 1 else steps for number, steps in each)
     raise InvalidInput(
         f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held or 'of no run'}"
     )
 
 
-def _of(run: str | None, flight: Flight) -> Flight:
-    if run is not None and flight.run["id"] != run:
-        raise InvalidFile(f"{flight.folder} was written by another run than the one that is asked for")
-    return flight
+def _held(windows: Sequence[_Window]) -> str:
+    """The steps of all windows together, such as 0–16, 40–72."""
+    steps = sorted({step for window in windows for step in window.steps})
+    breaks = [i for i in range(1, len(steps)) if steps[i] > steps[i - 1] + 1]
+    return ", ".join(f"{steps[a]}–{steps[b - 1]}" for a, b in zip([0, *breaks], [*breaks, len(steps)]))
 
 
 # --- which window
@@ -140,7 +170,12 @@ class _Frozen(_Window):
     @property
     def trigger(self) -> int:
         """By its name where its description is damaged."""
-        return self.kept.step if self.kept is not None else max(self.steps, default=-1)
+        return self.kept.seen.step if self.kept is not None else max(self.steps, default=-1)
+
+    @property
+    def height(self) -> float:
+        """Where its description is damaged, it may be the worst: that is said, before another one answers."""
+        return self.kept.seen.height if self.kept is not None else math.inf
 
     def open(self, step: int | None) -> Flight:
         if self.error is not None or self.kept is None:
@@ -152,8 +187,9 @@ class _Frozen(_Window):
             if read_header(path)[0] != digests[path.name]:
                 raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
         records = {number: read_record(path, number) for number, path in self.steps.items()}
-        wanted = self.kept.step if step is None else step
-        return _unbroken(self, records, self.states, self.kept.run, wanted, {}, self.kept.step, self.kept.reason)
+        seen = self.kept.seen
+        wanted = seen.step if step is None else step
+        return _unbroken(self, records, self.states, self.kept.run, wanted, {}, seen)
 
 
 @dataclass(frozen=True)
@@ -162,7 +198,7 @@ class _Ring(_Window):
 
     def open(self, step: int | None) -> Flight:
         run = _run(_read_json(self.folder / "run.json"), self.folder)
-        trigger, reason = self.trigger()
+        seen = self.seen()
         damaged: dict[int, str] = {}
         records = {}
         for number, path in self.steps.items():
@@ -170,15 +206,14 @@ class _Ring(_Window):
                 records[number] = read_record(path, number)
             except InvalidFile as error:
                 damaged[number] = str(error)
-        wanted = step if step is not None else max(records, default=0) if trigger is None else trigger
+        wanted = step if step is not None else max(records, default=0) if seen is None else seen.step
         states = {number: path for number, path in self.states.items() if _is_state(path, number)}
-        return _unbroken(self, records, states, run, wanted, damaged, trigger, reason)
+        return _unbroken(self, records, states, run, wanted, damaged, seen)
 
-    def trigger(self) -> tuple[int | None, str]:
-        """The trigger whose window is still open."""
-        if not (self.folder / "trigger.json").exists():
-            return None, ""
-        return _trigger(_read_json(self.folder / "trigger.json"), self.folder)
+    def seen(self) -> Seen | None:
+        """What the window that is still open is about."""
+        path = self.folder / "trigger.json"
+        return Seen.of(_read_json(path), self.folder) if path.exists() else None
 
 
 def _windows(folder: Path) -> list[_Window]:
@@ -189,18 +224,25 @@ def _windows(folder: Path) -> list[_Window]:
     return [*frozen, _Ring(ring, steps, numbered(ring, "state"))] if steps else frozen
 
 
-def _last_trigger(windows: Sequence[_Window]) -> Flight:
-    """The last trigger's window of a run. A damaged one is said: an earlier trigger would be another question."""
+def _worst(windows: Sequence[_Window]) -> Flight:
+    """The window of a run whose trigger rose highest, of equals the last; its ring, where nothing has triggered.
+
+    A damaged one is said: another trigger would be another question.
+    """
     ring = next((window for window in windows if isinstance(window, _Ring)), None)
-    frozen = [window for window in windows if isinstance(window, _Frozen)]
-    if ring is not None and (not frozen or (ring.folder / "trigger.json").exists()):
+    kept: list[tuple[float, int, _Window]] = [(w.height, w.trigger, w) for w in windows if isinstance(w, _Frozen)]
+    seen = None if ring is None else ring.seen()
+    if ring is not None and seen is not None:
+        kept.append((seen.height, seen.step, ring))
+    if ring is not None and not kept:
         return ring.open(None)
-    last = max(frozen, key=lambda window: window.trigger)
+    *rest, (_, _, worst) = sorted(kept, key=lambda one: one[:2])
+    others = sorted(trigger for _, trigger, _ in rest)
     try:
-        return last.open(None)
+        return replace(worst.open(None), others=tuple(others))
     except InvalidFile as error:
-        others = ", ".join(str(window.trigger) for window in frozen if window is not last)
-        hint = f"; the windows of other triggers can be asked for by their steps ({others})" if others else ""
+        listed = ", ".join(map(str, others))
+        hint = f"; the windows of other triggers can be asked for by their steps ({listed})" if others else ""
         raise InvalidFile(f"{error}{hint}") from error
 
 
@@ -226,8 +268,7 @@ def _unbroken(
     run: Mapping[str, Any],
     wanted: int,
     damaged: Mapping[int, str],
-    trigger: int | None,
-    reason: str,
+    seen: Seen | None,
 ) -> Flight:
     """The steps around `wanted` that follow each other and begin at a state."""
     if wanted not in records:
@@ -249,6 +290,7 @@ def _unbroken(
         because = next(iter(damaged.values()), "a state or a step before it is missing")
         raise InvalidFile(f"step {wanted} of {window.folder} cannot be replayed: {because}")
     kept = {number: records[number] for number in range(begin, last + 1)}
+    trigger, reason = (None, "") if seen is None else (seen.step, seen.reason)
     return Flight(window.folder, kept, inside, run, trigger, reason, missing)
 
 
@@ -257,21 +299,13 @@ def _unbroken(
 
 def _kept(path: Path) -> Kept:
     values = _read_json(path, FLIGHT_FORMAT)
-    step, reason = _trigger(values, path.parent)
-    files = values.get("files")
+    seen, files = Seen.of(values, path.parent), values.get("files")
     if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
         raise InvalidFile(f"{path} lists no files")
     for name in files:
         if not re.fullmatch(r"(step|state)-[0-9]{8,12}\.safetensors", name):
             raise InvalidFile(f"{path} lists {name[:80]!r}, which is no file of a flight")
-    return Kept(FLIGHT_FORMAT, step, reason, _run(values.get("run"), path.parent), str(values.get("torch")), files)
-
-
-def _trigger(values: Mapping[str, Any], folder: Path) -> tuple[int, str]:
-    step, reason = values.get("step"), values.get("reason")
-    if type(step) is not int or not isinstance(reason, str):
-        raise InvalidFile(f"{folder} does not say which step it was kept for, and why")
-    return step, reason
+    return Kept(seen, _run(values.get("run"), path.parent), files)
 
 
 def _run(values: object, folder: Path) -> dict[str, Any]:
@@ -307,64 +341,6 @@ def _read_json(path: Path, format: str | None = None) -> dict[str, Any]:
 
 def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def read_record(path: Path, step: int) -> Record:
-    with malformed(path, "recorded step"):
-        tensors, header = read_tensors(path, "recorded step", STEP_FORMAT)
-        record = _from_file(tensors, header)
-    if record.step != step:
-        raise InvalidFile(f"{path} holds step {record.step}: it is not the file that its name says")
-    return record
-
-
-def _from_file(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Record:
-    fed = []
-    for i, entry in enumerate(header["fed"]):
-        parts = tuple(tensors[f"batch/{i}/{k}"] for k in range(entry["tensors"]))
-        check(entry["structure"], parts)
-        own = f"random/{i}/"
-        random = RandomState.of({key.removeprefix(own): t for key, t in tensors.items() if key.startswith(own)})
-        fed.append(Fed(entry["structure"], parts, int(entry["index"]), random))
-    autocast, dtype, evaluating = header["forward"]
-    if not isinstance(getattr(torch, dtype), torch.dtype) or not fed:
-        raise ValueError(f"autocast to {dtype!r}, {len(fed)} batches")
-    clip, divisor = header["clip"], header["divisor"]
-    return Record(
-        step=int(header["step"]),
-        fed=tuple(fed),
-        loss=float(header["loss"]),
-        norm=float(header["norm"]),
-        raw_norm=float(header["raw_norm"]),
-        hypers=tuple(hyper_from_json(h) for h in header["hypers"]),
-        clip=None if clip is None else float(clip),
-        forward=Forward(bool(autocast), getattr(torch, dtype), tuple(str(name) for name in evaluating)),
-        divisor=None if divisor is None else float(divisor),
-    )
-
-
-def to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
-    for i, fed in enumerate(record.fed):
-        tensors |= {f"batch/{i}/{k}": tensor for k, tensor in enumerate(fed.tensors)}
-        tensors |= {f"random/{i}/{name}": value for name, value in fed.random.tensors().items()}
-    header = {
-        "format": STEP_FORMAT,
-        "step": record.step,
-        "fed": [{"structure": f.structure, "tensors": len(f.tensors), "index": f.index} for f in record.fed],
-        "loss": str(record.loss),
-        "norm": str(record.norm),
-        "raw_norm": str(record.raw_norm),
-        "hypers": [hyper_to_json(h) for h in record.hypers],
-        "clip": record.clip,
-        "divisor": record.divisor,
-        "forward": [
-            record.forward.autocast,
-            str(record.forward.autocast_dtype).removeprefix("torch."),
-            list(record.forward.evaluating),
-        ],
-    }
-    return tensors, header
 
 
 def _is_state(path: Path, step: int) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from ..recorder.explanation import Culprit, FlightExplanation
-    from .flight_runs import OtherRun
+    from ..recorder.other_runs import OtherRun
 
 RAISES, LOWERS, SPARED = COLOURS[0], COLOURS[1], COLOURS[2]
 BAND = "rgba(107, 114, 128, 0.14)"  # what is usual

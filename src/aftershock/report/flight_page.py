@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..recorder.event import BARS
+from ..recorder.other_runs import OtherRun, idle_in_words, loss_after, other_runs, with_an_effect
 from ..recorder.verdict import right
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
-from .flight_runs import OtherRun, loss_after, other_runs
 from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check", "descriptions", "own_left"),
+    *("scatter", "replay", "check", "descriptions", "own_left", "which", "page"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
@@ -74,7 +74,7 @@ def write_flight_page(
     culprits = found.culprits
     sections = [
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(found.verdict)}</p>\n"
-        f"<h2>How far to trust this</h2>\n{findings(found.certificate)}</header>",
+        f"{_which(found)}<h2>How far to trust this</h2>\n{findings(found.certificate)}</header>",
         _course(found),
         *_treatments(found),
         *_trials(found, culprits),
@@ -99,6 +99,11 @@ def notebook_view(found: FlightExplanation) -> str:
     return (
         f"<div><p style='font-size: 1.15em'><b>{escape(found.verdict)}</b></p>\n<ul>{trust}</ul>\n{_runs(found)}</div>"
     )
+
+
+def _which(found: FlightExplanation) -> str:
+    which = str(found.data.attrs["which"])
+    return f"<p class='story'>{escape(which)}</p>\n" if which else ""
 
 
 def _title(found: FlightExplanation) -> str:
@@ -163,12 +168,21 @@ def _runs(found: FlightExplanation) -> str:
         return ""
     heads = ("done otherwise", "the event", "loss after", "change")
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{name}</th>' for i, name in enumerate(heads))
-    rows = "\n".join(_run(run, control) for run in runs)
+    telling, idle = with_an_effect(runs)
+    rows = "\n".join(_run(run, control) for run in telling) + _idle(idle, runs)
     return (
         "<table class='runs'>\n<caption>Each was run again over the whole event. Loss after: the mean of the last "
         f"losses of the window; change: against {control:.4g}, that of the run as it was.</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
+
+
+def _idle(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
+    if not idle:
+        return ""
+    names = "<br>".join(escape(run.name) for run in idle)
+    words = escape(idle_in_words(idle, runs))
+    return f"\n<tr><td colspan=4><details class='idle'><summary>{words}</summary>{names}</details></td></tr>"
 
 
 def _run(run: OtherRun, control: float) -> str:

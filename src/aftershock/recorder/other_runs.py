@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..recorder.event import BARS
-from ..recorder.treatments import TAIL
-from ..recorder.verdict import outcome
+from .event import BARS
+from .treatments import TAIL
+from .verdict import outcome
 
 if TYPE_CHECKING:
-    from ..recorder.explanation import FlightExplanation
+    from .explanation import FlightExplanation
+
+AS_IT_IS = 0.05  # of the event: what a treatment changes at most that is told together with others
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,23 @@ class OtherRun:
     losses: tuple[float, ...]
     after: float  # mean of the last losses
     chosen: bool  # the one that the verdict speaks of
+    idle: bool = False  # it leaves the event as it is
 
 
 def other_runs(found: FlightExplanation) -> list[OtherRun]:
     """Without the blamed steps, then every treatment, as they were tried."""
     return [*_left_out(found), *_treated(found)]
+
+
+def with_an_effect(runs: Sequence[OtherRun]) -> tuple[list[OtherRun], list[OtherRun]]:
+    """(those worth a line each, those that together say that they leave the event as it is)."""
+    idle = [run for run in runs if run.idle and not run.chosen]
+    return ([run for run in runs if run not in idle], idle) if len(idle) > 1 else (list(runs), [])
+
+
+def idle_in_words(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
+    """Such as: 11 others leave it as it is."""
+    return f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'} leave it as it is"
 
 
 def loss_after(found: FlightExplanation) -> float:
@@ -76,6 +91,7 @@ def _treated(found: FlightExplanation) -> list[OtherRun]:
             tuple(data["treatment_loss"].values[i].tolist()),
             float(data["treatment_after"][i]),
             name == chosen,
+            idle=abs(float(data["treatment_left"][i]) - 1) <= AS_IT_IS and not bool(data["treatment_delays"][i]),
         )
         for i, name in enumerate(map(str, data["treatment"].values))
     ]

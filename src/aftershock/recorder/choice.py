@@ -1,0 +1,92 @@
+"""What is explained where nothing, or not everything, was asked for: which step, of which window of which run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import InvalidInput
+from .event import SETTLED, Event
+from .recorder import LIVE, FlightRecorder
+from .records import Record
+from .store import Flight, open_flight
+from .triggers import FAR, THRESHOLD
+from .updates import clip_factor
+
+
+def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
+    """The window that holds `step` (default: the worst trigger's), and the recorder of this process that made it.
+
+    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
+    """
+    if isinstance(flight, FlightRecorder):
+        if not flight.run:
+            raise InvalidInput("this recorder has recorded nothing: train inside `with recorder:`, or name a folder")
+        flight.wait()
+        return open_flight(flight.directory, step, flight.run), flight
+    directory = Path(flight).resolve()
+    for recorder in list(LIVE.values()):
+        if recorder.directory.is_relative_to(directory) or directory.is_relative_to(recorder.directory):
+            recorder.wait()
+    found = open_flight(directory, step)
+    live = LIVE.get(str(found.run["id"]))
+    return found, live if live is not None and found.folder.is_relative_to(live.directory) else None
+
+
+def chosen_step(flight: Flight, step: int | None) -> int:
+    """The step that was asked for; else the trigger's, or that of a larger event inside its window; else the last."""
+    if step is not None or flight.trigger is None:
+        return flight.last if step is None else step
+    return _largest(flight, flight.trigger)
+
+
+def _largest(flight: Flight, trigger: int) -> int:
+    """The highest loss from the trigger on, where it is of another spike than the trigger's, or far higher."""
+    numbers = [number for number, record in flight.records.items() if number <= trigger or record.finite]
+    losses = [flight.records[number].loss for number in numbers]
+    at = numbers.index(trigger)
+    if not all(map(math.isfinite, losses)):
+        return trigger
+    event = Event.of(losses, at)
+    highest = max(range(at, len(losses)), key=losses.__getitem__)
+    height, own = losses[highest] - event.usual, losses[at] - event.usual
+    over = [all(loss <= event.level for loss in losses[i : i + SETTLED]) for i in range(at, highest - SETTLED + 1)]
+    another = height > FAR * own or (any(over) and height > own)
+    return numbers[highest] if another and height > THRESHOLD * event.sigma else trigger
+
+
+def said_of(flight: Flight, asked: int | None, step: int) -> str:
+    """Which run, window and step this is, where there were others to choose from."""
+    parts = [f"Run {flight.number} of {flight.runs} in {flight.name}."] if flight.runs > 1 else []
+    if asked is None and flight.others:
+        several, listed = len(flight.others) > 1, ", ".join(map(str, flight.others))
+        others = f"the others are of steps {listed}" if several else f"the other is of step {listed}"
+        parts.append(
+            f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; {others} "
+            f"(step= explains {'one' if several else 'it'}, --step on the command line)."
+        )
+    if asked is None and flight.trigger not in (None, step):
+        parts.append(
+            f"The window was kept for step {flight.trigger}; step {step} has a larger loss and is explained here. "
+            f"For the other: step={flight.trigger} (--step {flight.trigger})."
+        )
+    return " ".join(parts)
+
+
+def page_name(flight: Flight, step: int) -> str:
+    """Such as flight-run2-step216.html."""
+    run = f"-run{flight.number}" if flight.runs > 1 else ""
+    return f"{flight.name}{run}-step{step}.html"
+
+
+def with_clip(flight: Flight, clip: float | None) -> Flight:
+    """The flight as it would have been recorded with this `clip`; the replay proves it."""
+    if clip is None:
+        return flight
+
+    def clipped(record: Record) -> Record:
+        raw = record.raw_norm
+        return replace(record, clip=clip, norm=record.norm if math.isnan(raw) else raw * clip_factor(raw, clip))
+
+    return replace(flight, records={number: clipped(record) for number, record in flight.records.items()})

@@ -1,0 +1,197 @@
+"""A stranger's first hour with the recorder: two spikes at once, a hard source, many windows, a missing clip."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.errors import InvalidInput, ReplayMismatch
+from aftershock.recorder.store import open_flight
+from aftershock.recorder.triggers import AtStep, Spike, Triggered
+
+from .test_cli import call, failed
+
+QUICK: dict[str, Any] = {"verify": 0, "treatments": False}
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def train(
+    folder: Path, high: dict[int, float], steps: int = 48, limit: float | None = None, **options: Any
+) -> ak.FlightRecorder:
+    """Targets near zero, whose loss is about 1; those of the steps in `high` are moved by that much.
+
+    limit: the max_norm at which the loop clips.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ak.FlightRecorder(model, optimizer, squares, folder, **{"window": 16, "after": 4, **options}) as recorder:
+        for step in range(steps):
+            batch = torch.randn(64, 3), torch.randn(64, 1) + high.get(step, 0.0)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            if limit is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            recorder.step(batch, loss)
+    return recorder
+
+
+def named(recorder: ak.FlightRecorder) -> list[str]:
+    return [path.name for path in recorder.flights]
+
+
+# --- two spikes in one window
+
+
+def test_the_largest_event_of_a_window_is_explained(tmp_path: Path) -> None:
+    recorder = train(tmp_path, {30: 3.0, 33: 9.0}, triggers=[AtStep(30)])
+    found = ak.explain(recorder, **QUICK)
+    assert found.data.attrs["step"] == 33
+    assert "kept for step 30; step 33 has a larger loss and is explained here" in str(found)
+    assert "step=30 (--step 30)" in str(found)
+    other = ak.explain(recorder, step=30, **QUICK)
+    assert (other.data.attrs["step"], other.data.attrs["which"]) == (30, "")
+    # a step that was asked for is not left for the run's own noise
+    assert ak.explain(train(tmp_path / "calm", {}, triggers=[AtStep(30)]), **QUICK).data.attrs["step"] == 30
+
+
+def test_a_far_higher_spike_in_an_open_window_is_told_and_takes_it_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Triggered] = []
+    recorder = train(tmp_path, {30: 3.0, 31: 9.0, 32: 8.0}, triggers=[Spike()], on_trigger=seen.append)
+    assert [one.step for one in seen] == [30, 31]  # the third is no news
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines] == [" step 30", " step 31"]
+    assert named(recorder) == ["step-000031"]
+    flight = open_flight(tmp_path)
+    assert (flight.trigger, flight.last, flight.after) == (31, 35, 4)
+    assert flight.reason.startswith("the loss is 8")
+    assert "; step 30: the loss is" in flight.reason
+    assert flight.start(30, 16) <= 14  # the first can be asked for as well
+
+
+def test_what_is_not_a_number_does_not_take_a_spikes_window(tmp_path: Path) -> None:
+    recorder = train(tmp_path, {30: 3.0, 32: float("nan")}, steps=34)
+    assert named(recorder) == ["step-000030"]
+    assert ak.explain(recorder, **QUICK).data.attrs["step"] == 30
+    assert ak.explain(recorder, step=32, **QUICK).kind == "not a number"
+
+
+# --- a source of data that is harder than the rest
+
+
+def fired(losses: list[float]) -> list[int]:
+    spike = Spike()
+    spike.begin(32)
+    return [i for i, loss in enumerate(losses) if spike.fires(SimpleNamespace(loss=loss))]  # type: ignore[arg-type]
+
+
+def test_a_height_that_keeps_coming_back_is_told_four_times() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = (1 + 0.05 * torch.randn(300, generator=generator)).tolist()
+    heights = (2 + 0.5 * torch.rand(300, generator=generator)).tolist()
+    losses = [x + (heights[i] if i % 6 == 0 else 0) for i, x in enumerate(noise)]
+    losses[231] += 6.0  # more than twice as high as the source
+    rare = fired(losses)
+    assert rare == [18, 24, 30, 36, 231]
+    # what comes back when all that is forgotten is news again
+    losses = noise + noise
+    for i in (20, 26, 32, 38, 44, 400):
+        losses[i] += 2.0
+    assert fired(losses) == [20, 26, 32, 38, 400]
+
+
+# --- many windows
+
+
+def test_the_worst_window_stays_and_is_explained_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    high = {20: 3.0, 40: 9.0, 60: 3.0, 80: 4.0}
+    recorder = train(tmp_path / "flight", high, steps=90, triggers=[Spike()], keep=2)
+    assert named(recorder) == ["step-000040", "step-000080"]
+    dropped = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
+    assert len(dropped) == 1  # that the oldest goes is as ever
+    assert "keep=2: the window of step 60 is dropped; that of step 40 stays, the worst of this run" in dropped[0]
+    for flight in (recorder, recorder.directory):
+        found = ak.explain(flight, **QUICK)
+        assert found.data.attrs["step"] == 40
+        assert "worst of the 2 windows that the run has kept; the other is of step 80 (step=" in str(found)
+    assert ak.explain(recorder, step=80, **QUICK).data.attrs["which"] == ""
+    with pytest.raises(InvalidInput, match=r"holds steps 0–44, 48–89$"):
+        ak.explain(recorder, step=45)
+    again = train(tmp_path / "flight", {}, steps=10)
+    found = ak.explain(tmp_path / "flight", 5, model=nn.Linear(3, 1), loss_fn=squares, **QUICK)
+    assert "Run 2 of 2 in flight." in str(found)
+    assert found.page() == Path("flight-run2-step5.html")
+    assert ak.explain(again, 5, **QUICK).data.attrs["which"] == "Run 2 of 2 in flight."
+    with pytest.raises(InvalidInput, match=r"holds steps 0–9 \(run 2\); 0–44, 48–89 \(run 1\)$"):
+        ak.explain(tmp_path / "flight", 45, model=nn.Linear(3, 1), loss_fn=squares)
+
+
+# --- the command that is printed
+
+
+def test_the_command_names_the_running_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my loop.py").write_text("")
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "my loop.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    train(tmp_path / "a", {}, steps=20, triggers=[AtStep(3), AtStep(15)])
+    first, hint, second = capfd.readouterr().err.splitlines()
+    assert first.endswith("--step 3 --build 'my loop.py:build'")
+    assert "write a function build() in my loop.py that returns (model, optimizer, loss_fn)" in hint
+    assert second.endswith("--step 15 --build 'my loop.py:build'")
+    (tmp_path / "my loop.py").write_text("main()\n\n\ndef build():\n    ...\n")  # not yet there when it runs
+    train(tmp_path / "b", {}, steps=6, triggers=[AtStep(3)])
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    (tmp_path / "my loop.py").write_text("from beside import build\n")
+    script.build = lambda: None  # type: ignore[attr-defined]
+    train(tmp_path / "c", {}, steps=6, triggers=[AtStep(3)])
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+# --- a clip that the recorder was not told
+
+SCRIPT = """
+from torch import nn
+
+
+def build():
+    return nn.Linear(3, 1), None, lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+"""
+
+
+def test_a_forgotten_clip_can_be_told_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = train(tmp_path / "flight", {30: 3.0}, limit=0.05)
+    with pytest.raises(ReplayMismatch, match=r"Explain this recording with clip=0.05 \(--clip 0.05\), and tell the"):
+        ak.explain(recorder)
+    told = ak.explain(recorder, clip=0.05, **QUICK)
+    assert "to the bit. That is with clip=0.05, which explain() was told." in str(told.certificate)
+    with pytest.raises(ReplayMismatch, match=r"clip=0.5, where the loop clips at 0.05"):
+        ak.explain(recorder, clip=0.5)
+    (tmp_path / "its_build.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    words = ["explain", "flight", "--build", "its_build.py:build", "--verify", 0, "--no-treatments"]
+    assert "--clip 0.05" in failed(call(*words))
+    (tmp_path / "loop.py").write_text("raise AssertionError('the training runs again')")
+    refused = failed(call("explain", "flight", "--build", "loop.py:build"))
+    assert "loop.py has no function 'build': write one that returns (model, optimizer, loss_fn)" in refused
+    result = call(*words, "--clip", 0.05)
+    assert result.exit_code == 0, result.stderr
+    assert "which explain() was told" in result.stdout
+    assert "\nwrote flight-step30.html\n" in result.stdout
