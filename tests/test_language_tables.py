@@ -226,7 +226,7 @@ def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: lis
     quoted = [cell for cell in cells if not cell.ours_only]
     assert len(quoted) > 40
     assert all(cell.agrees is None and cell.rule == "other model" for cell in quoted)
-    assert "instruction-tuned" in quoted[0].note
+    assert "SmolLM2-135M, wikipedia" in quoted[0].note
     assert "not the paper's" in verdict(cells)
     fresh = joined([system("pythia-410m", "wikitext-103", 405_334_016, "fresh"), *paper_systems()[:2]])
     assert all(m.unjudged == "other model" for m in language_measures(fresh) if m.row in ("0.41B", "α = 1"))
@@ -309,7 +309,7 @@ def test_the_page_says_which_models_and_draws_every_figure(
 ) -> None:
     file = write_study_page(language_study(), other, cells, tmp_path / "report.html")
     found = Tags.of(file)
-    for words in ("SmolLM2-135M (0.13B; pretrained weights rounded", "shown and not judged", "Noise of finite diff"):
+    for words in ("SmolLM2-135M (0.13B;", "instruction-tuned", "shown and not judged", "Noise of finite diff"):
         assert words in found.text
     drawn = {attrs.get("id") for tag, attrs in found.tags if tag == "div"}
     drawings = list(language_drawings(other))

@@ -271,15 +271,20 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
     """Write `tables.json`, `tables.md` and `values.json`, every system's numbers, each whole or not at all."""
     made = provenance(study, results)
-    page = {"cells": [_plain(cell) for cell in cells], "agreement": agreement(cells), "machine": made}
-    text = json.dumps(page, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    contents = {"tables.json": text + "\n", "tables.md": markdown(cells, made), "values.json": _values(cells)}
+    contents = {"tables.json": _tables(cells, made), "tables.md": markdown(cells, made), "values.json": _values(cells)}
     for name, content in contents.items():
         write_whole(out / name, partial(_write_text, content))
 
 
 def _write_text(content: str, part: str) -> None:
     Path(part).write_text(content, encoding="utf-8")
+
+
+def _tables(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
+    """One line a cell."""
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str)
+    lines = ",\n".join(dumps(_plain(cell)) for cell in cells)
+    return f'{{"cells": [\n{lines}\n],\n"agreement": {dumps(agreement(cells))},\n"machine": {dumps(made)}}}\n'
 
 
 def _plain(cell: Cell) -> dict[str, Any]:

@@ -15,8 +15,8 @@ UNITS = {1e9: "B", 1e6: "M", 1e3: "k"}
 POOLED = "Medians are over all candidates of the systems that a row names."
 WEIGHTS = {
     "pretrained": "pretrained weights",
-    "fresh": "fresh weights: they measure cost and numerics, and say nothing of a trained language model",
-    "quantized": "pretrained weights rounded to a few bits",
+    "fresh": "they measure cost and numerics, and say nothing of a trained language model",
+    "quantized": "pretrained",
 }
 
 
@@ -94,6 +94,6 @@ def described(some: Sequence[Condition]) -> str:
         own = [c for c in some if c.model == model]
         domains = ", ".join(dict.fromkeys(c.domain for c in own))
         shown = f"Pythia-{model}" if own[0].paper_model else model
-        words = dict.fromkeys(word for c in own for word in (WEIGHTS.get(c.weights, c.weights), c.note) if word)
+        words = dict.fromkeys(word for c in own for word in (c.note, WEIGHTS.get(c.weights, c.weights)) if word)
         sentences.append(f"{shown} ({size_label(own[0].parameters)}; {'; '.join(words)}) on {domains}.")
     return " ".join(sentences)

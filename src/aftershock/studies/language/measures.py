@@ -16,7 +16,7 @@ from ...results.summaries import summarize
 from ..measures import LOCAL, Results
 from ..verdicts import Measure
 from .candidates import FD, PREDICTIONS, Candidates
-from .conditions import Condition, comparable, described
+from .conditions import Condition, comparable
 from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
 from .paper import FD as FD_NAME
 from .ranks import pooled_ranks
@@ -104,7 +104,7 @@ class _Rows:
         flat = np.asarray(values, dtype=float).ravel()
         flat = flat[~np.isnan(flat)] if np.isfinite(flat).any() else flat[:1]
         kind = "number" if kind == "systems" and len(flat) == 1 else kind  # which has no quartiles
-        notes = (note, "" if self.judged else described(self.conditions).rstrip("."))
+        notes = (note, "" if self.judged else f"of {'; '.join(c.name for c in self.conditions)}")
         rule = OTHER if not self.judged else ALONE if kind == "number" else ""
         words = "; ".join(part for part in notes if part)
         return Measure(self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule)
