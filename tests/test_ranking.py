@@ -13,7 +13,8 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.api.ranking import SUMMARIES
-from aftershock.core.scores import adjoint, example_direction, example_scores
+from aftershock.core.examples import example_scores
+from aftershock.core.scores import adjoint, example_direction
 from aftershock.errors import ExamplesCouple, InvalidInput
 
 from .cases import Case, classes, make, mlp

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
+from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
 from ..core.planning import plan_history, plan_pool
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
 from ..core.scores import (
-    EXAMPLES_AT_ONCE,
     SAMPLE,
     PoolScores,
     adjoint,
     example_direction,
-    example_scores,
-    example_weight,
     mean_write,
     midpoint_slopes,
     pool_scores,

@@ -15,8 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, micro_batches
 from .clipping import global_norm
+from .derivatives import derivative_error
 from .layout import Layout
-from .loss import Gradient, LossFunction, accumulated, derivative_error
+from .loss import Gradient, LossFunction, accumulated
 from .playback import TOGETHER, Program
 from .randomness import RandomState
 from .reductions import norms

@@ -20,24 +20,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import (
     AftershockError,
-    ExamplesCouple,
     InvalidLoss,
     MixedDevices,
     NoDerivative,
     NotFinite,
-    UnsupportedAttention,
     UnsupportedModel,
 )
-from .batches import Batch, added, example_count, micro_batches
+from .batches import Batch, added, micro_batches
 from .carried import Found, refuse_carried
 from .clipping import global_norm
+from .derivatives import derivative_error, first_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
 from .playback import Player, Program
 from .randomness import RandomState, drawing_from
 from .rows import Sharing
-from .structure import flatten
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 WRITTEN = (
@@ -45,7 +43,6 @@ WRITTEN = (
     "in forward), which is no part of AdamW's step. This training point is spoilt: take the writing out of what "
     "loss_fn calls, and capture again"
 )
-REENTRANT = "the model uses reentrant activation checkpointing, which hides parameters; set use_reentrant=False"
 
 
 @dataclass(frozen=True)
@@ -286,56 +283,6 @@ class LossFunction:
 
         return value if kind == "value" else gradient
 
-    def example_derivatives(
-        self,
-        theta: Float[Tensor, " param"],
-        buffers: Mapping[str, Tensor],
-        batch: Batch,
-        random: RandomState,
-        direction: Float[Tensor, " param"],
-        where: str,
-        chunk: int | None = None,
-    ) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
-        """Each example's loss, and its derivative along `direction`, in one forward-mode pass.
-
-        Every example runs as a batch of one under `vmap`: about three forward passes in all, and no
-        per-example gradient. Raises `ExamplesCouple` where examples do not stand alone.
-        """
-        batch = self.place(batch)
-        leaves, tangents = self.layout.typed_views(theta), self.layout.typed_views(direction)
-        leaves_of, spec = flatten(batch)
-        size = example_count(batch)
-        dims = [0 if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else None for x in leaves_of]
-
-        def program(model: nn.Module) -> tuple[Tensor, Tensor]:
-            def one(*pieces: Any) -> tuple[Tensor, Tensor]:
-                example = spec.unflatten([x if dim is None else x.unsqueeze(0) for x, dim in zip(pieces, dims)])
-
-                def loss_at(parameters: list[Tensor]) -> Tensor:
-                    inside = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
-                    with self.forward():
-                        loss = torch.func.functional_call(
-                            self.wrapper, inside, (lambda m: self.loss_fn(m, example),), tie_weights=True
-                        )
-                    return loss.reshape(())
-
-                loss, slope = torch.func.jvp(loss_at, (leaves,), (tangents,))  # type: ignore[misc]
-                return loss, slope
-
-            return torch.func.vmap(one, in_dims=tuple(dims), chunk_size=chunk)(*leaves_of)
-
-        try:
-            (losses, slopes), _, _ = self.call(leaves, buffers, random, program, derivative=True)
-        except AftershockError:
-            raise
-        except Exception as error:
-            raise ExamplesCouple(
-                f"the examples of {where} cannot be told apart: {_first_line(error)}. Batch normalization in "
-                "training mode couples examples, and dropout draws one mask per batch; rank whole batches, "
-                "or rank with those layers in eval mode"
-            ) from error
-        return losses, slopes
-
     # -- inside
 
     def _constants(self) -> Mapping[str, Tensor]:
@@ -415,9 +362,9 @@ class LossFunction:
             if "same device" in str(error):
                 raise MixedDevices(
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
-                    f"{_first_line(error)}. Move the batch to {self.layout.device}"
+                    f"{first_line(error)}. Move the batch to {self.layout.device}"
                 ) from error
-            raise InvalidLoss(f"loss_fn failed at {where}: {type(error).__name__}: {_first_line(error)}") from error
+            raise InvalidLoss(f"loss_fn failed at {where}: {type(error).__name__}: {first_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
@@ -439,7 +386,7 @@ class LossFunction:
         except RuntimeError as error:
             raise derivative_error(error) from error
         if any(grad is None for grad in grads):
-            _refuse_reentrant_checkpointing(loss)
+            refuse_reentrant(loss)
         if all(grad is None for grad in grads):
             raise NoDerivative(f"the loss at {where} does not depend on any parameter of the model it was given")
         for name, grad in zip(self.layout.names, grads):
@@ -497,38 +444,3 @@ def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
     return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
         grad.detach()
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
-    """Reentrant checkpointing hides parameters from autograd.grad: they would look unused."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("CheckpointFunction"):
-            raise UnsupportedModel(REENTRANT)
-        seen.add(node)
-        waiting += [next_node for next_node, _ in node.next_functions]
-
-
-def derivative_error(error: RuntimeError) -> AftershockError:
-    text = str(error)
-    if "attention" in text and "not implemented" in text:
-        return UnsupportedAttention(
-            f"the model forces an attention kernel that has no second derivative ({_first_line(error)}). "
-            'Set attn_implementation="eager", or wrap the attention in '
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
-    if "double backward" in text or "differentiate twice" in text or "not implemented" in text:
-        return UnsupportedModel(
-            f"an operation of the model has no second derivative ({_first_line(error)}). Replace it, or "
-            "remove torch.compile and custom autograd functions from what loss_fn calls"
-        )
-    if "Checkpointing is not compatible" in text or "use_reentrant" in text:
-        return UnsupportedModel(REENTRANT)
-    return UnsupportedModel(f"the gradient could not be computed: {_first_line(error)}")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ..errors import NotFinite, OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
-from .playback import Program
 from .randomness import RandomState
 from .reductions import equal, row_norms
 from .structure import flatten
@@ -114,12 +113,12 @@ def row_values(
         return _mapped(loss, rows, held, batch, random, where, evaluating=evaluating).losses
 
     def agrees() -> bool:
-        far = _apart(thetas)
+        far = apart(thetas)
         one, other = float(alone(far[1], -1)), float(mapped(far, [buffers[0], buffers[-1]])[1])
         return math.isfinite(one) and abs(other - one) <= tolerance(loss) * max(abs(one), 1e-30)
 
     if loss.sharing.tries("value", len(thetas)):
-        pieces = _tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
+        pieces = tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return seen(pieces)
     return seen([alone(thetas[i], i) for i in range(len(thetas))])
@@ -129,79 +128,6 @@ def seen(values: Sequence[Tensor]) -> Float[Tensor, " row"]:
     """Losses that were launched, in float64 on the CPU, +∞ where they are not finite: one wait for the device."""
     found = torch.cat([value.reshape(-1) for value in values]).double().cpu()
     return torch.where(found.isfinite(), found, math.inf)
-
-
-def row_readings(
-    loss: LossFunction,
-    thetas: Float[Tensor, "row param"],
-    buffers: Sequence[Mapping[str, Tensor]],
-    batch: Batch,
-    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
-    random: RandomState,
-) -> Float[Tensor, "row reading"]:
-    """Several numbers of the model on one batch at every row, in float64 on the device, which nobody has waited for.
-    A forward pass a row, or less."""
-
-    placed = loss.place(batch)
-    recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
-
-    def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
-        return _read(loss, model, placed, read)
-
-    def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
-        if recorded is not None:
-            return recorded[0].play(theta, buffers[i], recorded[1], random).loss
-        found: Tensor = loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0]
-        return found
-
-    def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
-        inside = {f"model.{name}": p for name, p in zip(loss.layout.names, own)}
-        inside |= {f"model.{name}": b for name, b in held.items()}
-        return torch.func.functional_call(loss.wrapper, inside, (numbers,), tie_weights=True)
-
-    def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, "row reading"]:
-        stacked = {name: torch.stack([each[name] for each in held]) for name in held[0]}
-        own = list(loss.layout.row_views(rows))
-        views = loss.layout.typed_views(rows[0])
-        work = _mapped_over((0, 0), one)
-        found: Tensor = loss.call(views, held[0], random, lambda model: work(own, stacked), derivative=True)[0]
-        return found
-
-    def agrees() -> bool:
-        far = _apart(thetas)
-        one, other = alone(far[1], -1), mapped(far, [buffers[0], buffers[-1]])[1]
-        return torch.allclose(other, one, rtol=tolerance(loss), atol=0.0)
-
-    if loss.sharing.tries("reading", len(thetas)):
-        pieces = _tried(loss, "reading", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
-        if pieces is not None:
-            return torch.cat(pieces)
-    return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
-
-
-def rehearse_reading(
-    loss: LossFunction,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batch: Batch,
-    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
-    random: RandomState,
-) -> None:
-    """Record a reading where it can be: rows are then read one after another, each faster than its share of many."""
-
-    def make(theta: Float[Tensor, " param"], given: Batch) -> tuple[list[Tensor], Program]:
-        return loss.layout.typed_views(theta), lambda model: (_read(loss, model, given[1], read), [], None)
-
-    both = ((read, batch), (read, batch))
-    if loss.player.rehearse(loss, "reading", make, theta, buffers, both, random):
-        loss.sharing.settle("reading", False)
-
-
-def _read(
-    loss: LossFunction, model: nn.Module, batch: Batch, read: Callable[[nn.Module, Batch], Tensor]
-) -> Float[Tensor, " reading"]:
-    with torch.no_grad(), loss.surroundings(model), loss.forward():
-        return read(model, batch).double()
 
 
 def row_gradients(
@@ -230,17 +156,17 @@ def row_gradients(
         return _mapped(loss, rows, held, batch, random, where, gradients=True).split(present)
 
     def agrees() -> bool:
-        far = _apart(thetas)
+        far = apart(thetas)
         return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], alone(far[1], -1))
 
     if present is not None and loss.sharing.tries("gradient", len(thetas)):
-        pieces = _tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
+        pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return [gradient for piece in pieces for gradient in piece]
     return [alone(thetas[i], i) for i in range(len(thetas))]
 
 
-def _apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
+def apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
     """The first row, and one far from it."""
     return torch.stack([thetas[0], APART * thetas[len(thetas) - 1]])
 
@@ -272,7 +198,7 @@ def pool_gradients(
 
     stackable = present is not None and all(present) and _alike(batches)
     if stackable and loss.sharing.tries("pool", len(batches)):
-        pieces = _tried(loss, "pool", agrees, mapped, len(batches))
+        pieces = tried(loss, "pool", agrees, mapped, len(batches))
         if pieces is not None:
             finite = [gradient for piece in pieces for gradient in piece if gradient is not None]
             if len(finite) == len(batches):
@@ -397,13 +323,13 @@ def _over_parameters(
                 return share(value), after
 
             if gradients:
-                grads, (values, state) = _mapped_over((0, 0), torch.func.grad_and_value(one, has_aux=True))(
+                grads, (values, state) = mapped_over((0, 0), torch.func.grad_and_value(one, has_aux=True))(
                     list(parameters), state
                 )
                 sums = [a + b for a, b in zip(sums, grads)] if sums else list(grads)
             else:
                 with torch.no_grad():
-                    values, state = _mapped_over((0, 0), one)(list(parameters), state)
+                    values, state = mapped_over((0, 0), one)(list(parameters), state)
             totals.append(values.detach())
         return added(totals), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
 
@@ -422,7 +348,7 @@ def _over_batches(
         return _loss_at(loss, own, held, spec.unflatten(leaves), where)
 
     def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        work = _mapped_over((None, 0, dims), torch.func.grad_and_value(one, has_aux=True))
+        work = mapped_over((None, 0, dims), torch.func.grad_and_value(one, has_aux=True))
         grads, (values, state) = work(list(parameters), moving, stacked)
         return values.detach(), [g.detach() for g in grads], {n: b.detach() for n, b in state.items()}
 
@@ -449,11 +375,11 @@ def _stacked(batches: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int | No
     return stacked, dims
 
 
-def _mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..., Any]:
+def mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..., Any]:
     return torch.func.vmap(work, in_dims=dims, randomness="same")
 
 
-def _tried(
+def tried(
     loss: LossFunction, kind: str, agrees: Callable[[], bool], run: Callable[[slice], T], count: int
 ) -> list[T] | None:
     """The mapped pieces; None, from now on, where this model cannot be mapped or is another one when it is."""

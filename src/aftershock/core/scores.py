@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..errors import ExamplesCouple
 from .adamw import displacement
-from .batches import Batch, example_count, take_examples
+from .batches import Batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
@@ -30,8 +29,7 @@ from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
-SAMPLE = 8  # examples on which independence is tested, and candidates whose mean displacement is followed
-EXAMPLES_AT_ONCE = 512
+SAMPLE = 8  # candidates whose mean displacement is followed
 PAIRS_AT_ONCE = 2**24  # stiff coordinates of all candidates whose kicks are computed at once: 40 bytes each
 
 
@@ -366,43 +364,3 @@ def example_direction(
         down.index_add_(0, place, dg * dg)
         lift[0][where] = torch.where(down > 0, up / down, 0.0).to(lift)
     return clip_jacobian(control.linear.clip, control.raw, lift)[0]
-
-
-def example_scores(
-    control: ControlStep,
-    direction: Float[Tensor, " param"],
-    batch: Batch,
-    where: str,
-) -> Float[Tensor, " example"]:
-    """Each example's share of its batch's score ⟨∂F/∂ĝ, g⟩, without per-example gradients.
-
-    The shares of a batch sum to the score of its gradient. About three forward passes.
-    """
-    loss, step, before = control.dynamics.loss, control.step, control.before
-    _, slopes = loss.example_derivatives(
-        before.theta, before.buffers, batch, step.random, direction, where, EXAMPLES_AT_ONCE
-    )
-    return slopes
-
-
-def example_weight(control: ControlStep, batch: Batch) -> float | None:
-    """1 where a batch's loss is the sum of its examples' losses, None where it is their mean.
-
-    Raises `ExamplesCouple` where it is neither.
-    """
-    loss, step, before = control.dynamics.loss, control.step, control.before
-    some = take_examples(batch, slice(0, SAMPLE))
-    zero = loss.layout.zeros()
-    losses, _ = loss.example_derivatives(before.theta, before.buffers, some, step.random, zero, "the pool")
-    whole = loss.value(before.theta, before.buffers, some, step.random, "the pool").loss
-    close = 1e-3 if whole.dtype != torch.float64 else 1e-9
-    if torch.isclose(losses.mean(), whole, rtol=close):
-        return None
-    if torch.isclose(losses.sum(), whole, rtol=close):
-        return 1.0
-    raise ExamplesCouple(
-        f"the loss of {example_count(some)} examples together ({float(whole):.4g}) is neither the mean nor the sum "
-        f"of their losses alone ({float(losses.mean()):.4g}, {float(losses.sum()):.4g}): the examples of a batch "
-        "depend on each other (batch normalization in training mode, contrastive losses, token-weighted means); "
-        "rank whole batches"
-    )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..core.batches import Accumulated, Batch, example_count
 from ..core.changes import ControlStep, Replace
-from ..core.scores import Adjoint, difference_scores, example_direction, example_scores, example_weight
+from ..core.examples import example_scores, example_weight
+from ..core.scores import Adjoint, difference_scores, example_direction
 from ..core.state import JointState, difference
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
