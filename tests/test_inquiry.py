@@ -124,7 +124,9 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
 ) -> None:
     kept = [Trial((i,), {}, 1.0) for i in range(8)]
     inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
-    replayed: Any = SimpleNamespace(last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))])
+    replayed: Any = SimpleNamespace(
+        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], scatter=()
+    )
     data: Any = SimpleNamespace(kind=kind)
     findings = Findings(None, replayed, EVENT, None, STEP, data=data, inquiry=inquiry)  # type: ignore[arg-type]
     assert findings.kind == wanted

@@ -16,7 +16,14 @@ from ..api.ranking import VERIFY
 from ..core.batches import Batch
 from ..core.contributions import BentReadout, Layers
 from ..core.probe import own_loss
-from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
+from ..errors import (
+    HiddenState,
+    InvalidInput,
+    Nondeterministic,
+    UnsupportedAttention,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
@@ -26,7 +33,7 @@ from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import FlightRecorder, find_flight
 from .records import Record, Source
-from .replay import Replay, replay
+from .replay import Replay, replay, untaken
 from .reruns import Run
 from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
@@ -64,8 +71,8 @@ def explain(
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
         (and `dataset`, where indices were recorded, and `constant`, as the recorder was told). Weights of `model` are
         not used.
-    step: updates made before it; default: the one that triggered. A loss that is not finite is told apart, and the
-        last finite one before it explained.
+    step: updates made before it; default: the one that triggered. Where it or one before it is not finite, the first
+        that is not is told apart, and the last finite one before it explained.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
         beside those against no step: as many gradients per step.
@@ -88,13 +95,16 @@ def explain(
     code = _Code.of(found, recorder, given)
     if step is None:
         step = found.last if found.trigger is None else found.trigger
-    target = _last_finite(found, step)
-    replayed = _replayed(found, target, window, code)
+    asked, target = _asked(found, step)
+    replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
-    nan = _not_a_number(found, replayed, step, code) if step != target else None
-    asking = nan is None and event.is_one
-    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), step, nan=nan)
-    _predict(findings, references, watched=asking)
+    nan = _not_a_number(found, replayed, asked, code) if asked != target else None
+    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), asked, nan=nan)
+    asking = nan is None and event.is_one and not findings.lost_in_scatter
+    if target is None:
+        findings.refused = "the first recorded step is not finite"
+    else:
+        _predict(findings, references, watched=asking)
     if asking:
         _ask(findings, verify, placebos, treatments, seed)
     told = labelled(findings, examples)
@@ -205,40 +215,45 @@ class _Code:
         return cls(**given)
 
 
-def _last_finite(flight: Flight, step: int) -> int:
-    """The step itself, or the last one before it whose loss and gradient are finite."""
+def _asked(flight: Flight, step: int) -> tuple[int, int | None]:
+    """The first step up to this one that is not finite, and the finite one before it, if any; else the step itself."""
     if step not in flight.records:
         raise InvalidInput(f"step {step} was not recorded: the flight holds steps {min(flight.records)}–{flight.last}")
-    finite = [number for number, record in flight.records.items() if number <= step and record.finite]
-    if not finite or any(not record.finite for number, record in flight.records.items() if number <= finite[-1]):
-        raise InvalidInput(
-            f"no loss before step {step} is finite in the recorded window: nothing can be replayed. Start the recorder "
-            "before the first loss that is not a number"
-        )
-    return finite[-1]
+    first = next((n for n in sorted(flight.records) if n <= step and not flight.records[n].finite), None)
+    if first is None:
+        return step, step
+    return first, max((n for n in flight.records if n < first), default=None)
 
 
 def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> Replay:
     """The window before the step, and what was recorded of the event after it."""
     window = flight.run["window"] if window is None else window
+    first = target if target == min(flight.records) in flight.states else flight.start(target, window)
     forward, last = flight.records[target].forward, target
     while last < target + AFTER and last + 1 in flight.records:
         following = flight.records[last + 1]
         if not following.finite or following.forward != forward:
             break
         last += 1
-    records = [flight.records[number] for number in range(flight.start(target, window), last + 1)]
+    records = [flight.records[number] for number in range(first, last + 1)]
     return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
 
 
-def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> NotANumberFinding | None:
-    """The step that is not finite, replayed from the state before it, and other batches on the same weights."""
-    record, trajectory = flight.records[step], replayed.trajectory
-    if step != replayed.records[-1].step + 1:
+def _untaken(flight: Flight, first: int, code: _Code) -> Replay:
+    """The first recorded step where it is not finite already: there is nothing to replay before it."""
+    return untaken(flight.records[first], flight.states, code.model, code.loss_fn, code.dataset, code.constant)
+
+
+def _not_a_number(flight: Flight, replayed: Replay, asked: int, code: _Code) -> NotANumberFinding | None:
+    """The step that is not finite, run again from the state before it, and other batches on the same weights."""
+    record, trajectory = flight.records[asked], replayed.trajectory
+    before = [s for s, r in zip(trajectory.steps, replayed.records) if r.step < asked]
+    if before and asked != replayed.records[len(before) - 1].step + 1:
         return None
     source = Source(trajectory.device, code.dataset)
-    others = [s.batch for s in trajectory.steps[-OTHERS:]]
-    state = trajectory.state(len(trajectory))
+    after = [r.batch(source) for n, r in sorted(flight.records.items()) if n > asked][:OTHERS]
+    others = [s.batch for s in before[-OTHERS:]] or after
+    state = trajectory.state(len(before))
     return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
 
 
@@ -265,5 +280,5 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
                 return
         with progress("adjoint sweep", last) as tick:
             f.swept = sweep(trajectory, last, BentReadout.of(watch, directions=0), references=references, tick=tick)
-    except (WrongHessian, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
+    except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
         f.refused = str(error)

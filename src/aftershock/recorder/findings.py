@@ -14,7 +14,7 @@ from ..core.probe import own_loss
 from ..core.scores import adjoint
 from ..core.state import CHANNELS
 from ..results.provenance import provenance
-from .event import BARS, Event
+from .event import BARS, FEWEST, Event
 from .examples import example_shares
 from .hyperparameters import HyperChange
 from .instruments import DataFinding, UpdateSizes
@@ -61,7 +61,9 @@ class Findings:
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
         if not self.event.is_one:
-            return "no spike"
+            return "no spike" if self.event.onset >= FEWEST else "unknown"
+        if self.lost_in_scatter:
+            return "unknown"
         if self.hyperparameter(ABRUPT) is not None:
             return "hyperparameter"
         if self.data is not None and self.data.kind == "shift":
@@ -75,6 +77,12 @@ class Findings:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
+
+    @property
+    def lost_in_scatter(self) -> bool:
+        """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
+        step, scatter = self.event.step, self.replayed.scatter
+        return bool(scatter) and self.event.is_one and scatter[step] >= self.event.losses[step] - self.event.usual
 
     @property
     def explained(self) -> int:
@@ -229,6 +237,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "not_a_number": "" if f.nan is None else f.nan.sentence,
         "batch_is_bad": f.nan is not None and f.nan.kind in ("batch values", "batch"),
         "replay": str(f.replayed),
+        "replayed": f.replayed.proved,
+        "lost_in_scatter": f.lost_in_scatter,
         "scatter": f.replayed.scatter[event.step] if f.replayed.scatter else 0.0,
         "repeats": _repeats(f),
         "missing": list(f.flight.missing),

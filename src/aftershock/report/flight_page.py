@@ -45,7 +45,7 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check", "descriptions", "own_left"),
+    *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
