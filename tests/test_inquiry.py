@@ -77,16 +77,22 @@ def test_the_explained_step_is_in_no_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_suspects_are_hardly_asked_for_where_placebos_remove_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_of(lambda out: 0.2, [1, 2, 3, 4, 5], monkeypatch)
-    assert len(found.placebos) == 8
+    assert len(found.placebos) == 3  # more than a third of eight
     assert len(found.suspects) == suspects.LEAST
     assert found.blamed == ()
     assert len(asked_of(lambda out: 0.2, [1, 2, 3], monkeypatch, least=3).suspects) == 3
 
 
+def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 4
+    blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
+    assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
+
+
 def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_guilty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch).placebos]
+    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch, placebos=16).placebos]
     doubling = frozenset(drawn[:1])
 
     def left(out: frozenset[int], removes: float) -> float:
@@ -98,12 +104,36 @@ def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_gui
     assert found.blamed == (1,)
 
 
-def test_a_close_verdict_takes_as_many_placebos_again_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch, placebos=16).placebos]
+def test_a_close_verdict_asks_on_until_nobody_can_be_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    blame = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch, placebos=16)
+    drawn = [t.steps[0] for t in blame.placebos]
     odd = {frozenset({i}) for i in (1, drawn[0], drawn[1], drawn[8])}
     found = asked_of(lambda out: 0.1 if out in odd else 1.0, [1], monkeypatch)
-    assert len(found.placebos) == 16
+    assert len(found.placebos) == 9  # the third of them that removes it decides
     assert found.blamed == ()
+
+
+def test_a_batch_that_came_several_times_is_left_out_wherever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them alone does anything, so that no order of suspects would find them."""
+    same = frozenset((4, 11, 13))
+
+    def left(out: frozenset[int]) -> float:
+        return 0.2 if same <= out else 1.0 - 0.01 * len(out - same)
+
+    suspected = [1, 2, 3, 4, 5, 11, 13]
+    assert asked_of(left, suspected, monkeypatch).blamed == ()
+    found = asked_of(left, suspected, monkeypatch, repeated=[(4, 11, 13)])
+    assert found.blamed == (4, 11, 13)
+    needless = asked_of(lambda out: 0.2 if out >= {4, 13} else 1.0, suspected, monkeypatch, repeated=[(4, 11, 13)])
+    assert needless.blamed == (4, 13)
+
+
+def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    assert found.group is not None
+    assert len(found.group_placebos) == 2  # more than an eighth of eight
+    assert found.blamed == ()
+    assert asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch, groups=False).group is None
 
 
 # --- the explained step itself

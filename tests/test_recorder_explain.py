@@ -153,8 +153,9 @@ def test_measured_is_what_a_loop_without_the_step_gives(run: Run, found: Any) ->
         assert curve[h - 1] == pytest.approx(run.losses[CULPRIT + h] - model_loss, rel=1e-8)
 
 
-def test_treatments_are_what_a_loop_with_them_gives(run: Run, found: Any) -> None:
+def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
     """Half the rate, Adam anew, another β2, clipping and bounded updates, each by a plain torch loop."""
+    found = ak.explain(run.recorder, step=SPIKE, verify=0)  # nobody is blamed, so that all of them are tried
     data, first = found.data, found.data.attrs["stretch"][0]
     outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_loss"].sel(place=SPIKE).values))
 
@@ -207,6 +208,13 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
     for one in placebos[:2]:
         again = run.again(WARM, SPIKE, lambda step, *_, one=one: step == one.step)
         assert one.measured == pytest.approx(run.losses[SPIKE] - again, rel=1e-6, abs=1e-10)
+
+
+def test_a_blame_leaves_few_treatments_to_try_and_the_mildest_come_first(run: Run, found: Any) -> None:
+    every = ak.explain(run.recorder, step=SPIKE, verify=0).data["treatment"].values.tolist()
+    tried = found.data["treatment"].values.tolist()
+    assert 0 < len(tried) < len(every)
+    assert tried == every[: len(tried)]
 
 
 def test_a_blame_needs_placebos(run: Run) -> None:

@@ -37,7 +37,7 @@ from .replay import Replay, replay, untaken
 from .reruns import Run
 from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
-from .suspects import LEAST, inquire
+from .suspects import LARGEST, LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, proved, try_all
 
@@ -46,6 +46,7 @@ PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
 REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
+RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
 
 
@@ -78,9 +79,10 @@ def explain(
         beside those against no step: as many gradients per step.
     verify: how many steps to run again without: the highest predicted, and some with the largest gradients; fewer
         where placebos show that nobody did it; or the numbers of the steps.
-    placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
-        without it loses half of the event, and the runs without others do not.
-    treatments: also try what would have prevented it.
+    placebos: how many steps that nobody suspects are left out in the same way; half of them where no suspect removes
+        the event, fewer where they show at once that nobody did it. A step is blamed only if the run without it loses
+        half of the event, and the runs without others do not.
+    treatments: also try what would have prevented it; the mildest alone where somebody is blamed.
     examples: in how many of the blamed steps to look inside.
     describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
         the explained one; default: the recorder's.
@@ -137,12 +139,22 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     suspected = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
         least = LEAST if isinstance(verify, int) else len(suspected)
-        own = f.data.kind == "own batch"
+        own, repeated = f.data.kind == "own batch", _one_batch(replayed.records, [i for i in suspected if i < last])
         f.inquiry = inquire(
-            trajectory, event, suspected, placebos=placebos, seed=seed, least=least, own_batch=own, tick=tick
+            trajectory,
+            event,
+            suspected,
+            placebos=placebos,
+            seed=seed,
+            repeated=repeated,
+            groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
+            least=least,
+            own_batch=own,
+            tick=tick,
         )
+    steps_left = math.inf if not f.inquiry.blamed else RERUN * len(steps) - f.inquiry.steps
     with progress("running again with treatments", 12) as tick:
-        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
+        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
 
 
@@ -173,20 +185,27 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     highest = [i for i in predicted if i not in loudest]
     chosen = loudest + highest[: verify - len(loudest)]
     own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return chosen + _same_inputs(f.replayed.records[:last], chosen)[:REPEATED] + own
+    return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own
 
 
-def _same_inputs(records: Sequence[Record], chosen: Sequence[int]) -> list[int]:
+def _one_batch(records: Sequence[Record], suspected: Sequence[int]) -> list[tuple[int, ...]]:
+    """Suspects that saw the same inputs, few enough to be blamed together."""
+    sets = dict.fromkeys(tuple(sorted((i, *_same_inputs(records, [i], suspected)))) for i in suspected)
+    return [steps for steps in sets if 1 < len(steps) <= LARGEST]
+
+
+def _same_inputs(records: Sequence[Record], chosen: Sequence[int], among: Sequence[int]) -> list[int]:
     """Other steps that saw the inputs of a chosen one: the largest of its tensors is equal."""
-    inputs = [max(record.fed[0].tensors, key=lambda x: x.numel(), default=None) for record in records]
-    return [
-        i for i, own in enumerate(inputs)
-        if i not in chosen and own is not None and any(_equal(own, inputs[j]) for j in chosen)
-    ]  # fmt: skip
+    seen = [_inputs(records[i]) for i in chosen]
+    return [i for i in among if i not in chosen and any(_equal(_inputs(records[i]), x) for x in seen)]
 
 
-def _equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
+def _inputs(record: Record) -> Tensor | None:
+    return max(record.fed[0].tensors, key=lambda x: x.numel(), default=None)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 # --- replay

@@ -176,7 +176,9 @@ class FlightExplanation:
         width = max(map(len, names))
         for i, name in enumerate(names):
             word = words.outcome(data, i)
-            lines.append(f"  {name:<{width}}  {word:<14} loss after it {float(data['treatment_after'][i]):.4g}")
+            after = float(data["treatment_after"][i])
+            cost = "" if math.isnan(after) else f"loss after it {after:.4g}"
+            lines.append(f"  {name:<{width}}  {word:<14} {cost}".rstrip())
         return "\n".join(lines)
 
     def _steps(self) -> str:
