@@ -197,7 +197,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best = sufficient(f.outcomes)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
-    group = inquiry.group
+    group, replaced = inquiry.group, inquiry.blamed_by_replacing if f.blamed else ()
     return {
         **provenance(f.replayed.trajectory),
         "check": f.refused if f.growth is None and f.refused else str(f.replayed.path.check()),
@@ -217,6 +217,9 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
         "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
+        "replaced": {str(numbers[t.steps[0]]): t.left for t in inquiry.replaced if t.steps[0] in replaced},
+        "replaced_placebos": len(inquiry.replaced_placebos),
+        "replaced_placebos_change": sum(not t.keeps for t in inquiry.replaced_placebos),
         "group": [] if group is None else [numbers[i] for i in group.steps],
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),

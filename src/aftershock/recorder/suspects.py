@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
+from .neighbours import stand_in
 from .reruns import Done, Losses, Run, run_again
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
@@ -38,14 +40,17 @@ class Inquiry:
 
     suspects: list[Trial]
     placebos: list[Trial]
+    replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
+    replaced_placebos: list[Trial] = field(default_factory=list)
     group: Trial | None = None
     group_placebos: list[Trial] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         """How many steps the runs took."""
-        whole = [*self.suspects, *self.placebos, *self.group_placebos, *([self.group] if self.group else [])]
-        return sum(len(t.losses) for t in whole)
+        singles = (self.suspects, self.placebos, self.replaced, self.replaced_placebos)
+        together = (self.group_placebos, [self.group] if self.group else [])
+        return sum(len(t.losses) for trials in (*singles, *together) for t in trials)
 
     @property
     def changing(self) -> int:
@@ -63,15 +68,25 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and _changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
-        guilty = sorted((t for t in self.suspects if t.removes), key=lambda t: t.left)
-        if not self.placebos or self.share > BARS.specific or len(guilty) > BARS.together:
-            return ()
-        least = min(t.left for t in self.placebos)
-        return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
+        return _special(self.suspects, self.placebos) or self.blamed_by_replacing
+
+    @property
+    def blamed_by_replacing(self) -> tuple[int, ...]:
+        """Those of which half is gone only with batches like their own in their place."""
+        return _special(self.replaced, self.replaced_placebos) if self.group is None else ()
 
 
 def _changing(trials: Sequence[Trial]) -> float:
     return sum(not t.keeps for t in trials) / len(trials) if trials else 1.0
+
+
+def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> tuple[int, ...]:
+    """Suspects that remove half, and clearly more than any placebo does, where hardly any of these changes it."""
+    guilty = sorted((t for t in suspects if t.removes), key=lambda t: t.left)
+    if not placebos or _changing(placebos) > BARS.specific or len(guilty) > BARS.together:
+        return ()
+    least = min(t.left for t in placebos)
+    return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
 
 
 @dataclass(frozen=True)
@@ -84,16 +99,21 @@ class _Runs:
 
     def accused(self, steps: tuple[int, ...]) -> Trial:
         """Does it remove half of the event? The run ends once it cannot."""
-        losses = self._losses(steps, self.event.stays)
+        losses = self._losses(dict.fromkeys(steps), self.event.stays)
         return Trial(steps, losses, self.event.left_by_then(losses, frozenset(steps)))
 
     def placebo(self, steps: tuple[int, ...], *, whole: bool = True) -> Trial:
         """The same of steps that nobody suspects; the whole event says whether it doubles, too."""
-        losses = self._losses(steps, self.event.decided if whole else self.event.stays)
+        losses = self._losses(dict.fromkeys(steps), self.event.decided if whole else self.event.stays)
         return Trial(steps, losses, self.event.left(losses, frozenset(steps)))
 
-    def _losses(self, steps: tuple[int, ...], done: Done) -> Losses:
-        run = Run(min(steps), dict.fromkeys(steps))
+    def replaced(self, step: int) -> Trial:
+        """The step with batches like its own in place of it."""
+        losses = self._losses({step: stand_in(self.trajectory.steps[: self.event.onset], step)}, self.event.stays)
+        return Trial((step,), losses, self.event.left_by_then(losses))
+
+    def _losses(self, steps: Mapping[int, Step | None], done: Done) -> Losses:
+        run = Run(min(steps), steps)
         return run_again(self.trajectory, [run], self.event.last, self.tick, done)[0]
 
 
@@ -116,7 +136,7 @@ def inquire(
     of those asked for do, nobody can be blamed, and `least` suspects are run without. Then the suspects. Where one
     removes half, the other placebos; where few of them change it, half as many again, and as many where it is close.
     A placebo that removes the event, where the others do not, is a suspect from then on. Where no earlier step alone
-    removes half, steps are left out together.
+    removes half, suspects are given batches like their own instead, and else are left out together.
 
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
@@ -152,8 +172,7 @@ def inquire(
         found.suspects += [t for t in found.placebos if t.removes]
         found.placebos = [t for t in found.placebos if not t.removes]
         if not _guilty(found, event) and not (own_batch and any(t.removes for t in found.suspects)):
-            alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
-            found.group = _group(runs, alone, repeated, alone[:LARGEST] if groups else [])
+            _look_further(runs, found, repeated, innocent[:placebos], groups=groups)
             found.group_placebos = _other_groups(runs, found.group, placebos, draw)
     return found
 
@@ -163,14 +182,36 @@ def _guilty(found: Inquiry, event: Event) -> bool:
     return any(t.removes and t.steps != (event.step,) for t in (*found.suspects, *found.placebos))
 
 
-def _group(
-    runs: _Runs, alone: Sequence[Trial], repeated: Sequence[tuple[int, ...]], growing: Sequence[Trial]
-) -> Trial | None:
-    """Steps that do it together, each of them needed: one batch wherever it came; else suspects one on top of the
-    other, until half of the event is gone.
+def _look_further(
+    runs: _Runs, found: Inquiry, repeated: Sequence[tuple[int, ...]], innocent: Sequence[int], *, groups: bool
+) -> None:
+    """One batch left out wherever it came; else batches like a suspect's own in its place; else suspects left out one
+    on top of the other, that which leaves least alone first."""
+    event = runs.event
+    alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
+    found.group = _smallest(runs, repeated, alone)
+    if found.group is None:
+        _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
+        if groups and not found.blamed:
+            order = [t.steps[0] for t in alone[:LARGEST]]
+            growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
+            found.group = _smallest(runs, growing, alone)
 
-    A step is needed if half of the event comes back with it: the smallest group that removes half is left.
+
+def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
+    """Give suspects that do more than any placebo batches like their own instead; where one removes half, placebos too.
+
+    A batch that was left out teaches nothing, and an event may be there because of that.
     """
+    least = min((t.left for t in found.placebos), default=0.0)
+    found.replaced = [runs.replaced(t.steps[0]) for t in alone[:LARGEST] if t.left < least]
+    if any(t.removes for t in found.replaced):
+        found.replaced_placebos = [runs.replaced(i) for i in innocent]
+
+
+def _smallest(runs: _Runs, groups: Sequence[tuple[int, ...]], alone: Sequence[Trial]) -> Trial | None:
+    """The first group without which half of the event is gone, less every step that can come back alone without half
+    of the event coming back with it."""
     tried = {t.steps: t for t in alone}
 
     def without(steps: tuple[int, ...]) -> Trial:
@@ -178,10 +219,11 @@ def _group(
             tried[steps] = runs.accused(steps)
         return tried[steps]
 
-    larger = [tuple(sorted(t.steps[0] for t in growing[:size])) for size in range(2, len(growing) + 1)]
-    group = next((trial for steps in (*repeated, *larger) if (trial := without(steps)).removes), None)
-    for step in group.steps if group is not None else ():
-        rest = tuple(i for i in group.steps if i != step)  # type: ignore[union-attr]
+    group = next((trial for steps in groups if (trial := without(steps)).removes), None)
+    if group is None:
+        return None
+    for step in group.steps:
+        rest = tuple(i for i in group.steps if i != step)
         if rest and without(rest).removes:
             group = without(rest)
     return group

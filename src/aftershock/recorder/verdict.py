@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
@@ -68,6 +69,8 @@ def _spike(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
+    if attrs["replaced"]:
+        return _replaced(found)
     if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
         return (
             f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
@@ -80,6 +83,26 @@ def _batch(found: FlightExplanation) -> str:
             *_inside(found, best),
         ]
     )
+
+
+def _replaced(found: FlightExplanation) -> str:
+    """Where leaving a step out is not enough, because its batch then teaches nothing."""
+    attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
+    each = [
+        f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
+        f"({left[step]:.0%} without any batch there)"
+        for step in found.blamed
+    ]
+    count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
+    names = _listed(found.blamed)
+    return (
+        f"Step{'s' if len(found.blamed) > 1 else ''} {names} did it: {'; '.join(each)}; and it stays with such batches "
+        f"in place of those of {count - other} of {count} other steps."
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return " and ".join(part for part in (", ".join(map(str, steps[:-1])), str(steps[-1])) if part)
 
 
 def _without(left: float) -> str:
@@ -97,7 +120,9 @@ def _placebos(attrs: dict[str, object]) -> str:
 
 def _group(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    names = " and ".join([", ".join(map(str, found.blamed[:-1])), str(found.blamed[-1])])
+    names = _listed(found.blamed)
+    if attrs["replaced"]:
+        return _replaced(found)
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
         kept = attrs["group_placebos"] - attrs["group_placebos_change"]

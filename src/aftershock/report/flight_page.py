@@ -34,8 +34,17 @@ INSTRUMENTS = {
 }
 SAID = (  # elsewhere on the page
     *INSTRUMENTS,
-    *("kind", "event", "batches", "examples", "changes", "blamed", "group", "group_left", "placebos"),
-    *("placebos_change", "group_placebos", "group_placebos_change", "treatment", "hyperparameter", "missing"),
+    *("kind", "event", "batches", "examples", "changes", "blamed", "replaced", "group", "group_left", "placebos"),
+    *(
+        "replaced_placebos",
+        "replaced_placebos_change",
+        "placebos_change",
+        "group_placebos",
+        "group_placebos_change",
+        "treatment",
+        "hyperparameter",
+        "missing",
+    ),
     *(
         "hyperparameter_said",
         "hyperparameter_left",
@@ -45,6 +54,7 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
+    *("replaced_placebos", "replaced_placebos_change"),
     *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left"),
 )
 STYLE = """
