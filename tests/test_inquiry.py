@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import aftershock as ak
+from aftershock.core.batches import Accumulated
+from aftershock.core.dynamics import Step
 from aftershock.recorder import suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
+from aftershock.recorder.neighbours import stand_in
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.suspects import Inquiry, Trial, inquire
 
@@ -33,20 +36,32 @@ def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None
 class Runs:
     """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
 
-    def __init__(self, left: Left) -> None:
-        self.left, self.asked = left, list[frozenset[int]]()
+    def __init__(self, left: Left, instead: Callable[[int], float]) -> None:
+        self.left, self.instead = left, instead
 
     def __call__(self, trajectory: Any, runs: Sequence[Run], *_: Any) -> list[dict[int, float]]:
-        self.asked += [run.left_out for run in runs]
         return [
-            {i: 1.0 + SPIKE * self.left(run.left_out) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
+            {i: 1.0 + SPIKE * self._left(run) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
             for run in runs
         ]
 
+    def _left(self, run: Run) -> float:
+        return self.left(run.left_out) if run.left_out else self.instead(run.at)
 
-def asked_of(left: Left, suspected: Sequence[int], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Inquiry:
-    monkeypatch.setattr(suspects, "run_again", Runs(left))
-    return inquire(None, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)  # type: ignore[arg-type]
+
+def asked_of(
+    left: Left,
+    suspected: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    instead: Callable[[int], float] = lambda step: 1.0,
+    **options: Any,
+) -> Inquiry:
+    """instead: what is left with batches like its own in a step's place."""
+    draw = torch.Generator().manual_seed(0)
+    steps = [Step(i, torch.randn(4, 3, generator=draw), None, (), None) for i in range(len(LOSSES))]  # type: ignore[arg-type]
+    trajectory: Any = SimpleNamespace(steps=steps)
+    monkeypatch.setattr(suspects, "run_again", Runs(left, instead))
+    return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)
 
 
 def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back(
@@ -126,6 +141,45 @@ def test_a_batch_that_came_several_times_is_left_out_wherever_it_came(monkeypatc
     assert found.blamed == (4, 11, 13)
     needless = asked_of(lambda out: 0.2 if out >= {4, 13} else 1.0, suspected, monkeypatch, repeated=[(4, 11, 13)])
     assert needless.blamed == (4, 13)
+
+
+def test_a_step_whose_batch_is_missed_is_blamed_for_what_batches_like_it_do_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without step 3 most of the event stays, because nothing is learnt there; with batches like its own it is gone."""
+
+    def left(out: frozenset[int]) -> float:
+        return 1.0 - 0.3 * len(out & {3, 4})
+
+    found = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2 if step == 3 else 0.9)
+    assert found.blamed == found.blamed_by_replacing == (3,)
+    assert [t.steps for t in found.replaced] == [(3,), (4,)]  # those that do more than any placebo
+    assert len(found.replaced_placebos) == 8
+    anybody = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2)
+    assert anybody.blamed_by_replacing == ()
+    assert anybody.blamed == (3, 4)  # together
+    once = asked_of(lambda out: 0.2 if out == {3} else left(out), [3, 4, 5], monkeypatch, lambda step: 0.2)
+    assert (once.blamed, once.replaced) == ((3,), [])
+
+
+def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
+    def step(index: int, inputs: torch.Tensor, label: int) -> Step:
+        return Step(index, (inputs, torch.tensor([label] * 3)), None, (), None)  # type: ignore[arg-type]
+
+    draw = torch.Generator().manual_seed(0)
+    scale = torch.tensor([5.0, 5.0, 0.1, 0.1])
+    rare = [torch.randn(3, 4, generator=draw) * scale for _ in range(3)]
+    usual = [torch.randn(3, 4, generator=draw) * scale.flip(0) for _ in range(3)]
+    steps = [step(i, x, i % 2) for i, x in enumerate([rare[0], *usual, rare[1], rare[2], rare[2]])]
+    batch = stand_in(steps, 5).batch  # step 6 saw the same inputs, and is none
+    assert isinstance(batch, Accumulated)
+    assert {id(part) for part in batch.batches} == {id(steps[0].batch), id(steps[4].batch)}
+    letters = [step(i, torch.tensor([[0, 1, 2], [n, n, n], [n, 2, 1]]), 0) for i, n in enumerate((7, 3, 3, 7, 9, 7))]
+    letters[3] = step(3, torch.tensor([[0, 1, 2], [7, 7, 7], [7, 1, 1]]), 1)
+    letters[5] = step(5, torch.tensor([[0, 1, 1], [7, 7, 7], [7, 7, 1]]), 1)
+    batch = stand_in(letters, 0).batch
+    assert isinstance(batch, Accumulated)
+    assert {id(part) for part in batch.batches} == {id(letters[3].batch), id(letters[5].batch)}
 
 
 def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

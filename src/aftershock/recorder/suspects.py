@@ -68,7 +68,7 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and _changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
-        return _special(self.suspects, self.placebos) or self.blamed_by_replacing
+        return *_special(self.suspects, self.placebos), *self.blamed_by_replacing
 
     @property
     def blamed_by_replacing(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def _look_further(
     found.group = _smallest(runs, repeated, alone)
     if found.group is None:
         _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
-        if groups and not found.blamed:
+        if groups and not found.blamed_by_replacing:
             order = [t.steps[0] for t in alone[:LARGEST]]
             growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
             found.group = _smallest(runs, growing, alone)
