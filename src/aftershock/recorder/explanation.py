@@ -171,7 +171,7 @@ class FlightExplanation:
         data = self.data
         if not data.sizes["treatment"]:
             return ""
-        lines = ["What would have prevented it (each run again over the whole event):"]
+        lines = ["What would have prevented it (each run again, until half of the event was there or it was over):"]
         names = [str(name) for name in data["treatment"].values]
         width = max(map(len, names))
         for i, name in enumerate(names):

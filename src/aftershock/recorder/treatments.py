@@ -1,4 +1,4 @@
-"""What would have prevented it: each treatment run again over the whole event."""
+"""What would have prevented it: each treatment run again, over the whole event where it prevents it."""
 
 from __future__ import annotations
 
