@@ -73,7 +73,7 @@ def recorded(
     return recorder
 
 
-def first_sentence(found: ak.FlightExplanation) -> str:
+def first_sentence(found: Any) -> str:
     return found.verdict.partition(". ")[0]
 
 

@@ -234,6 +234,23 @@ def test_a_run_is_decided_when_its_event_is_there_and_over() -> None:
     assert EVENT.decided(stretch(1.0, 1.0, 4.5, 1.0, 1.0, 1.0, 1.0))  # and here it only moved
 
 
+def test_a_run_that_has_half_of_the_event_cannot_remove_it() -> None:
+    assert not EVENT.stays({STEP - 1: 9.0})  # before the explained loss
+    assert EVENT.stays(stretch(1.0 + 0.6 * SPIKE))
+    assert not EVENT.stays(stretch(1.0 + 0.4 * SPIKE))
+    assert EVENT.stays(stretch(1.0, 1.0, 1.0 + 0.6 * SPIKE))  # it only moved
+    assert not EVENT.stays(stretch(1.0), frozenset({STEP}))
+
+
+def test_what_an_ended_run_leaves_is_of_the_event_up_to_there() -> None:
+    later = Event.of([*LOSSES[: STEP + 1], 1.0, 1.0 + 2 * SPIKE, 1.0], STEP)
+    ended = {STEP: 1.0 + 0.9 * SPIKE}
+    assert later.left_by_then(ended) == pytest.approx(0.9, abs=0.01)
+    assert later.left(ended) == pytest.approx(1.0, abs=0.05)  # from there on it is the path
+    whole = {STEP: 1.0 + 0.9 * SPIKE, STEP + 1: 1.0, STEP + 2: 1.0, STEP + 3: 1.0}
+    assert later.left_by_then(whole) == later.left(whole) == pytest.approx(0.45, abs=0.01)
+
+
 def test_a_run_that_ends_early_is_the_beginning_of_the_whole_one() -> None:
     run = running(plain)
     path = ak.capture(run.model, run.optimizer, squares).follow(run.batches)

@@ -210,6 +210,20 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
         assert one.measured == pytest.approx(run.losses[SPIKE] - again, rel=1e-6, abs=1e-10)
 
 
+def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
+    data = found.data.copy()
+    data.attrs = found.data.attrs | {
+        "replaced": {str(CULPRIT): 0.43},
+        "replaced_placebos": 8,
+        "replaced_placebos_change": 1,
+    }
+    assert type(found)(data).verdict == (
+        f"Step {CULPRIT} did it: with batches like its own in place of step {CULPRIT}'s, 43% of the spike is left "
+        f"({found.culprits[0].left:.0%} without any batch there); and it stays with such batches in place of those of "
+        "7 of 8 other steps."
+    )
+
+
 def test_a_blame_leaves_few_treatments_to_try_and_the_mildest_come_first(run: Run, found: Any) -> None:
     every = ak.explain(run.recorder, step=SPIKE, verify=0).data["treatment"].values.tolist()
     tried = found.data["treatment"].values.tolist()
