@@ -115,7 +115,7 @@ def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_gui
 
     assert len(asked_of(lambda out: left(out, 1.0), [1], monkeypatch).placebos) == 8
     found = asked_of(lambda out: left(out, 0.1), [1], monkeypatch)
-    assert len(found.placebos) == 12
+    assert len(found.placebos) == 9
     assert found.blamed == (1,)
 
 

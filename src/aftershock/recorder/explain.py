@@ -46,7 +46,7 @@ PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
 REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
-RERUN = 10  # times the window's steps, that runs with something changed may take once somebody is blamed
+RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
 
 

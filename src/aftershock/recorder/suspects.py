@@ -134,9 +134,9 @@ def inquire(
 
     Half of the placebos come first, one by one, the others where one of them changed the event: once more than a third
     of those asked for do, nobody can be blamed, and `least` suspects are run without. Then the suspects. Where one
-    removes half, the other placebos; where few of them change it, half as many again, and as many where it is close.
-    A placebo that removes the event, where the others do not, is a suspect from then on. Where no earlier step alone
-    removes half, suspects are given batches like their own instead, and else are left out together.
+    removes half, the other placebos; where few of them change it, one more for each, and where it is close up to
+    as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Where no
+    earlier step alone removes half, suspects are given batches like their own instead, and else are left out together.
 
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
@@ -165,7 +165,7 @@ def inquire(
     if any(t.removes for t in found.suspects):
         compare(placebos)
     if found.changing and _guilty(found, event):
-        compare(placebos + half)
+        compare(placebos + found.changing)
         if found.share > BARS.specific:
             compare(2 * placebos)
     if found.share <= BARS.specific:

@@ -175,7 +175,8 @@ def _runs(found: FlightExplanation) -> str:
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{name}</th>' for i, name in enumerate(heads))
     rows = "\n".join(_run(run, control) for run in runs)
     return (
-        "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was over. Loss after: the mean of the last "
+        "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
+        "over. Loss after: the mean of the last "
         f"losses of the window; change: against {control:.4g}, that of the run as it was.</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
