@@ -12,7 +12,7 @@ import torch
 import aftershock as ak
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
-from aftershock.recorder import suspects
+from aftershock.recorder import explain, suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import stand_in
@@ -141,6 +141,16 @@ def test_a_batch_that_came_several_times_is_left_out_wherever_it_came(monkeypatc
     assert found.blamed == (4, 11, 13)
     needless = asked_of(lambda out: 0.2 if out >= {4, 13} else 1.0, suspected, monkeypatch, repeated=[(4, 11, 13)])
     assert needless.blamed == (4, 13)
+
+
+def test_suspects_that_saw_one_batch_are_found_by_their_inputs() -> None:
+    def record(value: int, label: int) -> Any:
+        return SimpleNamespace(fed=[SimpleNamespace(tensors=(torch.tensor([label]), torch.full((3, 2), value)))])
+
+    records = [record(value, label) for label, value in enumerate((7, 1, 7, 2, 1, 3, 3, 3, 3, 3))]
+    assert explain._one_batch(records, [0, 1, 2, 3]) == [(0, 2)]  # step 4 is no suspect
+    assert explain._one_batch(records, [1, 4, 0, 2]) == [(1, 4), (0, 2)]
+    assert explain._one_batch(records, [5, 6, 7, 8, 9]) == []  # too many to be blamed together
 
 
 def test_a_step_whose_batch_is_missed_is_blamed_for_what_batches_like_it_do_not_do(
