@@ -37,9 +37,12 @@ class Runs:
     """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
 
     def __init__(self, left: Left, instead: Callable[[int], float]) -> None:
-        self.left, self.instead = left, instead
+        self.left, self.instead, self.ends = left, instead, dict[frozenset[int], str]()
 
-    def __call__(self, trajectory: Any, runs: Sequence[Run], *_: Any) -> list[dict[int, float]]:
+    def __call__(
+        self, trajectory: Any, runs: Sequence[Run], last: int, tick: Any, done: Callable[..., bool]
+    ) -> list[dict[int, float]]:
+        self.ends |= {run.left_out: done.__name__ for run in runs}
         return [
             {i: 1.0 + SPIKE * self._left(run) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
             for run in runs
@@ -102,6 +105,9 @@ def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: py
     assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 4
     blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
     assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
+    ends = suspects.run_again.ends  # type: ignore[attr-defined]
+    assert [ends[frozenset(t.steps)] for t in blamed.placebos] == ["decided"] * 4 + ["stays"] * 4
+    assert ends[frozenset({1})] == "stays"
 
 
 def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_guilty(
@@ -245,7 +251,10 @@ def test_a_run_is_decided_when_its_event_is_there_and_over() -> None:
 
 
 def test_a_run_that_has_half_of_the_event_cannot_remove_it() -> None:
-    assert not EVENT.stays({STEP - 1: 9.0})  # before the explained loss
+    wide = Event.of([*LOSSES[:STEP], 1.0 + SPIKE, 1.0 + SPIKE, 1.0], STEP + 1)
+    assert wide.onset == STEP
+    assert not wide.stays({STEP: 1.0 + SPIKE})  # what it leaves of the explained loss is asked for, too
+    assert wide.stays({STEP: 1.0 + SPIKE, STEP + 1: 1.0})
     assert EVENT.stays(stretch(1.0 + 0.6 * SPIKE))
     assert not EVENT.stays(stretch(1.0 + 0.4 * SPIKE))
     assert EVENT.stays(stretch(1.0, 1.0, 1.0 + 0.6 * SPIKE))  # it only moved
