@@ -106,7 +106,7 @@ def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: py
     blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
     assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
     ends = suspects.run_again.ends  # type: ignore[attr-defined]
-    assert [ends[frozenset(t.steps)] for t in blamed.placebos] == ["decided"] * 4 + ["stays"] * 4
+    assert [ends[frozenset(t.steps)] for t in blamed.placebos] == ["decided"] * 8
     assert ends[frozenset({1})] == "stays"
 
 
@@ -132,6 +132,18 @@ def test_a_close_verdict_asks_on_until_nobody_can_be_blamed(monkeypatch: pytest.
     found = asked_of(lambda out: 0.1 if out in odd else 1.0, [1], monkeypatch)
     assert len(found.placebos) == 9  # the third of them that removes it decides
     assert found.blamed == ()
+
+
+def test_further_suspects_are_asked_where_one_is_not_clearly_special(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(out: frozenset[int]) -> float:
+        return {frozenset({1}): 0.45, frozenset({2}): 0.2}.get(out, 0.8)
+
+    assert asked_of(left, [1], monkeypatch).blamed == ()  # more than half of what placebos leave
+    found = asked_of(left, [1], monkeypatch, reserve=[2, 3])
+    assert found.blamed == (2,)
+    assert {(2,), (3,)} <= {t.steps for t in found.suspects} | {t.steps for t in found.placebos}
+    clear = asked_of(lambda out: 0.2 if out == {1} else 0.8, [1], monkeypatch, reserve=[2, 3])
+    assert [t.steps for t in clear.suspects] == [(1,)]
 
 
 def test_a_batch_that_came_several_times_is_left_out_wherever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

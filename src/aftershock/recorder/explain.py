@@ -45,6 +45,7 @@ AFTER = 16  # steps after the explained one that belong to the event, where they
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
+RESERVE = 3  # further suspects where one removes half of the event, and it is not clear that it is special
 REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
 RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
@@ -136,7 +137,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(steps, change, event) for change in f.changes]
-    suspected = _suspected(f, verify)
+    suspected, reserve = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
         least = LEAST if isinstance(verify, int) else len(suspected)
         own, repeated = f.data.kind == "own batch", _one_batch(replayed.records, [i for i in suspected if i < last])
@@ -146,6 +147,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
             suspected,
             placebos=placebos,
             seed=seed,
+            reserve=reserve,
             repeated=repeated,
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
             least=least,
@@ -164,18 +166,18 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
     return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
 
 
-def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
+def _suspected(f: Findings, verify: int | Sequence[int]) -> tuple[list[int], list[int]]:
     """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
     batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
     largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
-    batch is high."""
+    batch is high. Second, the next highest predicted, in reserve."""
     last = f.replayed.last
     numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
         unknown = [number for number in verify if number not in numbers]
         if unknown:
             raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
-        return [numbers.index(number) for number in verify]
+        return [numbers.index(number) for number in verify], []
     steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
     loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
     predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
@@ -183,9 +185,10 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     if len(loudest) < verify and last:
         loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
     highest = [i for i in predicted if i not in loudest]
-    chosen = loudest + highest[: verify - len(loudest)]
+    places = verify - len(loudest)
+    chosen, reserve = loudest + highest[:places], highest[places : places + RESERVE] if verify else []
     own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own
+    return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own, reserve
 
 
 def _one_batch(records: Sequence[Record], suspected: Sequence[int]) -> list[tuple[int, ...]]:

@@ -102,9 +102,9 @@ class _Runs:
         losses = self._losses(dict.fromkeys(steps), self.event.stays)
         return Trial(steps, losses, self.event.left_by_then(losses, frozenset(steps)))
 
-    def placebo(self, steps: tuple[int, ...], *, whole: bool = True) -> Trial:
-        """The same of steps that nobody suspects; the whole event says whether it doubles, too."""
-        losses = self._losses(dict.fromkeys(steps), self.event.decided if whole else self.event.stays)
+    def placebo(self, steps: tuple[int, ...]) -> Trial:
+        """The same of steps that nobody suspects, over the whole event: it may double, too."""
+        losses = self._losses(dict.fromkeys(steps), self.event.decided)
         return Trial(steps, losses, self.event.left(losses, frozenset(steps)))
 
     def replaced(self, step: int) -> Trial:
@@ -124,6 +124,7 @@ def inquire(
     *,
     placebos: int,
     seed: int,
+    reserve: Sequence[int] = (),
     repeated: Sequence[tuple[int, ...]] = (),
     groups: bool = True,
     least: int = LEAST,
@@ -138,6 +139,7 @@ def inquire(
     as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Where no
     earlier step alone removes half, suspects are given batches like their own instead, and else are left out together.
 
+    reserve: further suspects, where one removes half, but not clearly more than placebos do.
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
     own_batch: the explained step's batch is bad by itself, so that it may be the only one.
@@ -145,17 +147,16 @@ def inquire(
     runs, draw = _Runs(trajectory, event, tick), random.Random(seed)
     innocent = [i for i in range(event.onset) if i not in set(suspected)]
     draw.shuffle(innocent)
-    found, half = Inquiry([], []), placebos // 2
+    found = Inquiry([], [])
 
     def compare(count: int) -> None:
         """Leave out placebos up to this many, until so many change it that nobody can be blamed."""
         while len(found.placebos) < min(count, len(innocent)) and found.changing <= BARS.unspecific * placebos:
-            at = len(found.placebos)
-            found.placebos.append(runs.placebo((innocent[at],), whole=at < half))
+            found.placebos.append(runs.placebo((innocent[len(found.placebos)],)))
 
     if not suspected:
         return found
-    compare(half)
+    compare(placebos // 2)
     if found.changing:
         compare(placebos)
     unstable = found.changing > BARS.unspecific * placebos
@@ -171,6 +172,9 @@ def inquire(
     if found.share <= BARS.specific:
         found.suspects += [t for t in found.placebos if t.removes]
         found.placebos = [t for t in found.placebos if not t.removes]
+        if _guilty(found, event) and not set(found.blamed) - {event.step}:
+            known = {t.steps[0] for t in (*found.suspects, *found.placebos)}
+            found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
         if not _guilty(found, event) and not (own_batch and any(t.removes for t in found.suspects)):
             _look_further(runs, found, repeated, innocent[:placebos], groups=groups)
             found.group_placebos = _other_groups(runs, found.group, placebos, draw)
