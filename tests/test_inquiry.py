@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import aftershock as ak
-from aftershock.recorder import suspects
+from aftershock.core.batches import Accumulated
+from aftershock.core.dynamics import Step
+from aftershock.recorder import explain, suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
+from aftershock.recorder.neighbours import stand_in
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.suspects import Inquiry, Trial, inquire
 
@@ -33,20 +36,35 @@ def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None
 class Runs:
     """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
 
-    def __init__(self, left: Left) -> None:
-        self.left, self.asked = left, list[frozenset[int]]()
+    def __init__(self, left: Left, instead: Callable[[int], float]) -> None:
+        self.left, self.instead, self.ends = left, instead, dict[frozenset[int], str]()
 
-    def __call__(self, trajectory: Any, runs: Sequence[Run], *_: Any) -> list[dict[int, float]]:
-        self.asked += [run.left_out for run in runs]
+    def __call__(
+        self, trajectory: Any, runs: Sequence[Run], last: int, tick: Any, done: Callable[..., bool]
+    ) -> list[dict[int, float]]:
+        self.ends |= {run.left_out: done.__name__ for run in runs}
         return [
-            {i: 1.0 + SPIKE * self.left(run.left_out) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
+            {i: 1.0 + SPIKE * self._left(run) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
             for run in runs
         ]
 
+    def _left(self, run: Run) -> float:
+        return self.left(run.left_out) if run.left_out else self.instead(run.at)
 
-def asked_of(left: Left, suspected: Sequence[int], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Inquiry:
-    monkeypatch.setattr(suspects, "run_again", Runs(left))
-    return inquire(None, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)  # type: ignore[arg-type]
+
+def asked_of(
+    left: Left,
+    suspected: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    instead: Callable[[int], float] = lambda step: 1.0,
+    **options: Any,
+) -> Inquiry:
+    """instead: what is left with batches like its own in a step's place."""
+    draw = torch.Generator().manual_seed(0)
+    steps = [Step(i, torch.randn(4, 3, generator=draw), None, (), None) for i in range(len(LOSSES))]  # type: ignore[arg-type]
+    trajectory: Any = SimpleNamespace(steps=steps)
+    monkeypatch.setattr(suspects, "run_again", Runs(left, instead))
+    return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)
 
 
 def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back(
@@ -77,16 +95,25 @@ def test_the_explained_step_is_in_no_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_suspects_are_hardly_asked_for_where_placebos_remove_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked_of(lambda out: 0.2, [1, 2, 3, 4, 5], monkeypatch)
-    assert len(found.placebos) == 8
+    assert len(found.placebos) == 3  # more than a third of eight
     assert len(found.suspects) == suspects.LEAST
     assert found.blamed == ()
     assert len(asked_of(lambda out: 0.2, [1, 2, 3], monkeypatch, least=3).suspects) == 3
 
 
+def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 4
+    blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
+    assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
+    ends = suspects.run_again.ends  # type: ignore[attr-defined]
+    assert [ends[frozenset(t.steps)] for t in blamed.placebos] == ["decided"] * 8
+    assert ends[frozenset({1})] == "stays"
+
+
 def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_guilty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch).placebos]
+    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch, placebos=16).placebos]
     doubling = frozenset(drawn[:1])
 
     def left(out: frozenset[int], removes: float) -> float:
@@ -94,16 +121,101 @@ def test_one_placebo_that_changes_it_asks_for_more_only_where_somebody_seems_gui
 
     assert len(asked_of(lambda out: left(out, 1.0), [1], monkeypatch).placebos) == 8
     found = asked_of(lambda out: left(out, 0.1), [1], monkeypatch)
-    assert len(found.placebos) == 12
+    assert len(found.placebos) == 9
     assert found.blamed == (1,)
 
 
-def test_a_close_verdict_takes_as_many_placebos_again_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [t.steps[0] for t in asked_of(lambda out: 1.0, [1], monkeypatch, placebos=16).placebos]
+def test_a_close_verdict_asks_on_until_nobody_can_be_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    blame = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch, placebos=16)
+    drawn = [t.steps[0] for t in blame.placebos]
     odd = {frozenset({i}) for i in (1, drawn[0], drawn[1], drawn[8])}
     found = asked_of(lambda out: 0.1 if out in odd else 1.0, [1], monkeypatch)
-    assert len(found.placebos) == 16
+    assert len(found.placebos) == 9  # the third of them that removes it decides
     assert found.blamed == ()
+
+
+def test_further_suspects_are_asked_where_one_is_not_clearly_special(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(out: frozenset[int]) -> float:
+        return {frozenset({1}): 0.45, frozenset({2}): 0.2}.get(out, 0.8)
+
+    assert asked_of(left, [1], monkeypatch).blamed == ()  # more than half of what placebos leave
+    found = asked_of(left, [1], monkeypatch, reserve=[2, 3])
+    assert found.blamed == (2,)
+    assert {(2,), (3,)} <= {t.steps for t in found.suspects} | {t.steps for t in found.placebos}
+    clear = asked_of(lambda out: 0.2 if out == {1} else 0.8, [1], monkeypatch, reserve=[2, 3])
+    assert [t.steps for t in clear.suspects] == [(1,)]
+
+
+def test_a_batch_that_came_several_times_is_left_out_wherever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them alone does anything, so that no order of suspects would find them."""
+    same = frozenset((4, 11, 13))
+
+    def left(out: frozenset[int]) -> float:
+        return 0.2 if same <= out else 1.0 - 0.01 * len(out - same)
+
+    suspected = [1, 2, 3, 4, 5, 11, 13]
+    assert asked_of(left, suspected, monkeypatch).blamed == ()
+    found = asked_of(left, suspected, monkeypatch, repeated=[(4, 11, 13)])
+    assert found.blamed == (4, 11, 13)
+    needless = asked_of(lambda out: 0.2 if out >= {4, 13} else 1.0, suspected, monkeypatch, repeated=[(4, 11, 13)])
+    assert needless.blamed == (4, 13)
+
+
+def test_suspects_that_saw_one_batch_are_found_by_their_inputs() -> None:
+    def record(value: int, label: int) -> Any:
+        return SimpleNamespace(fed=[SimpleNamespace(tensors=(torch.tensor([label]), torch.full((3, 2), value)))])
+
+    records = [record(value, label) for label, value in enumerate((7, 1, 7, 2, 1, 3, 3, 3, 3, 3))]
+    assert explain._one_batch(records, [0, 1, 2, 3]) == [(0, 2)]  # step 4 is no suspect
+    assert explain._one_batch(records, [1, 4, 0, 2]) == [(1, 4), (0, 2)]
+    assert explain._one_batch(records, [5, 6, 7, 8, 9]) == []  # too many to be blamed together
+
+
+def test_a_step_whose_batch_is_missed_is_blamed_for_what_batches_like_it_do_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without step 3 most of the event stays, because nothing is learnt there; with batches like its own it is gone."""
+
+    def left(out: frozenset[int]) -> float:
+        return 1.0 - 0.3 * len(out & {3, 4})
+
+    found = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2 if step == 3 else 0.9)
+    assert found.blamed == found.blamed_by_replacing == (3,)
+    assert [t.steps for t in found.replaced] == [(3,), (4,)]  # those that do more than any placebo
+    assert len(found.replaced_placebos) == 8
+    anybody = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2)
+    assert anybody.blamed_by_replacing == ()
+    assert anybody.blamed == (3, 4)  # together
+    once = asked_of(lambda out: 0.2 if out == {3} else left(out), [3, 4, 5], monkeypatch, lambda step: 0.2)
+    assert (once.blamed, once.replaced) == ((3,), [])
+
+
+def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
+    def step(index: int, inputs: torch.Tensor, label: int) -> Step:
+        return Step(index, (inputs, torch.tensor([label] * 3)), None, (), None)  # type: ignore[arg-type]
+
+    draw = torch.Generator().manual_seed(0)
+    scale = torch.tensor([5.0, 5.0, 0.1, 0.1])
+    rare = [torch.randn(3, 4, generator=draw) * scale for _ in range(3)]
+    usual = [torch.randn(3, 4, generator=draw) * scale.flip(0) for _ in range(3)]
+    steps = [step(i, x, i % 2) for i, x in enumerate([rare[0], *usual, rare[1], rare[2], rare[2]])]
+    batch = stand_in(steps, 5).batch  # step 6 saw the same inputs, and is none
+    assert isinstance(batch, Accumulated)
+    assert {id(part) for part in batch.batches} == {id(steps[0].batch), id(steps[4].batch)}
+    letters = [step(i, torch.tensor([[0, 1, 2], [n, n, n], [n, 2, 1]]), 0) for i, n in enumerate((7, 3, 3, 7, 9, 7))]
+    letters[3] = step(3, torch.tensor([[0, 1, 2], [7, 7, 7], [7, 1, 1]]), 1)
+    letters[5] = step(5, torch.tensor([[0, 1, 1], [7, 7, 7], [7, 7, 1]]), 1)
+    batch = stand_in(letters, 0).batch
+    assert isinstance(batch, Accumulated)
+    assert {id(part) for part in batch.batches} == {id(letters[3].batch), id(letters[5].batch)}
+
+
+def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    assert found.group is not None
+    assert len(found.group_placebos) == 2  # more than an eighth of eight
+    assert found.blamed == ()
+    assert asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch, groups=False).group is None
 
 
 # --- the explained step itself
@@ -124,7 +236,9 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
 ) -> None:
     kept = [Trial((i,), {}, 1.0) for i in range(8)]
     inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
-    replayed: Any = SimpleNamespace(last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))])
+    replayed: Any = SimpleNamespace(
+        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], scatter=()
+    )
     data: Any = SimpleNamespace(kind=kind)
     findings = Findings(None, replayed, EVENT, None, STEP, data=data, inquiry=inquiry)  # type: ignore[arg-type]
     assert findings.kind == wanted
@@ -146,6 +260,26 @@ def test_a_run_is_decided_when_its_event_is_there_and_over() -> None:
     assert EVENT.decided(stretch(4.5, 6.5))  # twice as much in all
     assert not EVENT.decided(stretch(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))  # it may still come
     assert EVENT.decided(stretch(1.0, 1.0, 4.5, 1.0, 1.0, 1.0, 1.0))  # and here it only moved
+
+
+def test_a_run_that_has_half_of_the_event_cannot_remove_it() -> None:
+    wide = Event.of([*LOSSES[:STEP], 1.0 + SPIKE, 1.0 + SPIKE, 1.0], STEP + 1)
+    assert wide.onset == STEP
+    assert not wide.stays({STEP: 1.0 + SPIKE})  # what it leaves of the explained loss is asked for, too
+    assert wide.stays({STEP: 1.0 + SPIKE, STEP + 1: 1.0})
+    assert EVENT.stays(stretch(1.0 + 0.6 * SPIKE))
+    assert not EVENT.stays(stretch(1.0 + 0.4 * SPIKE))
+    assert EVENT.stays(stretch(1.0, 1.0, 1.0 + 0.6 * SPIKE))  # it only moved
+    assert not EVENT.stays(stretch(1.0), frozenset({STEP}))
+
+
+def test_what_an_ended_run_leaves_is_of_the_event_up_to_there() -> None:
+    later = Event.of([*LOSSES[: STEP + 1], 1.0, 1.0 + 2 * SPIKE, 1.0], STEP)
+    ended = {STEP: 1.0 + 0.9 * SPIKE}
+    assert later.left_by_then(ended) == pytest.approx(0.9, abs=0.01)
+    assert later.left(ended) == pytest.approx(1.0, abs=0.05)  # from there on it is the path
+    whole = {STEP: 1.0 + 0.9 * SPIKE, STEP + 1: 1.0, STEP + 2: 1.0, STEP + 3: 1.0}
+    assert later.left_by_then(whole) == later.left(whole) == pytest.approx(0.45, abs=0.01)
 
 
 def test_a_run_that_ends_early_is_the_beginning_of_the_whole_one() -> None:

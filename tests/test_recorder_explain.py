@@ -153,8 +153,9 @@ def test_measured_is_what_a_loop_without_the_step_gives(run: Run, found: Any) ->
         assert curve[h - 1] == pytest.approx(run.losses[CULPRIT + h] - model_loss, rel=1e-8)
 
 
-def test_treatments_are_what_a_loop_with_them_gives(run: Run, found: Any) -> None:
+def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
     """Half the rate, Adam anew, another β2, clipping and bounded updates, each by a plain torch loop."""
+    found = ak.explain(run.recorder, step=SPIKE, verify=0)  # nobody is blamed, so that all of them are tried
     data, first = found.data, found.data.attrs["stretch"][0]
     outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_loss"].sel(place=SPIKE).values))
 
@@ -207,6 +208,27 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
     for one in placebos[:2]:
         again = run.again(WARM, SPIKE, lambda step, *_, one=one: step == one.step)
         assert one.measured == pytest.approx(run.losses[SPIKE] - again, rel=1e-6, abs=1e-10)
+
+
+def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
+    data = found.data.copy()
+    data.attrs = found.data.attrs | {
+        "replaced": {str(CULPRIT): 0.43},
+        "replaced_placebos": 8,
+        "replaced_placebos_change": 1,
+    }
+    assert type(found)(data).verdict == (
+        f"Step {CULPRIT} did it: with batches like its own in place of step {CULPRIT}'s, 43% of the spike is left "
+        f"({found.culprits[0].left:.0%} without any batch there); and it stays with such batches in place of those of "
+        "7 of 8 other steps."
+    )
+
+
+def test_a_blame_leaves_few_treatments_to_try_and_the_mildest_come_first(run: Run, found: Any) -> None:
+    every = ak.explain(run.recorder, step=SPIKE, verify=0).data["treatment"].values.tolist()
+    tried = found.data["treatment"].values.tolist()
+    assert 0 < len(tried) < len(every)
+    assert tried == every[: len(tried)]
 
 
 def test_a_blame_needs_placebos(run: Run) -> None:

@@ -77,6 +77,13 @@ class Trajectory:
         self.seconds_per_step = sorted(seconds)[len(seconds) // 2]
         return self
 
+    @classmethod
+    def untaken(cls, dynamics: Dynamics, start: JointState, step: Step) -> Trajectory:
+        """One step that cannot be taken, and the state before it."""
+        self = cls(dynamics, "states")
+        self.steps, self._states = [step], {0: start}
+        return self
+
     def _take(self, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
         if self.keep != "graphs":
             return self.dynamics.launch(step, state, consume=consume)

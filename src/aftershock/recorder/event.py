@@ -80,17 +80,25 @@ class Event:
         run: its losses by place in the path; where it has none, before it begins and after it was ended, it is the
         path. without: steps that it did not take, whose losses it does not have.
         """
-        return self._share(self._stretch(run, without, self.last))
+        return self._share(self._stretch(run, without, self.last), self._stretch({}, frozenset(), self.last))
 
-    def _share(self, theirs: Sequence[float]) -> float:
-        ours = self._stretch({}, frozenset(), self.last)
+    def left_by_then(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """The same of the event up to where the run was ended."""
+        return self._share(self._stretch(run, without, max(run)), self._stretch({}, frozenset(), max(run)))
+
+    def _share(self, theirs: Sequence[float], ours: Sequence[float]) -> float:
+        peak = max(ours, default=self.usual) - self.usual
         # an event that hardly passes the level has hardly any excess to compare with
-        whole = max(_excess(ours, self.level), BARS.half * self.peak)
+        whole = max(_excess(ours, self.level), BARS.half * peak)
         pairs = (
             (_excess(theirs, self.level), whole),
-            (max(theirs, default=self.usual) - self.usual, self.peak),
+            (max(theirs, default=self.usual) - self.usual, peak),
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
+
+    def _so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
+        """Of the whole event, what a run has of it until now: it can only become more."""
+        return self._share(self._stretch(run, without, max(run)), self._stretch({}, frozenset(), self.last))
 
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one."""
@@ -103,17 +111,20 @@ class Event:
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
 
+    def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
+        """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""
+        return max(run) >= self.step and self._so_far(run, without) > BARS.half
+
     def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
-        """May a run end here? Its own event is there, and over or twice as large; that of the path is past.
+        """May a run end of which one wants to know whether it keeps the event? Its own event is there, and over or
+        twice as large; that of the path is past.
 
         A run without an event is never decided before the end: it may come later.
         """
-        worst = max(range(self.onset, self.last + 1), key=self.losses.__getitem__)
-        if max(run) < max(self.step, worst) or self.prevented(run):
+        if max(run) < max(self.step, self.highest) or not self.stays(run, without):
             return False
-        theirs = self._stretch(run, without, max(run))
-        left = self._share(theirs)
-        return left >= 1 / BARS.half or (left > BARS.half and max(theirs[-SETTLED:]) <= self.level)
+        calm = max(self._stretch(run, without, max(run))[-SETTLED:]) <= self.level
+        return calm or self._so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
         """Losses from the onset to `last`: the path's where the run has none."""

@@ -16,7 +16,14 @@ from ..api.ranking import VERIFY
 from ..core.batches import Batch
 from ..core.contributions import BentReadout, Layers
 from ..core.probe import own_loss
-from ..errors import HiddenState, InvalidInput, UnsupportedAttention, UnsupportedModel, WrongHessian
+from ..errors import (
+    HiddenState,
+    InvalidInput,
+    Nondeterministic,
+    UnsupportedAttention,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .choice import chosen_step, find_flight, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
 from .event import Event
@@ -27,11 +34,11 @@ from .instruments import data, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import FlightRecorder
 from .records import Record, Source
-from .replay import Replay, replay
+from .replay import Replay, replay, untaken
 from .reruns import Run
 from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
-from .suspects import LEAST, inquire
+from .suspects import LARGEST, LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, proved, try_all
 
@@ -39,7 +46,9 @@ AFTER = 16  # steps after the explained one that belong to the event, where they
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
+RESERVE = 3  # further suspects where one removes half of the event, and it is not clear that it is special
 REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
+RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
 
 
@@ -66,17 +75,18 @@ def explain(
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
         (and `dataset`, where indices were recorded, and `constant`, as the recorder was told). Weights of `model` are
         not used.
-    step: updates made before it; default: the largest event of the run's worst window. A loss that is not finite is
-        told apart, and the last finite one before it explained.
+    step: updates made before it; default: the largest event of the run's worst window. Where it or one before it is
+        not finite, the first that is not is told apart, and the last finite one before it explained.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips and the recorder was not told, or told otherwise.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
         beside those against no step: as many gradients per step.
     verify: how many steps to run again without: the highest predicted, and some with the largest gradients; fewer
         where placebos show that nobody did it; or the numbers of the steps.
-    placebos: how many steps that nobody suspects are left out in the same way. A step is blamed only if the run
-        without it loses half of the event, and the runs without others do not.
-    treatments: also try what would have prevented it.
+    placebos: how many steps that nobody suspects are left out in the same way; half of them where no suspect removes
+        the event, fewer where they show at once that nobody did it. A step is blamed only if the run without it loses
+        half of the event, and the runs without others do not.
+    treatments: also try what would have prevented it; the mildest alone where somebody is blamed.
     examples: in how many of the blamed steps to look inside.
     describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
         the explained one; default: the recorder's.
@@ -87,21 +97,24 @@ def explain(
     with a treatment one per step after it.
     """
     found, recorder = find_flight(flight, step)
-    found, asked = with_clip(found, clip), step
+    found = with_clip(found, clip)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = _Code.of(found, recorder, given)
-    step = chosen_step(found, asked)
-    target = _last_finite(found, step)
-    replayed = _replayed(found, target, window, code)
+    chosen = chosen_step(found, step)
+    asked, target = _asked(found, chosen)
+    replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
-    nan = _not_a_number(found, replayed, step, code) if step != target else None
-    asking = nan is None and event.is_one
-    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), step, nan=nan)
-    _predict(findings, references, watched=asking)
+    nan = _not_a_number(found, replayed, asked, code) if asked != target else None
+    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), asked, nan=nan)
+    asking = nan is None and event.is_one and not findings.lost_in_scatter
+    if target is None:
+        findings.refused = "the first recorded step is not finite"
+    else:
+        _predict(findings, references, watched=asking)
     if asking:
         _ask(findings, verify, placebos, treatments, seed)
     told = labelled(findings, examples)
-    told.attrs |= {"which": said_of(found, asked, step), "page": page_name(found, step), "run": found.run["id"]}
+    told.attrs |= {"which": said_of(found, step, chosen), "page": page_name(found, asked), "run": found.run["id"]}
     if clip is not None:
         told.attrs["replay"] += f" That is with clip={clip:g}, which explain() was told."
     if code.describe is not None:
@@ -130,15 +143,26 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(steps, change, event) for change in f.changes]
-    suspected = _suspected(f, verify)
+    suspected, reserve = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
         least = LEAST if isinstance(verify, int) else len(suspected)
-        own = f.data.kind == "own batch"
+        own, repeated = f.data.kind == "own batch", _one_batch(replayed.records, [i for i in suspected if i < last])
         f.inquiry = inquire(
-            trajectory, event, suspected, placebos=placebos, seed=seed, least=least, own_batch=own, tick=tick
+            trajectory,
+            event,
+            suspected,
+            placebos=placebos,
+            seed=seed,
+            reserve=reserve,
+            repeated=repeated,
+            groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
+            least=least,
+            own_batch=own,
+            tick=tick,
         )
+    steps_left = math.inf if not f.inquiry.blamed else RERUN * len(steps) - f.inquiry.steps
     with progress("running again with treatments", 12) as tick:
-        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments)
+        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
 
 
@@ -148,18 +172,18 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
     return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
 
 
-def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
+def _suspected(f: Findings, verify: int | Sequence[int]) -> tuple[list[int], list[int]]:
     """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
     batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
     largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
-    batch is high."""
+    batch is high. Second, the next highest predicted, in reserve."""
     last = f.replayed.last
     numbers = [record.step for record in f.replayed.records[: last + 1]]
     if not isinstance(verify, int):
         unknown = [number for number in verify if number not in numbers]
         if unknown:
             raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
-        return [numbers.index(number) for number in verify]
+        return [numbers.index(number) for number in verify], []
     steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
     loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
     predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
@@ -167,22 +191,30 @@ def _suspected(f: Findings, verify: int | Sequence[int]) -> list[int]:
     if len(loudest) < verify and last:
         loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
     highest = [i for i in predicted if i not in loudest]
-    chosen = loudest + highest[: verify - len(loudest)]
+    places = verify - len(loudest)
+    chosen, reserve = loudest + highest[:places], highest[places : places + RESERVE] if verify else []
     own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return chosen + _same_inputs(f.replayed.records[:last], chosen)[:REPEATED] + own
+    return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own, reserve
 
 
-def _same_inputs(records: Sequence[Record], chosen: Sequence[int]) -> list[int]:
+def _one_batch(records: Sequence[Record], suspected: Sequence[int]) -> list[tuple[int, ...]]:
+    """Suspects that saw the same inputs, few enough to be blamed together."""
+    sets = dict.fromkeys(tuple(sorted((i, *_same_inputs(records, [i], suspected)))) for i in suspected)
+    return [steps for steps in sets if 1 < len(steps) <= LARGEST]
+
+
+def _same_inputs(records: Sequence[Record], chosen: Sequence[int], among: Sequence[int]) -> list[int]:
     """Other steps that saw the inputs of a chosen one: the largest of its tensors is equal."""
-    inputs = [max(record.fed[0].tensors, key=lambda x: x.numel(), default=None) for record in records]
-    return [
-        i for i, own in enumerate(inputs)
-        if i not in chosen and own is not None and any(_equal(own, inputs[j]) for j in chosen)
-    ]  # fmt: skip
+    seen = [_inputs(records[i]) for i in chosen]
+    return [i for i in among if i not in chosen and any(_equal(_inputs(records[i]), x) for x in seen)]
 
 
-def _equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
+def _inputs(record: Record) -> Tensor | None:
+    return max(record.fed[0].tensors, key=lambda x: x.numel(), default=None)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 # --- replay
@@ -211,40 +243,45 @@ class _Code:
         return cls(**given)
 
 
-def _last_finite(flight: Flight, step: int) -> int:
-    """The step itself, or the last one before it whose loss and gradient are finite."""
+def _asked(flight: Flight, step: int) -> tuple[int, int | None]:
+    """The first step up to this one that is not finite, and the finite one before it, if any; else the step itself."""
     if step not in flight.records:
         raise InvalidInput(f"step {step} was not recorded: the flight holds steps {min(flight.records)}–{flight.last}")
-    finite = [number for number, record in flight.records.items() if number <= step and record.finite]
-    if not finite or any(not record.finite for number, record in flight.records.items() if number <= finite[-1]):
-        raise InvalidInput(
-            f"no loss before step {step} is finite in the recorded window: nothing can be replayed. Start the recorder "
-            "before the first loss that is not a number"
-        )
-    return finite[-1]
+    first = next((n for n in sorted(flight.records) if n <= step and not flight.records[n].finite), None)
+    if first is None:
+        return step, step
+    return first, max((n for n in flight.records if n < first), default=None)
 
 
 def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> Replay:
     """The window before the step, and what was recorded of the event after it."""
     window = flight.run["window"] if window is None else window
+    first = target if target == min(flight.records) in flight.states else flight.start(target, window)
     forward, last = flight.records[target].forward, target
     while last < target + AFTER and last + 1 in flight.records:
         following = flight.records[last + 1]
         if not following.finite or following.forward != forward:
             break
         last += 1
-    records = [flight.records[number] for number in range(flight.start(target, window), last + 1)]
+    records = [flight.records[number] for number in range(first, last + 1)]
     return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
 
 
-def _not_a_number(flight: Flight, replayed: Replay, step: int, code: _Code) -> NotANumberFinding | None:
-    """The step that is not finite, replayed from the state before it, and other batches on the same weights."""
-    record, trajectory = flight.records[step], replayed.trajectory
-    if step != replayed.records[-1].step + 1:
+def _untaken(flight: Flight, first: int, code: _Code) -> Replay:
+    """The first recorded step where it is not finite already: there is nothing to replay before it."""
+    return untaken(flight.records[first], flight.states, code.model, code.loss_fn, code.dataset, code.constant)
+
+
+def _not_a_number(flight: Flight, replayed: Replay, asked: int, code: _Code) -> NotANumberFinding | None:
+    """The step that is not finite, run again from the state before it, and other batches on the same weights."""
+    record, trajectory = flight.records[asked], replayed.trajectory
+    before = [s for s, r in zip(trajectory.steps, replayed.records) if r.step < asked]
+    if before and asked != replayed.records[len(before) - 1].step + 1:
         return None
     source = Source(trajectory.device, code.dataset)
-    others = [s.batch for s in trajectory.steps[-OTHERS:]]
-    state = trajectory.state(len(trajectory))
+    after = [r.batch(source) for n, r in sorted(flight.records.items()) if n > asked][:OTHERS]
+    others = [s.batch for s in before[-OTHERS:]] or after
+    state = trajectory.state(len(before))
     return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
 
 
@@ -271,5 +308,5 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
                 return
         with progress("adjoint sweep", last) as tick:
             f.swept = sweep(trajectory, last, BentReadout.of(watch, directions=0), references=references, tick=tick)
-    except (WrongHessian, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
+    except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
         f.refused = str(error)

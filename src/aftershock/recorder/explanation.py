@@ -191,7 +191,7 @@ class FlightExplanation:
         if not runs:
             return ""
         telling, idle = with_an_effect(runs)
-        lines = ["What would have prevented it (each run again over the whole event):"]
+        lines = ["What would have prevented it (each run again, until half of the event was there or it was over):"]
         width = max((len(run.name) for run in telling), default=0)
         for run in telling:
             after = "" if math.isnan(run.after) else f"loss after it {run.after:.4g}"

@@ -14,7 +14,7 @@ from ..core.probe import own_loss
 from ..core.scores import adjoint
 from ..core.state import CHANNELS
 from ..results.provenance import provenance
-from .event import BARS, Event
+from .event import BARS, FEWEST, Event
 from .examples import example_shares
 from .hyperparameters import HyperChange
 from .instruments import DataFinding, UpdateSizes
@@ -61,7 +61,9 @@ class Findings:
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
         if not self.event.is_one:
-            return "no spike"
+            return "no spike" if self.event.onset >= FEWEST else "unknown"
+        if self.lost_in_scatter:
+            return "unknown"
         if self.hyperparameter(ABRUPT) is not None:
             return "hyperparameter"
         if self.data is not None and self.data.kind == "shift":
@@ -75,6 +77,12 @@ class Findings:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
+
+    @property
+    def lost_in_scatter(self) -> bool:
+        """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
+        step, scatter = self.event.step, self.replayed.scatter
+        return bool(scatter) and self.event.is_one and scatter[step] >= self.event.losses[step] - self.event.usual
 
     @property
     def explained(self) -> int:
@@ -189,7 +197,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best = sufficient(f.outcomes)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
-    group = inquiry.group
+    group, replaced = inquiry.group, inquiry.blamed_by_replacing if f.blamed else ()
     return {
         **provenance(f.replayed.trajectory),
         "check": f.refused if f.growth is None and f.refused else str(f.replayed.path.check()),
@@ -209,6 +217,9 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
         "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
+        "replaced": {str(numbers[t.steps[0]]): t.left for t in inquiry.replaced if t.steps[0] in replaced},
+        "replaced_placebos": len(inquiry.replaced_placebos),
+        "replaced_placebos_change": sum(not t.keeps for t in inquiry.replaced_placebos),
         "group": [] if group is None else [numbers[i] for i in group.steps],
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
@@ -229,6 +240,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "not_a_number": "" if f.nan is None else f.nan.sentence,
         "batch_is_bad": f.nan is not None and f.nan.kind in ("batch values", "batch"),
         "replay": str(f.replayed),
+        "replayed": f.replayed.proved,
+        "lost_in_scatter": f.lost_in_scatter,
         "scatter": f.replayed.scatter[event.step] if f.replayed.scatter else 0.0,
         "repeats": _repeats(f),
         "missing": list(f.flight.missing),

@@ -51,6 +51,8 @@ class Replay:
         return tuple(max(losses) - min(losses) for losses in zip(*runs)) if self.again else ()
 
     def __str__(self) -> str:
+        if not self.proved:
+            return "Nothing was replayed: the first recorded step is not finite."
         if self.deviation == 0:
             return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
         if self.again:
@@ -101,6 +103,24 @@ def replay(
     trajectory = proof.follow(captured, rest, source)
     path = Path(TrainingPoint(captured), trajectory, None)
     return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again)
+
+
+def untaken(
+    record: Record,
+    states: Mapping[int, FilePath],
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    dataset: object = None,
+    constant: Sequence[nn.Module] = (),
+) -> Replay:
+    """A recorded step that is not finite, with the state before it: a path of one step that was not taken."""
+    captured = load_captured(states[record.step], model, loss_fn, constant=constant)
+    _set_surroundings(captured.loss.model, [record])
+    captured.loss.autocast = Autocast(record.forward.autocast, record.forward.autocast_dtype)
+    batch = record.batch(Source(captured.loss.layout.device, dataset))
+    step = Step(0, batch, record.fed[0].random, record.hypers, record.clip, own_random=True, loss=record.loss)
+    trajectory = Trajectory.untaken(Dynamics(captured.loss), captured.state, step)
+    return Replay(Path(TrainingPoint(captured), trajectory, None), (record,), 0, 0, 0.0)
 
 
 def _follow(

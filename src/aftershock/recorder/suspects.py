@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
-from .reruns import Losses, Run, run_again
+from .neighbours import stand_in
+from .reruns import Done, Losses, Run, run_again
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
 LARGEST = 4  # steps that may do it together
@@ -32,17 +34,28 @@ class Trial:
         return BARS.half < self.left < 1 / BARS.half
 
 
-Trials = Callable[[Sequence[tuple[int, ...]]], list[Trial]]
-
-
 @dataclass
 class Inquiry:
     """Suspects and placebos, and whom to blame."""
 
     suspects: list[Trial]
     placebos: list[Trial]
+    replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
+    replaced_placebos: list[Trial] = field(default_factory=list)
     group: Trial | None = None
     group_placebos: list[Trial] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the runs took."""
+        singles = (self.suspects, self.placebos, self.replaced, self.replaced_placebos)
+        together = (self.group_placebos, [self.group] if self.group else [])
+        return sum(len(t.losses) for trials in (*singles, *together) for t in trials)
+
+    @property
+    def changing(self) -> int:
+        """How many placebos remove half of the event, or double it."""
+        return sum(not t.keeps for t in self.placebos)
 
     @property
     def share(self) -> float:
@@ -55,15 +68,53 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and _changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
-        guilty = sorted((t for t in self.suspects if t.removes), key=lambda t: t.left)
-        if not self.placebos or self.share > BARS.specific or len(guilty) > BARS.together:
-            return ()
-        least = min(t.left for t in self.placebos)
-        return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
+        return *_special(self.suspects, self.placebos), *self.blamed_by_replacing
+
+    @property
+    def blamed_by_replacing(self) -> tuple[int, ...]:
+        """Those of which half is gone only with batches like their own in their place."""
+        return _special(self.replaced, self.replaced_placebos) if self.group is None else ()
 
 
 def _changing(trials: Sequence[Trial]) -> float:
     return sum(not t.keeps for t in trials) / len(trials) if trials else 1.0
+
+
+def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> tuple[int, ...]:
+    """Suspects that remove half, and clearly more than any placebo does, where hardly any of these changes it."""
+    guilty = sorted((t for t in suspects if t.removes), key=lambda t: t.left)
+    if not placebos or _changing(placebos) > BARS.specific or len(guilty) > BARS.together:
+        return ()
+    least = min(t.left for t in placebos)
+    return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The recorded run again without some steps."""
+
+    trajectory: Trajectory
+    event: Event
+    tick: Callable[[], None]
+
+    def accused(self, steps: tuple[int, ...]) -> Trial:
+        """Does it remove half of the event? The run ends once it cannot."""
+        losses = self._losses(dict.fromkeys(steps), self.event.stays)
+        return Trial(steps, losses, self.event.left_by_then(losses, frozenset(steps)))
+
+    def placebo(self, steps: tuple[int, ...]) -> Trial:
+        """The same of steps that nobody suspects, over the whole event: it may double, too."""
+        losses = self._losses(dict.fromkeys(steps), self.event.decided)
+        return Trial(steps, losses, self.event.left(losses, frozenset(steps)))
+
+    def replaced(self, step: int) -> Trial:
+        """The step with batches like its own in place of it."""
+        losses = self._losses({step: stand_in(self.trajectory.steps[: self.event.onset], step)}, self.event.stays)
+        return Trial((step,), losses, self.event.left_by_then(losses))
+
+    def _losses(self, steps: Mapping[int, Step | None], done: Done) -> Losses:
+        run = Run(min(steps), steps)
+        return run_again(self.trajectory, [run], self.event.last, self.tick, done)[0]
 
 
 def inquire(
@@ -73,48 +124,60 @@ def inquire(
     *,
     placebos: int,
     seed: int,
+    reserve: Sequence[int] = (),
+    repeated: Sequence[tuple[int, ...]] = (),
+    groups: bool = True,
     least: int = LEAST,
     own_batch: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
-    """Run again without as many steps that nobody suspects as placebos are asked for, then without each suspect.
+    """Run again without steps that nobody suspects, the placebos, and without each suspect, until it is decided.
 
-    Where a third of the placebos change the event, nobody can be blamed, and `least` suspects are run without. Where
-    few do and somebody seems guilty, or where it is close, more placebos are drawn, at most as many again; one that
-    removes the event, where the others do not, is a suspect from then on. Where no earlier step alone removes half,
-    suspects are left out together.
+    Half of the placebos come first, one by one, the others where one of them changed the event: once more than a third
+    of those asked for do, nobody can be blamed, and `least` suspects are run without. Then the suspects. Where one
+    removes half, the other placebos; where few of them change it, one more for each, and where it is close up to
+    as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Where no
+    earlier step alone removes half, suspects are given batches like their own instead, and else are left out together.
 
+    reserve: further suspects, where one removes half, but not clearly more than placebos do.
+    repeated: steps that saw one batch, which is left out wherever it came.
+    groups: also leave out several suspects at once.
     own_batch: the explained step's batch is bad by itself, so that it may be the only one.
     """
-
-    def trials(sets: Sequence[tuple[int, ...]]) -> list[Trial]:
-        runs = [Run(min(steps), dict.fromkeys(steps)) for steps in sets]
-        found = run_again(trajectory, runs, event.last, tick, event.decided)
-        return [Trial(steps, losses, event.left(losses, frozenset(steps))) for steps, losses in zip(sets, found)]
-
-    def singles(steps: Sequence[int]) -> list[Trial]:
-        return trials([(i,) for i in steps])
-
+    runs, draw = _Runs(trajectory, event, tick), random.Random(seed)
     innocent = [i for i in range(event.onset) if i not in set(suspected)]
-    draw = random.Random(seed)
     draw.shuffle(innocent)
+    found = Inquiry([], [])
+
+    def compare(count: int) -> None:
+        """Leave out placebos up to this many, until so many change it that nobody can be blamed."""
+        while len(found.placebos) < min(count, len(innocent)) and found.changing <= BARS.unspecific * placebos:
+            found.placebos.append(runs.placebo((innocent[len(found.placebos)],)))
+
     if not suspected:
-        return Inquiry([], [])
-    found = Inquiry([], singles(innocent[:placebos]))
-    if found.placebos and found.share > BARS.unspecific:
-        found.suspects = singles(suspected[:least])
         return found
-    found.suspects = singles(suspected)
-    more = placebos // 2
-    if 0 < found.share <= BARS.specific and _guilty(found, event):
-        found.placebos += singles(innocent[placebos : placebos + more])
-    while BARS.specific < found.share <= BARS.unspecific and len(found.placebos) < min(2 * placebos, len(innocent)):
-        found.placebos += singles(innocent[len(found.placebos) : len(found.placebos) + more])
+    compare(placebos // 2)
+    if found.changing:
+        compare(placebos)
+    unstable = found.changing > BARS.unspecific * placebos
+    found.suspects = [runs.accused((i,)) for i in (suspected[:least] if unstable else suspected)]
+    if unstable:
+        return found
+    if any(t.removes for t in found.suspects):
+        compare(placebos)
+    if found.changing and _guilty(found, event):
+        compare(placebos + found.changing)
+        if found.share > BARS.specific:
+            compare(2 * placebos)
     if found.share <= BARS.specific:
         found.suspects += [t for t in found.placebos if t.removes]
         found.placebos = [t for t in found.placebos if not t.removes]
+        if _guilty(found, event) and not set(found.blamed) - {event.step}:
+            known = {t.steps[0] for t in (*found.suspects, *found.placebos)}
+            found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
         if not _guilty(found, event) and not (own_batch and any(t.removes for t in found.suspects)):
-            _find_group(found, trials, event, placebos, draw)
+            _look_further(runs, found, repeated, innocent[:placebos], groups=groups)
+            found.group_placebos = _other_groups(runs, found.group, placebos, draw)
     return found
 
 
@@ -123,28 +186,61 @@ def _guilty(found: Inquiry, event: Event) -> bool:
     return any(t.removes and t.steps != (event.step,) for t in (*found.suspects, *found.placebos))
 
 
-def _find_group(found: Inquiry, trials: Trials, event: Event, placebos: int, draw: random.Random) -> None:
-    """Suspects that do it together, and other groups of as many steps."""
-    found.group = _together(trials, [t for t in found.suspects if t.steps != (event.step,)])
-    if found.group is not None:
-        size, others = len(found.group.steps), [i for i in range(event.onset) if i not in found.group.steps]
-        drawn = [tuple(sorted(draw.sample(others, size))) for _ in range(placebos) if len(others) >= size]
-        found.group_placebos = trials(drawn)
+def _look_further(
+    runs: _Runs, found: Inquiry, repeated: Sequence[tuple[int, ...]], innocent: Sequence[int], *, groups: bool
+) -> None:
+    """One batch left out wherever it came; else batches like a suspect's own in its place; else suspects left out one
+    on top of the other, that which leaves least alone first."""
+    event = runs.event
+    alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
+    found.group = _smallest(runs, repeated, alone)
+    if found.group is None:
+        _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
+        if groups and not found.blamed_by_replacing:
+            order = [t.steps[0] for t in alone[:LARGEST]]
+            growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
+            found.group = _smallest(runs, growing, alone)
 
 
-def _together(trials: Trials, suspects: Sequence[Trial]) -> Trial | None:
-    """Suspects left out one on top of the other, that which leaves least alone first, until half of the event is gone;
-    then those that are not needed come back."""
-    order = [t.steps[0] for t in sorted(suspects, key=lambda t: t.left)][:LARGEST]
-    for size in range(2, len(order) + 1):
-        (group,) = trials([tuple(sorted(order[:size]))])
-        if group.removes:
-            break
-    else:
+def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
+    """Give suspects that do more than any placebo batches like their own instead; where one removes half, placebos too.
+
+    A batch that was left out teaches nothing, and an event may be there because of that.
+    """
+    least = min((t.left for t in found.placebos), default=0.0)
+    found.replaced = [runs.replaced(t.steps[0]) for t in alone[:LARGEST] if t.left < least]
+    if any(t.removes for t in found.replaced):
+        found.replaced_placebos = [runs.replaced(i) for i in innocent]
+
+
+def _smallest(runs: _Runs, groups: Sequence[tuple[int, ...]], alone: Sequence[Trial]) -> Trial | None:
+    """The first group without which half of the event is gone, less every step that can come back alone without half
+    of the event coming back with it."""
+    tried = {t.steps: t for t in alone}
+
+    def without(steps: tuple[int, ...]) -> Trial:
+        if steps not in tried:
+            tried[steps] = runs.accused(steps)
+        return tried[steps]
+
+    group = next((trial for steps in groups if (trial := without(steps)).removes), None)
+    if group is None:
         return None
-    for step in order[: size - 1]:  # without the last it was not half
+    for step in group.steps:
         rest = tuple(i for i in group.steps if i != step)
-        if len(rest) > 1:
-            (fewer,) = trials([rest])
-            group = fewer if fewer.removes else group
+        if rest and without(rest).removes:
+            group = without(rest)
     return group
+
+
+def _other_groups(runs: _Runs, group: Trial | None, placebos: int, draw: random.Random) -> list[Trial]:
+    """As many steps left out together elsewhere, until so many change the event that the group is nothing special."""
+    found = list[Trial]()
+    if group is None:
+        return found
+    others = [i for i in range(runs.event.onset) if i not in group.steps]
+    while len(found) < placebos and len(others) >= len(group.steps):
+        found.append(runs.placebo(tuple(sorted(draw.sample(others, len(group.steps))))))
+        if sum(not t.keeps for t in found) > BARS.specific * placebos:
+            break
+    return found

@@ -1,7 +1,8 @@
-"""What would have prevented it: each treatment run again over the whole event."""
+"""What would have prevented it: each treatment run again, over the whole event where it prevents it."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,8 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the event. `left`: its share that is left; `after`: the mean of the last losses of the stretch."""
+    """What became of the event. `left`: its share that is left; `after`: the mean of the last losses of the stretch,
+    NaN for a run that ended before because the event was there."""
 
     treatment: Treatment
     losses: Losses
@@ -55,18 +57,36 @@ def try_all(
     tick: Callable[[], None] = lambda: None,
     *,
     more_only: bool = False,
+    most: float = math.inf,
 ) -> list[Outcome]:
-    """`more`, then every treatment that has a meaning here, the mildest first: about 300 gradients in all."""
-    wanted = [*more, *([] if more_only else possible(trajectory, event))]
-    found = run_again(trajectory, [t.run for t in wanted], event.last, tick, event.decided)
-    return [_outcome(event, treatment, losses) for treatment, losses in zip(wanted, found)]
+    """`more`, then every treatment that has a meaning here, the mildest first: about 200 gradients in all.
+
+    most: steps that may be run again for what is not in `more`; where they are spent, no further treatment is tried.
+    """
+    found, wanted = _run(trajectory, event, more, tick), [] if more_only else list(possible(trajectory, event))
+    if math.isinf(most):
+        return found + _run(trajectory, event, wanted, tick)
+    for treatment in wanted:
+        if most > 0:
+            found += _run(trajectory, event, [treatment], tick)
+            most -= len(found[-1].losses)
+    return found
+
+
+def _run(trajectory: Trajectory, event: Event, some: Sequence[Treatment], tick: Callable[[], None]) -> list[Outcome]:
+    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.stays)
+    return [_outcome(event, treatment, losses) for treatment, losses in zip(some, found)]
 
 
 def _outcome(event: Event, treatment: Treatment, losses: Losses) -> Outcome:
-    last = max(losses)  # a run that failed ends early
-    tail = [losses.get(i, event.losses[i]) for i in range(max(event.step, last - TAIL + 1), last + 1)]
+    tail = [losses.get(i, math.nan) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
     return Outcome(
-        treatment, losses, event.left(losses), event.prevented(losses), event.delayed(losses), statistics.fmean(tail)
+        treatment,
+        losses,
+        event.left_by_then(losses),
+        event.prevented(losses),
+        event.delayed(losses),
+        statistics.fmean(tail),
     )
 
 
@@ -81,10 +101,12 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
     found = list(outcomes)
     while (best := sufficient(found)) is not None:
         moved = replace(best.treatment.run, jittered=True)
-        (again,) = run_again(trajectory, [moved], event.last, done=event.decided)
+        (again,) = run_again(trajectory, [moved], event.last, done=event.stays)
         if event.prevented(again):
             break
-        found[found.index(best)] = replace(best, left=max(best.left, event.left(again)), prevents=False, delays=False)
+        found[found.index(best)] = replace(
+            best, left=max(best.left, event.left_by_then(again)), prevents=False, delays=False
+        )
     return found
 
 

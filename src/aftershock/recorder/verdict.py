@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
@@ -27,22 +28,37 @@ def verdict(found: FlightExplanation) -> str:
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
     attrs, parts = found.data.attrs, []
-    if attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
+    if attrs["lost_in_scatter"]:
+        parts.append(
+            f"Replays of this run, unchanged, differ by {attrs['scatter']:.3g} in the loss of step {attrs['step']}, "
+            f"and the spike is {found.size:.3g}: nothing that is changed can be told from luck. Next time record a run "
+            "that repeats itself (torch.use_deterministic_algorithms(True), every random number from a seed)."
+        )
+    if found.kind != "no spike" and attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
         parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
     if attrs["missing"]:
         parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
+    if found.kind != "not a number":
+        parts += _short(found)
+    return " ".join(parts)
+
+
+def _short(found: FlightExplanation) -> list[str]:
+    """Where too little was recorded before it, and what to do next time."""
+    attrs = found.data.attrs
     before = found.data["place"].values.tolist().index(attrs["stretch"][0])
     if before < FEWEST:
-        parts.append(
+        return [
             f"Only {before} step(s) before it are recorded, too few to know what is usual: start the recorder earlier, "
             "or record with a larger window=, next time."
-        )
-    elif attrs["event"] in ("batch", "group", "unknown") and found.tried and attrs["placebos"] < ENOUGH:
-        parts.append(
-            f"The window is short: only {attrs['placebos']} other step(s) were left out for comparison, and a step is "
-            "blamed for what others do not do; record with a larger window= next time."
-        )
-    return " ".join(parts)
+        ]
+    others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
+    if attrs["event"] in ("batch", "group", "unknown") and found.tried and others < ENOUGH:
+        return [
+            f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
+            "what others do not do; record with a larger window= next time."
+        ]
+    return []
 
 
 def _spike(found: FlightExplanation) -> str:
@@ -53,6 +69,8 @@ def _spike(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
+    if attrs["replaced"]:
+        return _replaced(found)
     if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
         return (
             f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
@@ -65,6 +83,26 @@ def _batch(found: FlightExplanation) -> str:
             *_inside(found, best),
         ]
     )
+
+
+def _replaced(found: FlightExplanation) -> str:
+    """Where leaving a step out is not enough, because its batch then teaches nothing."""
+    attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
+    each = [
+        f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
+        f"({left[step]:.0%} without any batch there)"
+        for step in found.blamed
+    ]
+    count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
+    names = _listed(found.blamed)
+    return (
+        f"Step{'s' if len(found.blamed) > 1 else ''} {names} did it: {'; '.join(each)}; and it stays with such batches "
+        f"in place of those of {count - other} of {count} other steps."
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return " and ".join(part for part in (", ".join(map(str, steps[:-1])), str(steps[-1])) if part)
 
 
 def _without(left: float) -> str:
@@ -82,7 +120,9 @@ def _placebos(attrs: dict[str, object]) -> str:
 
 def _group(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    names = " and ".join([", ".join(map(str, found.blamed[:-1])), str(found.blamed[-1])])
+    names = _listed(found.blamed)
+    if attrs["replaced"]:
+        return _replaced(found)
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
         kept = attrs["group_placebos"] - attrs["group_placebos_change"]
@@ -152,6 +192,10 @@ def _treated(found: FlightExplanation) -> str:
 def _unknown(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     tried = found.tried
+    if attrs["lost_in_scatter"]:
+        return f"What caused {_spike(found)} is not known."
+    if not attrs["value"] > attrs["usual"] + BARS.gone * attrs["sigma"]:
+        return f"Whether the loss {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
         return (
             f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
@@ -178,6 +222,11 @@ def _not_a_number(found: FlightExplanation) -> str:
     opening = (
         f"The loss or gradient of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one"
     )
+    if attrs["asked"] == attrs["step"]:
+        opening = (
+            f"The loss or gradient of step {attrs['asked']} is not finite, and it is the first recorded step, so that "
+            "no step before it can be asked: next time start the recorder earlier, from weights whose loss is finite"
+        )
     said = attrs["not_a_number"]
     return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
 
@@ -249,7 +298,8 @@ def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
     attrs = found.data.attrs
     deviation = float(found.data["replay_deviation"])
-    findings = [Finding("care" if deviation else "ok", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
+    exact = deviation == 0 and attrs["replayed"] > 0
+    findings = [Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
     if attrs["scatter"]:
         sentence = (
             f"Every measured number is ± {attrs['scatter']:.2g}: replays of the unchanged run differ by that much."

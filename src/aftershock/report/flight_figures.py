@@ -87,6 +87,8 @@ def _add_losses(figure: Figure, found: FlightExplanation) -> None:
         row=1,
         col=1,
     )
+    if not np.isfinite(losses).any():
+        return
     low = max(attrs["usual"] - BARS.gone * attrs["sigma"], float(np.nanmin(losses)))
     high = attrs["usual"] + BARS.gone * attrs["sigma"]
     figure.add_hrect(y0=low, y1=high, line_width=0, fillcolor=BAND, layer="below", row=1, col=1)

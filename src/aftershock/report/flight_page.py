@@ -34,8 +34,17 @@ INSTRUMENTS = {
 }
 SAID = (  # elsewhere on the page
     *INSTRUMENTS,
-    *("kind", "event", "batches", "examples", "changes", "blamed", "group", "group_left", "placebos"),
-    *("placebos_change", "group_placebos", "group_placebos_change", "treatment", "hyperparameter", "missing"),
+    *("kind", "event", "batches", "examples", "changes", "blamed", "replaced", "group", "group_left", "placebos"),
+    *(
+        "replaced_placebos",
+        "replaced_placebos_change",
+        "placebos_change",
+        "group_placebos",
+        "group_placebos_change",
+        "treatment",
+        "hyperparameter",
+        "missing",
+    ),
     *(
         "hyperparameter_said",
         "hyperparameter_left",
@@ -45,7 +54,8 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("scatter", "replay", "check", "descriptions", "own_left", "which", "page"),
+    *("replaced_placebos", "replaced_placebos_change"),
+    *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left", "which", "page"),
 )
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
@@ -171,7 +181,8 @@ def _runs(found: FlightExplanation) -> str:
     telling, idle = with_an_effect(runs)
     rows = "\n".join(_run(run, control) for run in telling) + _idle(idle, runs)
     return (
-        "<table class='runs'>\n<caption>Each was run again over the whole event. Loss after: the mean of the last "
+        "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
+        "over. Loss after: the mean of the last "
         f"losses of the window; change: against {control:.4g}, that of the run as it was.</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
