@@ -2,7 +2,14 @@
 
 
 class AftershockError(Exception):
-    """Every error that aftershock raises on purpose. Nothing of the user's has been changed."""
+    """Every error that aftershock raises on purpose. Nothing of the user's has been changed.
+
+    >>> try:
+    ...     path.skip(at=9)
+    ... except ak.AftershockError as error:
+    ...     print(error)
+    step 9 is not on this path of 4 steps
+    """
 
 
 class UnsupportedOptimizer(AftershockError):

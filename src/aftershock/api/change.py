@@ -30,7 +30,11 @@ FORWARD_COST = 0.35
 
 @dataclass(frozen=True)
 class Change:
-    """One or more changes at one step, held as exact state differences after it."""
+    """One or more changes at one step, held as exact state differences after it.
+
+    >>> change
+    Change(replace at step 0, 2 change(s))
+    """
 
     path: Path
     at: int
@@ -44,7 +48,11 @@ class Change:
         return f"Change({self.kind} at step {self.at}, {len(self)} change(s))"
 
     def difference(self, scale: float = 1.0) -> list[Tangent]:
-        """The exact δx after the step, one per change: one elementwise pass each."""
+        """The exact δx after the step, one per change: one elementwise pass each.
+
+        >>> [f"{float(dx.theta.norm()):.4f}" for dx in change.difference()]
+        ['0.0029', '0.0126']
+        """
         control = self.path.control(self.at)
         return [difference(self._endpoint(edit, scale), control.after) for edit in self.edits]
 
@@ -71,6 +79,12 @@ class Change:
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
 
         Beside the changes, the control runs once more from a state that differs by one rounding: the noise floor.
+
+        >>> response = change.response(probe, scales=[0.1, 1.0])
+        >>> dict(response.exact.sizes)
+        {'change': 2, 'scale': 2, 'horizon': 4}
+        >>> response.summary["peak_sign"].sel(answer="exact", scale=1.0).values.tolist()
+        [-1, 1]
         """
         watch = self._watch(probe, horizon)
         scales = scales_of(self.edits, scales)
@@ -103,7 +117,12 @@ class Change:
         horizon: int | None = None,
         memory: str | int | None = None,
     ) -> Estimate:
-        """What `response` will cost, before any of it is done: gradients, seconds, peak memory."""
+        """What `response` will cost, before any of it is done: gradients, seconds, peak memory.
+
+        >>> estimate = change.estimate(probe)
+        >>> round(estimate.gradients), estimate.chunks
+        (61, 1)
+        """
         watch = self._watch(probe, horizon)
         return self._cost(self._plan(watch, scales, answers, memory), watch, scales, _noise_cost(watch, answers))
 

@@ -46,6 +46,10 @@ class Contributions(LabelledResult):
     exact rerun without the step, where it was made. The reruns choose the readout (`readout`) and a factor
     (`factor`) that contributions are multiplied by; `predicted[step]` is without it, and `held_out[step]` is what
     the other reruns make of the prediction of each.
+
+    >>> found = path.explain(probe, verify=2)
+    >>> found.total.dims, int(found.off_scale.sum()), found.certificate.level
+    (('step',), 0, 'ok')
     """
 
     kind = "explanation"

@@ -34,7 +34,13 @@ CHANNEL_NAMES: Mapping[str, tuple[str, ...]] = {"m": ("m",), "v": ("v",), "mv": 
 
 
 class Path:
-    """Every step from a training point on. The batch at a changed step is the control."""
+    """Every step from a training point on. The batch at a changed step is the control.
+
+    >>> path
+    Path(4 steps from step 40, loss 0.5006 → 0.5741, keeps states)
+    >>> path.losses[3] == path.steps[3].loss, path.end.step
+    (True, 44)
+    """
 
     def __init__(self, point: TrainingPoint, trajectory: Trajectory, memory: str | int | None) -> None:
         self.point = point
@@ -79,6 +85,11 @@ class Path:
         differ, the result names the step, the parameter, the quantity and the likely cause. Called after every step it
         names the first; called once at the end, it tells less. One look at every number; a few gradients where they
         differ.
+
+        >>> for batch in batches[:4]:
+        ...     loss = train_step(batch)
+        >>> print(path.matches(model, optimizer))
+        The live run and the path are equal to the bit after 4 step(s).
         """
         live = read_live(model, optimizer, self.trajectory)
         made = steps_made(self.trajectory, live)
@@ -93,6 +104,9 @@ class Path:
 
         Made at the first, a middle and the last step, each with its own batch, state and random state: about 8
         gradients each. A proof that failed is not made again.
+
+        >>> path.check().error < 1e-6, path.check().steps
+        (True, (0, 1, 3))
         """
         return self._checked
 
@@ -164,6 +178,9 @@ class Path:
         """Another batch at step `at`; a list is one change each. The step's own batch is the reference.
 
         A list with the structure of the step's own batch (as data loaders make them) is one batch.
+
+        >>> path.replace([batches[4], batches[5]], at=0)
+        Change(replace at step 0, 2 change(s))
         """
         own = flatten(self.steps[self.index(at)].batch)[1]
         one = not isinstance(batches, list) or flatten(batches)[1] == own
@@ -177,19 +194,35 @@ class Path:
 
         xi: a vector of d coordinates, a matrix [change, d], a mapping from parameter names to tensors, or
         a list of these.
+
+        >>> xi = {"2.bias": torch.tensor([0.1, -0.1])}
+        >>> path.perturb(xi, at=0).response(probe, horizon=1).verdict
+        "'perturb' at step 0 lowers the loss most in the first state after it: 0.5083 → 0.5082 (-0.000134)."
         """
         return self._change("perturb", at, [Perturb(row) for row in self.point.loss.layout.vectors(xi)])
 
     def skip(self, at: int = 0) -> Change:
-        """Step `at` is not taken; its step count is not used up."""
+        """Step `at` is not taken; its step count is not used up.
+
+        >>> path.skip(at=1).response(probe, horizon=1).verdict
+        "'skip' at step 1 raises the loss most in the first state after it: 0.5028 → 0.5083 (+0.00551)."
+        """
         return self._change("skip", at, [Skip()])
 
     def zero(self, at: int = 0) -> Change:
-        """Step `at` is taken with a zero gradient: the moments and the weights decay."""
+        """Step `at` is taken with a zero gradient: the moments and the weights decay.
+
+        >>> path.zero(at=1).response(probe, horizon=1).verdict
+        "'zero' at step 1 lowers the loss most in the first state after it: 0.5028 → 0.5025 (-0.0003)."
+        """
         return self._change("zero", at, [Zero()])
 
     def set(self, at: int = 0, **values: float | Sequence[float]) -> Change:
-        """Other hyperparameters at step `at`: lr, beta1, beta2, eps, weight_decay; lists are one change each."""
+        """Other hyperparameters at step `at`: lr, beta1, beta2, eps, weight_decay; lists are one change each.
+
+        >>> path.set(at=0, lr=[0.0, 0.1]).response(probe).order
+        ['set lr=0.1', 'set lr=0']
+        """
         unknown = sorted(set(values) - set(SETTABLE))
         if unknown or not values:
             named = f"{unknown[0]!r} is not a hyperparameter" if unknown else "set() needs a hyperparameter"
@@ -204,7 +237,11 @@ class Path:
         return self._change("set", at, [SetHyper(row) for row in rows])
 
     def reset(self, at: int = 0, moments: str = "m") -> Change:
-        """The moments ("m", "v" or "mv") set to zero just before step `at`."""
+        """The moments ("m", "v" or "mv") set to zero just before step `at`.
+
+        >>> path.reset(at=1, moments="m").response(probe, horizon=1).verdict
+        "'reset m' at step 1 raises the loss most in the first state after it: 0.5028 → 0.5086 (+0.00579)."
+        """
         if moments not in CHANNEL_NAMES:
             raise InvalidInput(f'reset() takes "m", "v" or "mv"; got {moments!r}')
         return self._change(f"reset {moments}", at, [Reset(CHANNEL_NAMES[moments])])
@@ -220,26 +257,49 @@ class Path:
     # --- operators
 
     def control(self, at: int) -> ControlStep:
-        """The control at step `at`: states before and after, raw gradient, linearization. One gradient."""
+        """The control at step `at`: states before and after, raw gradient, linearization. One gradient.
+
+        >>> control = path.control(0)
+        >>> abs(float(control.raw.norm()) - control.step.clip.norm) < 1e-12
+        True
+        """
         return ControlStep.of(self.trajectory, self.index(at))
 
     def write_in(self, at: int = 0) -> WriteIn:
-        """B at step `at`."""
+        """B at step `at`.
+
+        >>> path.write_in(0).as_matrix().shape
+        torch.Size([66, 22])
+        """
         return WriteIn(self.control(at).linear)
 
     def transition(self, at: int) -> Transition:
-        """A at step `at`."""
+        """A at step `at`.
+
+        >>> path.transition(1).as_matrix().shape
+        torch.Size([66, 66])
+        """
         at = self.index(at)
         return Transition(self.trajectory.linearize(self.steps[at], self.trajectory.state(at)))
 
     def propagate(self, start: int, stop: int) -> Propagator:
-        """Φ(stop, start), from the state before step `start` to the state before step `stop`."""
+        """Φ(stop, start), from the state before step `start` to the state before step `stop`.
+
+        >>> first, second = (path.transition(at).as_matrix() for at in (1, 2))
+        >>> torch.allclose(path.propagate(1, 3).as_matrix(), second @ first)
+        True
+        """
         if not 0 <= start <= stop <= len(self):
             raise InvalidInput(f"propagate({start}, {stop}) leaves this path of {len(self)} steps")
         return Propagator(self.trajectory, start, stop)
 
     def response_operator(self, probe: Any, at: int = 0, horizon: int | None = None) -> ResponseOperator:
-        """G for horizons 1 … `horizon` of a change at step `at`."""
+        """G for horizons 1 … `horizon` of a change at step `at`.
+
+        >>> predicted = path.response_operator(probe).as_matrix() @ theory.residuals(change)[1]
+        >>> bool(abs(predicted.numpy() - response.tangent.values[1, 0]).max() < 1e-12)
+        True
+        """
         watch = self.watch(at, probe, horizon)
         return ResponseOperator(self.trajectory, self.write_in(at), watch.at, watch.range, watch.slopes())
 
@@ -270,6 +330,10 @@ class Path:
         by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
             total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
         verify: rerun the top k exactly.
+
+        >>> ranking = path.rank(batches, probe, verify=2)
+        >>> ranking.order[0], ranking.verified
+        ('batch 5', ['batch 5', 'batch 1'])
         """
         return rank(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, labels=labels, memory=memory)
 
@@ -282,6 +346,10 @@ class Path:
         forward-mode pass over the pool; examples that couple, as in training BatchNorm, are refused.
 
         verify: add the top k examples' parts in exact reruns, which calibrate the rest.
+
+        >>> ranking = path.rank_examples(batches, probe, verify=2)
+        >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]
+        (48, [5, 5, 1])
         """
         return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify)
 
@@ -298,5 +366,9 @@ class Path:
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. What
             a reset of v does is no small change: it is only measured, at `verify` steps along the path.
         verify: rerun k steps exactly: the strongest, and of three or more almost half spread over the rest.
+
+        >>> found = path.explain(probe, verify=2)
+        >>> [f"{total:+.4f}" for total in found.total.values]
+        ['-0.0018', '+0.0008', '-0.0004', '-0.0002']
         """
         return explain(self, probe, outcome=outcome, change=change, verify=verify)

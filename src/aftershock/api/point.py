@@ -48,6 +48,11 @@ class TrainingPoint:
 
     Nothing in it changes, and what happens to the live model afterwards does not reach it. Modules keep
     the train or eval mode that they had at capture.
+
+    >>> point
+    TrainingPoint(step 40, 22 parameters in 4 tensors, 1 group(s), float64 on cpu)
+    >>> point.step, list(point.parameters)
+    (40, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
 
     captured: Captured
@@ -100,6 +105,10 @@ class TrainingPoint:
         random: the random state before each step, where it was recorded; else it runs on from capture.
         keep: "states", "checkpoints" (√H of them, the rest recomputed) or "graphs"; default: what fits.
         memory: a budget such as "8GiB"; default: what is free.
+
+        >>> path = point.follow(batches[:4], lr=[0.01, 0.01, 0.005, 0.005], clip=1.0)
+        >>> len(path), path.losses[0] == loss_fn(model, batches[0]).item()
+        (4, True)
         """
         from .path import Path
 
@@ -137,6 +146,9 @@ class TrainingPoint:
         is free) allows: about 8 gradients. The
         batch that was checked last is not checked again: many paths may start from one point with it. A model that
         has failed once has failed: it is not tried again on another batch.
+
+        >>> point.check(batches[0]).error < 1e-6
+        True
         """
         self.captured.loop.refuse_moved(self.loss)
         self.captured.loop.refuse_distorted()
@@ -163,7 +175,11 @@ class TrainingPoint:
         return check(self.loss, self.captured.state, batch, self.captured.random)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> TrainingPoint:
-        """The same point elsewhere or in another precision; batches are then moved and cast as they come."""
+        """The same point elsewhere or in another precision; batches are then moved and cast as they come.
+
+        >>> point.to(dtype=torch.float32)
+        TrainingPoint(step 40, 22 parameters in 4 tensors, 1 group(s), float32 on cpu)
+        """
         layout, captured = self.loss.layout, self.captured
         device = layout.device if device is None else torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -202,7 +218,12 @@ class TrainingPoint:
         return TrainingPoint(replace(captured, loss=loss, state=state, hypers=hypers))
 
     def save(self, path: str | FilePath) -> None:
-        """Write the point as one safetensors file, whole or not at all. The model's code is not in it."""
+        """Write the point as one safetensors file, whole or not at all. The model's code is not in it.
+
+        >>> point.save("point.safetensors")
+        >>> ak.load_point("point.safetensors", model, loss_fn).step
+        40
+        """
         from .storage import save_point
 
         save_point(self.captured, FilePath(path))
@@ -228,6 +249,10 @@ def capture(
         `zero_grad(set_to_none=False)`; default: as the live gradients show.
     constant: modules that loss_fn uses beside the model and that the loop leaves as they are (a frozen teacher needs no
         word unless it has the model's own shapes).
+
+    >>> point = ak.capture(model, optimizer, loss_fn)
+    >>> point.step, len(point.parameters)
+    (40, 4)
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -250,6 +275,10 @@ def from_checkpoint(
 
     `model` and `optimizer`, built as the training script builds them, say what the numbers belong to; they
     stay as they are. `options` are those of `capture`.
+
+    >>> saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    >>> ak.from_checkpoint(model, optimizer, loss_fn, saved["model"], saved["optimizer"]).step
+    40
     """
     captured = capture(model, optimizer, loss_fn, **options).captured
     return TrainingPoint(overwrite(captured, model, optimizer, model_state, optimizer_state))
@@ -265,6 +294,10 @@ def load_point(
     """A point saved by `TrainingPoint.save`, with the code of `model`; its weights are not used.
 
     What was said at capture of hooks, autocast and unused parameters is in the file; `constant` is as there.
+
+    >>> point.save("point.safetensors")
+    >>> ak.load_point("point.safetensors", model, loss_fn)
+    TrainingPoint(step 40, 22 parameters in 4 tensors, 1 group(s), float64 on cpu)
     """
     from .storage import load_captured
 

@@ -51,6 +51,10 @@ class Ranking(LabelledResult):
     `data` has, by change and horizon: `predicted` by the adjoint, `response` with the calibration added (`offset`,
     the mean of what the reruns found and the adjoint did not), `measured` where it was rerun. `score` sorts them.
     `held_out_error` is the median NRMSE of reruns, each predicted with the calibration of the others.
+
+    >>> ranking = path.rank(batches, probe, verify=2)
+    >>> ranking.by, ranking.order[:2], ranking.verified, ranking.certificate.level
+    ('peak', ['batch 5', 'batch 1'], ['batch 5', 'batch 1'], 'ok')
     """
 
     kind = "ranking"
@@ -249,6 +253,10 @@ class ExampleRanking(LabelledResult):
 
     `data` has by example: `share` (calibrated by a common factor), `predicted`, `measured` where the example's part of
     the gradient was added in an exact rerun, and where the example stands: `batch`, `index`.
+
+    >>> ranking = path.rank_examples(batches, probe, verify=2)
+    >>> int(ranking.data["batch"][0]), ranking.certificate.findings[0].subject
+    (5, 'examples')
     """
 
     kind = "example ranking"

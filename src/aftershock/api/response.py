@@ -42,6 +42,11 @@ class Response(LabelledResult):
                                                 missing ("" where none is)
 
     A run that diverges has an infinite response from its first infinite loss on.
+
+    >>> response.order, response.best_answer, response.largest_scale
+    (['replace 1', 'replace 0'], 'exact', 1.0)
+    >>> [f"{value:+.4f}" for value in response.exact.sel(change="replace 1", scale=1.0).values]
+    ['+0.0028', '+0.0053', '+0.0075', '+0.0095']
     """
 
     kind = "response"
@@ -49,17 +54,29 @@ class Response(LabelledResult):
 
     @property
     def exact(self) -> xr.DataArray:
-        """The truth: the difference of two real runs."""
+        """The truth: the difference of two real runs.
+
+        >>> (response.exact.sel(horizon=4, scale=1.0) > 0).values.tolist()
+        [False, True]
+        """
         return self.data["response"].sel({"answer": "exact"})
 
     @property
     def semilinear(self) -> xr.DataArray:
-        """AdamW exact at every step, only the network's gradient linear."""
+        """AdamW exact at every step, only the network's gradient linear.
+
+        >>> bool(abs(response.semilinear - response.exact).max() < 1e-4)
+        True
+        """
         return self.data["response"].sel({"answer": "semilinear"})
 
     @property
     def tangent(self) -> xr.DataArray:
-        """The paper's linear response c Φ B ξ, times the scale."""
+        """The paper's linear response c Φ B ξ, times the scale.
+
+        >>> bool((response.tangent * response.exact > 0).all())  # the signs agree
+        True
+        """
         return self.data["response"].sel({"answer": "tangent"})
 
     @cached_property
@@ -67,6 +84,9 @@ class Response(LabelledResult):
         """Peak, its horizon and sign, largest increase and decrease, totals; for every answer.
 
         An exact peak that cannot be told from rounding has the sign 0.
+
+        >>> response.summary["peak_horizon"].sel(answer="exact", scale=1.0).values.tolist()
+        [4, 4]
         """
         found = summarize(self.data["response"])
         lost = self.noise.sel(horizon=found["peak_horizon"]).drop_vars("horizon")
@@ -74,31 +94,55 @@ class Response(LabelledResult):
 
     @cached_property
     def noise(self) -> xr.DataArray:
-        """Where an exact response is not clearly above what rounding alone does; nowhere for predictions."""
+        """Where an exact response is not clearly above what rounding alone does; nowhere for predictions.
+
+        >>> bool(response.noise.any())
+        False
+        """
         response = self.data["response"]
         return is_noise(response, self.data["noise_floor"]) & (response["answer"] == "exact")
 
     @cached_property
     def certificate(self) -> Certificate:
-        """How far each answer may be trusted: findings with their levels, and the errors behind them."""
+        """How far each answer may be trusted: findings with their levels, and the errors behind them.
+
+        >>> [(finding.subject, finding.level) for finding in response.certificate.findings]
+        [('semilinear', 'ok'), ('tangent', 'care'), ('noise', 'note')]
+        """
         return certify(self.data)
 
     def spike_margin(self, threshold: float) -> xr.DataArray:
-        """How much the loss may rise at each horizon before it passes the threshold."""
+        """How much the loss may rise at each horizon before it passes the threshold.
+
+        >>> response.spike_margin(0.5).values.round(3).tolist()
+        [-0.008, -0.003, 0.002, 0.007]
+        """
         return spike_margin(self.data["control"], threshold)
 
     def crossing(self, threshold: float) -> xr.DataArray:
-        """The first horizon at which a change lifts the loss over the threshold; NaN where none does."""
+        """The first horizon at which a change lifts the loss over the threshold; NaN where none does.
+
+        >>> response.crossing(0.5).sel(answer="exact", scale=1.0).values.tolist()
+        [nan, 3.0]
+        """
         return crossing(self.data["response"], self.spike_margin(threshold))
 
     def plot(self, **options: Any) -> Any:
-        """Response curves as a plotly figure."""
+        """Response curves as a plotly figure.
+
+        >>> type(response.plot()).__name__
+        'Figure'
+        """
         from ..report.figures import response_figure
 
         return response_figure(self, **options)
 
     def report(self, path: str | FilePath = "report.html") -> FilePath:
-        """One self-contained page: verdict, curves, summaries, certificate."""
+        """One self-contained page: verdict, curves, summaries, certificate.
+
+        >>> response.report("report.html").exists()
+        True
+        """
         from ..report.response_page import write_response_page
 
         return write_response_page(self, FilePath(path))
@@ -125,7 +169,11 @@ class Response(LabelledResult):
 
     @property
     def verdict(self) -> str:
-        """What the largest change does, in a sentence."""
+        """What the largest change does, in a sentence.
+
+        >>> print(response.verdict.split(";")[0])
+        'replace 1' at step 0 raises the loss most 4 states after it: 0.4928 → 0.5023 (+0.00947)
+        """
         best = self.summary.sel({"answer": self.best_answer, "scale": self.largest_scale})
         text = f"'{self.order[0]}' at step {int(self.data['at'])} {self._deed()}"
         late, count = int((best["peak_horizon"] > 1).sum()), self.data.sizes["change"]
@@ -158,7 +206,11 @@ class Response(LabelledResult):
         return f"{word} the loss most {_after(h)}: {now:.4g} → {now + peak:.4g} ({peak:+.3g}{first})"
 
     def table(self) -> str:
-        """One line per change and answer at the largest scale, in the order that the heading names."""
+        """One line per change and answer at the largest scale, in the order that the heading names.
+
+        >>> print(response.table().splitlines()[0])
+        Changes by the size of their exact peak at scale 1, largest first:
+        """
         scale, names = self.largest_scale, self.order[:SHOWN_CHANGES]
         width = max(6, *(len(name) for name in names))
         lines = [
@@ -259,5 +311,10 @@ def labelled(
 
 
 def load_response(path: str | FilePath) -> Response:
-    """A response saved by `Response.save`."""
+    """A response saved by `Response.save`.
+
+    >>> response.save("response.zarr")
+    >>> ak.load_response("response.zarr").order == response.order
+    True
+    """
     return Response.load(path)
