@@ -55,6 +55,11 @@ def channel_responses(
     `no_derivative` counts coordinates with v̂ = 0 and m̂ ≠ 0 at the hybrid's first step, where no derivative
     exists; on "none" these are the control's own. Step counts and buffers stay the control's, so a skip's
     "theta+m+v" is not the whole skip (`counts_differ`). Paper: "State-channel dependence and persistence".
+
+    >>> found = theory.channel_responses(change, probe, answers=["exact"])
+    >>> alone = found["peak"].sel(answer="exact", change="replace 1", channel=["theta", "m", "v"])
+    >>> alone.values.round(4).tolist()  # most of it waits in m
+    [0.0028, 0.0061, 0.0012]
     """
     wanted = list(answers)
     if not wanted or set(wanted) - set(ANSWERS):
@@ -152,7 +157,14 @@ def _blocks(starts: Sequence[Tangent]) -> Tangent:
 
 
 def interactions(response: xr.DataArray) -> xr.DataArray:
-    """I_S = Σ_{T⊆S} (−1)^{|S|−|T|} R_T over `channel`: what S does that no part of it does."""
+    """I_S = Σ_{T⊆S} (−1)^{|S|−|T|} R_T over `channel`: what S does that no part of it does.
+
+    >>> import xarray as xr
+    >>> names = ["none", "theta", "m", "v", "theta+m", "theta+v", "m+v", "theta+m+v"]
+    >>> sizes = xr.DataArray([0.0, 1.0, 2.0, 0.0, 5.0, 1.0, 2.0, 5.0], {"channel": names}, "channel")
+    >>> float(theory.interactions(sizes).sel(channel="theta+m"))  # 5 − 1 − 2
+    2.0
+    """
     import xarray as xr
 
     rows = []

@@ -52,6 +52,10 @@ def curvature_bound(
     χ = 4 a1 a2 g q_mv + 4 a2² g² q_vv + 2 a2 V is ψ''(g), coordinate by coordinate; m and v are the moments
     before the step. Interval arithmetic on `pieces` parts of the segment: an enclosure, and exact as they
     shrink. Infinite where v̂ reaches 0, where ψ has no second derivative.
+
+    >>> run, m, v, g = path.control(0).linear.runs[0], *torch.tensor([[0.1], [0.01], [0.1]])
+    >>> bool(theory.curvature_bound(run, m, v, g, g + 0.2) > theory.curvature_bound(run, m, v, g, g + 0.1))
+    True
     """
     out = torch.zeros_like(start)
     a1, a2 = 1 - run.beta1, 1 - run.beta2
@@ -92,6 +96,10 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
     `coordinate_bound` keeps the coordinates apart, ‖(sup |χ_i| ξ_i²)_i‖/2, and is much sharper. NaN with a
     `reason` where ψ does not describe the step: no ξ, clipping that binds, a parameter with a gradient on one
     side only. No gradient beyond the change's own.
+
+    >>> found = theory.write_in_bound(change, index=1)
+    >>> bool(found["remainder"] <= found["coordinate_bound"] <= found["bound"])
+    True
     """
     import xarray as xr
 
@@ -134,6 +142,10 @@ def operator_norm(operator: LinearOperator, iterations: int = 12, seed: int = 0)
     """‖A‖ or ‖Φ‖ and how it was found: "exact" by SVD of a small system, else a power-iteration "estimate".
 
     The estimate approaches the norm from below: `iterations` products with the operator and its transpose.
+
+    >>> size, how = theory.operator_norm(path.transition(1))
+    >>> size > 1, how
+    (True, 'exact')
     """
     layout = operator.layout
     if 3 * layout.size <= DENSE:
@@ -160,6 +172,11 @@ def smooth_constant(pair: PairStep, transition: Float[Tensor, "out in"]) -> floa
     """L_s: how fast D f̃_s turns along the segment x^c … x^c + δx (eq:app_smooth_remainder_bound).
 
     The largest ‖D f̃(x^c + τ δx) − A‖ / (τ ‖δx‖) over `SEGMENT`, with `transition` the dense A. Small systems.
+
+    >>> from aftershock.theory.switching import pair_at
+    >>> pair = pair_at(change, 1, index=1)
+    >>> theory.smooth_constant(pair, path.transition(1).as_matrix()) > 0
+    True
     """
     deviation = pair.deviation
     size = joint_norm(deviation)
@@ -178,7 +195,14 @@ def moved(state: JointState, dx: Tangent, tau: float) -> JointState:
 
 
 def probe_constant(change: Change, probe: Probe, time: int, control: JointState, shocked: JointState) -> float:
-    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`. 6 g."""
+    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`. 6 g.
+
+    >>> from dataclasses import replace
+    >>> control = path.control(0).after
+    >>> shocked = replace(control, theta=control.theta + change.difference()[1].theta)
+    >>> theory.probe_constant(change, ak.Probe(batch=probe), 1, control, shocked) > 0
+    True
+    """
     trajectory = change.path.trajectory
     layout, deviation = trajectory.dynamics.layout, difference(shocked, control)
     size = float(deviation.theta.norm())
@@ -207,6 +231,12 @@ def error_bounds(
 
     C^sw is ρ L̄_a of `activation_margin` on dense systems, else ‖r^sw‖/‖δx‖². Costs about 20·d products a step
     where dense, and 24·H³/6 elsewhere: choose a short horizon.
+
+    >>> found = theory.error_bounds(change, index=1, horizon=2, probe=probe)
+    >>> bool((abs(found["output_error"]) <= found["output_bound"]).all())
+    True
+    >>> bool((found["state_bound"] <= found["envelope"] * (1 + 1e-9)).all()), found.attrs["norms"]
+    (True, 'exact')
     """
     import xarray as xr
 

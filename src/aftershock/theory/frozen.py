@@ -36,7 +36,31 @@ MODAL_LIMIT = 1e6
 
 @dataclass(frozen=True)
 class FrozenMemory:
-    """Ā and what follows from it. The channels are m and v; horizon 1 is the state that holds the write."""
+    """Ā and what follows from it. The channels are m and v; horizon 1 is the state that holds the write.
+
+    >>> frozen = theory.FrozenMemory.of_scalars(
+    ...     retention=1.0, dq_dm=-0.1, dq_dv=0.0, dtheta_dg=-0.01, curvature=2.0, gradient=0.5, beta1=0.9, beta2=0.999
+    ... )
+    >>> frozen.matrix.round(3).tolist()
+    [[0.98, -0.09, 0.0], [0.2, 0.9, 0.0], [0.002, 0.0, 0.999]]
+    >>> frozen.response(4).sel(channel="m").values.round(3).tolist()  # late, and growing
+    [0.0, -0.09, -0.169, -0.237]
+    >>> bool(abs(frozen.short_response() - frozen.response(4)).max() < 1e-12)
+    True
+    >>> frozen.peak(20)["peak_horizon"].values.tolist(), frozen.amplification()["transient"].values.tolist()
+    ([10, 1], [True, False])
+    >>> frozen.stable, round(frozen.spectral_radius, 3), abs(frozen.poles).round(3).tolist()
+    (True, 0.999, [0.999, 0.949, 0.949])
+    >>> frozen.loop_gains.values.round(3).tolist(), frozen.loop_signs().values.tolist()
+    ([-0.018, 0.0], [-1, 0])
+    >>> dict(frozen.modes().sizes), frozen.characteristic_polynomial.round(3).tolist()
+    ({'mode': 3, 'channel': 2}, [1.0, -2.879, 2.778, -0.899])
+    >>> bool((abs(frozen.response(9)) <= frozen.bounds(9)["modal"] + 1e-12).all())
+    True
+    >>> over, under = frozen.transfer_polynomials("m")
+    >>> over.round(3).tolist(), frozen.transfer(2.0).values.real.round(3).tolist()
+    ([-0.09, 0.09], [-0.079, 0.0])
+    """
 
     a: float
     b_m: float
@@ -79,6 +103,10 @@ class FrozenMemory:
 
         coordinate: a flat index or slice (parameters in the order of their groups), the name of a parameter, or
         (name, index), indexed as the tensor itself. Costs 1.2 g and one Hessian product, 1–2 g, per coordinate.
+
+        >>> frozen = theory.FrozenMemory.at(path, step=1, coordinate="2.bias")
+        >>> frozen.stable, round(frozen.a, 3)
+        (True, 0.999)
         """
         return cls(**Place.of(path, step, coordinate, exact_diagonal).coefficients())
 
@@ -89,6 +117,11 @@ class FrozenMemory:
         """An unbiased estimate of `at` over many coordinates, at one Hessian product per sample.
 
         Each H_ii is estimated by z_i (Hz)_i with random signs z on these coordinates; b_m and b_v are exact.
+
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4, generator=generator)
+        >>> frozen.b_m == theory.FrozenMemory.at(path, 1, slice(None)).b_m
+        True
         """
         if samples < 1:
             raise InvalidInput(f"an estimate needs at least one sample; got {samples}")
@@ -307,6 +340,10 @@ def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: S
     """The frozen systems of one place under other weight decays λ: a = 1 − ηλ + ΓH (app:frozen_wd_bias).
 
     With decoupled decay only a moves, by −η per unit of λ. Costs what one `FrozenMemory.at` does.
+
+    >>> found = theory.weight_decay_effect(path, 1, "2.bias", [0.0, 0.1])
+    >>> [round(float(found[name][1] - found[name][0]), 6) for name in ("a", "b_m")]  # η is 0.01
+    [-0.001, 0.0]
     """
     place = Place.of(path, step, coordinate, exact_diagonal)
     found = [FrozenMemory(**place.coefficients(weight_decay=value)) for value in values]
@@ -318,6 +355,10 @@ def bias_correction_effect(path: Path, step: int, coordinate: Coordinate, counts
 
     The moments and the gradient stay. a, b_m and b_v move through M, V and Γ; d_m and d_v do not, and no zero of Ā
     fills: bias correction changes numbers, not the coupling. Costs what one `FrozenMemory.at` does.
+
+    >>> found = theory.bias_correction_effect(path, 1, "2.bias", [1, 1000])
+    >>> bool(found["b_m"][0] == found["b_m"][1]), bool(found["d_m"][0] == found["d_m"][1])
+    (False, True)
     """
     if any(count < 1 for count in counts):
         raise InvalidInput(f"the first true step is 1; got {min(counts)}")

@@ -49,6 +49,11 @@ def repeated_futures(
     follow: options of `point.follow`, such as `lr` and `clip`.
     Gives `response[answer, change, future, horizon]`, its mean over futures, and the control's losses.
     Costs K times a path's response: N·H·K gradients for the exact one.
+
+    >>> futures = [batches[1:3], batches[2:4]]
+    >>> found = theory.repeated_futures(point, batches[0], batches[4:], futures, probe)
+    >>> dict(found["response"].sizes)
+    {'answer': 1, 'change': 2, 'future': 2, 'horizon': 3}
     """
     import xarray as xr
 
@@ -82,6 +87,12 @@ def prospective_structure(response: xr.DataArray, by: str = "peak") -> xr.Datase
     between, within       Var_i(μ_i) and E_i Var_k(R_ik), population variances
     prospective_ratio     Π_H = between / (between + within). `eq:app_predictability_ratio`
     branch_correlation    median over futures of Spearman(R_·k, μ); NaN where either is constant
+
+    >>> import xarray as xr
+    >>> peaks = [[[0.1], [0.2]], [[0.5], [0.6]], [[0.9], [0.8]]]  # three changes in two futures
+    >>> curves = xr.DataArray(peaks, {"horizon": [1]}, ("change", "future", "horizon"))
+    >>> round(float(theory.prospective_structure(curves)["prospective_ratio"]), 3)
+    0.97
     """
     import xarray as xr
 
@@ -107,6 +118,12 @@ def prospective_ratio(values: xr.DataArray) -> xr.DataArray:
 
     `eq:app_predictability_ratio`. A ratio of variances under one protocol, not a share of information.
     NaN where nothing varies.
+
+    >>> import xarray as xr
+    >>> float(theory.prospective_ratio(xr.DataArray([[1.0, 1.0], [2.0, 2.0]], dims=("change", "future"))))
+    1.0
+    >>> float(theory.prospective_ratio(xr.DataArray([[1.0, 2.0], [2.0, 1.0]], dims=("change", "future"))))
+    0.0
     """
     between, within = values.mean("future").var("change"), values.var("future").mean("change")
     total = between + within
@@ -139,6 +156,10 @@ def present_frozen(
     `eq:app_present_frozen_iso`. Ā is the transition of the control batch (the reference mean, where that is
     `accumulate(references)`) at the first state after it. Gives `response[change, horizon]` and its summary
     `score[change]`. Costs a path of two steps and a Hessian product per change and horizon.
+
+    >>> found = theory.present_frozen(point, batches[0], batches[4:], probe, horizon=3)
+    >>> found["score"].idxmax("change").item()
+    'replace 1'
     """
     import xarray as xr
 
@@ -176,6 +197,10 @@ def reference_surrogate(
 
     references: run through in turn; default: the control batch alone, their mean. An answer of
     `change.response`; the paper's is the tangent.
+
+    >>> found = theory.reference_surrogate(point, batches[0], batches[4:], probe, horizon=3)
+    >>> found["score"].idxmax("change").item()
+    'replace 1'
     """
     _require_horizon(horizon)
     surrogate = itertools.islice(itertools.cycle(references or [control_batch]), horizon - 1)
@@ -205,6 +230,10 @@ def sampled_future(
         1.00 (endpoint) and 1.00 (semilinear), on six correlated quadratics 0.92, 0.98 and 0.98. Of the two,
         semilinear costs the same and also keeps its bounds where v is small.
     Gives `response[change, future, horizon]` and `score[change]`; costs `samples` times a path's response.
+
+    >>> found = theory.sampled_future(point, batches[0], batches[4:], batches[:4], probe, horizon=3, samples=2)
+    >>> found["score"].idxmax("change").item(), found["response"].sizes["future"]
+    ('replace 1', 2)
     """
     _require_horizon(horizon)
     futures = sample_futures(sampler, samples, horizon - 1, generator)

@@ -43,6 +43,12 @@ class Matched:
 
     `xi[change]` is γ_i ξ̃_i as `path.perturb` takes it, NaN where no γ was found. `data` has, by change,
     `gamma`, `first_step` (the signed exact d_1), `accepted` and `reason` (empty where accepted).
+
+    >>> matched = theory.match_first_step(path, theory.residuals(change), probe)
+    >>> matched.accepted.values.tolist(), matched.gamma.isnull().values.tolist(), matched.xi.shape
+    ([True, False], [False, True], torch.Size([2, 22]))
+    >>> float(matched.first_step[0]) > 0, round(matched.cv, 6)
+    (True, 0.0)
     """
 
     xi: Float[Tensor, "change d"]
@@ -69,7 +75,11 @@ class Matched:
 
 
 def residuals(change: Change) -> Float[Tensor, "change d"]:
-    """ξ_i = g_i − ḡ of every change, without padding: 1 g each for replaced batches."""
+    """ξ_i = g_i − ḡ of every change, without padding: 1 g each for replaced batches.
+
+    >>> theory.residuals(change).shape
+    torch.Size([2, 22])
+    """
     control = change.path.control(change.at)
     found = [edit.shock(control).xi for edit in change.edits]
     if any(xi is None for xi in found):
@@ -90,6 +100,11 @@ def match_first_step(
     Singular where a = 0 or every aᵀr_j = 0. Costs 2 g, then up to 71 forward passes a candidate.
 
     xis: rows of d coordinates, or any form that `path.perturb` takes; `residuals(change)` gives them.
+
+    >>> matched = theory.match_first_step(path, theory.residuals(change), probe)
+    >>> first = path.perturb(matched.xi[0]).response(probe, horizon=1).exact
+    >>> abs(first.item() - matched.data.attrs["target"]) < 1e-9
+    True
     """
     import xarray as xr
 
@@ -210,6 +225,10 @@ def persistence(
     coordinate's Δv is solved for exactly the same displacement through v, η m̂ (1/d − 1/d'); `unmatched`
     counts the coordinates where no v ≥ 0 gives it, which take the nearest v, or Δv as it is. Ratios are to
     the smallest β. (N+1)·H g per β. Paper: Table "matched-first-displacement persistence sweep".
+
+    >>> found = theory.persistence(change, probe, beta1=[0.5, 0.9])
+    >>> found["peak_ratio"].sel(change="replace 1").values.round(2).tolist()
+    [1.0, 1.54]
     """
     import xarray as xr
 

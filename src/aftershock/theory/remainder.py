@@ -51,6 +51,10 @@ class Decomposition:
     By step j: `smooth_remainder`, `switching_defect`, `clip_switched`; by step and layer: `switched`, `gates`.
     With a probe: `response`, `predicted`, `output_error` and its parts `output_from_*`, signed, with the
     probe's own curvature and switching as `output_from_readout_smooth`, `output_from_readout_switching`.
+
+    >>> data = theory.decompose(change, index=1, horizon=2).data
+    >>> [round(float(data[f"state_share_{part}"].sel(horizon=2)), 2) for part in ("write_in", "smooth", "switching")]
+    [1.13, -0.13, 0.0]
     """
 
     data: xr.Dataset
@@ -95,6 +99,10 @@ def decompose(
     probe: also split the error of the response.
     Costs about 12 g per step (three gradients, five Hessian products), and 4 g per horizon of a probe.
     Raises `UnfrozenGate` where a kink of the model cannot be held, `HiddenState` where buffers are state.
+
+    >>> data = theory.decompose(change, index=1, probe=probe).data
+    >>> float(data["identity_residual"].max()) < 1e-12
+    True
     """
     path = change.path
     watched = None if probe is None else Probe.of(probe)

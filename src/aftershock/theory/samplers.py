@@ -25,6 +25,10 @@ def sample_futures(
     sampler: a function of (length, generator) that returns the batches of one future, such as a
         `FittedProcess`; a list of past batches, from which each step draws one at random; or a data loader,
         read on from future to future and begun again at its end, as training reads it.
+
+    >>> futures = theory.sample_futures(batches[:4], 3, 2)  # three futures of two past batches each
+    >>> [len(future) for future in futures]
+    [2, 2, 2]
     """
     if count < 1:
         raise InvalidInput(f"at least one future must be sampled; got {count}")
@@ -63,6 +67,10 @@ class FittedProcess:
     """x' = μ + φ (x − μ) + σ ε: a first-order process of batches, with one φ and σ for each of a batch's tensors.
 
     Made by `fit_process`. Called with (length, generator) it samples one future that starts from the last batch.
+
+    >>> process = theory.fit_process([inputs for inputs, labels in batches])
+    >>> [len(process(2, torch.Generator().manual_seed(0))), len(process.forecast(3))]
+    [2, 3]
     """
 
     last: tuple[Tensor, ...]
@@ -93,6 +101,10 @@ def fit_process(batches: Sequence[Batch]) -> FittedProcess:
     """Fit a `FittedProcess` by least squares to the batches seen so far, in their order, the latest last.
 
     Batches are floating-point tensors, or tuples, lists or dicts of them, of the same shapes throughout.
+
+    >>> process = theory.fit_process([torch.tensor([x]) for x in (8.0, 4.0, 2.0, 1.0)])
+    >>> round(process.persistence[0], 2)
+    0.5
     """
     if len(batches) < 3:
         raise InvalidInput(f"a process is fitted to at least 3 batches in their order; got {len(batches)}")

@@ -175,6 +175,9 @@ def switch_fraction(
     The gates at horizon h are those of the pass that step t + h makes over its batch; the last state of a path has
     no step after it: NaN. kinds: the operations that are counted, such as ("relu",); default: all.
     Costs a gradient per change, scale and horizon.
+
+    >>> theory.switch_fraction(path.set(at=0, lr=0.3)).values[0, 0].round(2).tolist()
+    [0.03, 0.03, 0.09, nan]
     """
     import xarray as xr
 
@@ -214,6 +217,11 @@ def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tang
     """r^sw_{s,j_r} = f^(r)(x^s) − f^(r−1)(x^s): one defect per switched gate, in order of the pass.
 
     Returns (gate, element) and its defect; they sum to r^sw. Costs 1 g per switched gate: small systems.
+
+    >>> from aftershock.theory.switching import pair_at
+    >>> places, defects = theory.telescoped_defects(pair_at(path.set(at=0, lr=0.3), 1))
+    >>> len(places) == len(defects), places[0]
+    (True, (0, 3))
     """
     if pair.clip_switched:
         raise UnfrozenGate("clipping switched at this step: its part of the defect belongs to no activation gate")
@@ -239,6 +247,10 @@ def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int
     These are the constants of this pair, exact for it; for other pairs they are estimates. Choices between
     more than two inputs (pooling, max along a dimension, comparisons) have no pre-activation: where one
     switched, the constant is NaN and `reason` says so. Costs 1 g per gate in the strip: small systems.
+
+    >>> found = theory.activation_margin(path.set(at=0, lr=0.3), at=1)
+    >>> int(found["switched"]), bool(found["switching_defect"] <= found["bound"])
+    (1, True)
     """
     return margin_of(pair_at(change, at, scale=scale, index=index))
 
@@ -268,7 +280,11 @@ def margin_of(pair: PairStep) -> xr.Dataset:
 
 
 def margin_mass(margins: list[float], weights: list[float]) -> float:
-    """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq:app_weighted_margin_mass)."""
+    """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq:app_weighted_margin_mass).
+
+    >>> theory.margin_mass([0.1, 0.5], [1.0, 2.0])  # 1/0.1 against 3/0.5
+    10.0
+    """
     total, mass = 0.0, 0.0
     order = sorted(zip(margins, weights))
     for i, (margin, weight) in enumerate(order):

@@ -28,6 +28,10 @@ def split_write(linear: LinearStep, xi: Float[Tensor, " param"]) -> Float[Tensor
     """δθ = Γ ξ as its two terms, (1−β1) M Jξ (g→m→θ) and 2(1−β2) V g⊙Jξ (g→v→θ). `eq:app_Gamma`.
 
     No gradient, one elementwise pass. At v̂ = 0 = m̂ the second term is 0, as it is in `WriteIn`.
+
+    >>> linear = path.control(0).linear
+    >>> theory.split_write(linear, torch.ones_like(linear.g)).shape[0]
+    2
     """
     dx = WriteIn(linear).mv(xi)
     return torch.stack([linear.dq_dm * dx.m, linear.dq_dv * dx.v])
@@ -46,6 +50,10 @@ def write_paths(change: Change, probe: Any = None) -> xr.Dataset:
                          of the above is NaN: v̂ = 0 with m̂ ≠ 0, or a parameter that the control's batch skips
 
     Costs one gradient for the control, one per replaced batch, and one for a probe.
+
+    >>> found = theory.write_paths(change, probe)
+    >>> (found["alignment"] < 0).values.tolist()  # the two paths work against each other
+    [True, True]
     """
     import xarray as xr
 
