@@ -30,7 +30,9 @@ FORWARD_COST = 0.35
 
 @dataclass(frozen=True)
 class Change:
-    """One or more changes at one step, held as exact state differences after it.
+    """One or more changes at one step, held as exact state differences after it. Made by the methods of `Path`.
+
+    at: the changed step. kind: "replace", "skip", …; edits: one per change.
 
     >>> change
     Change(replace at step 0, 2 change(s))
@@ -48,7 +50,9 @@ class Change:
         return f"Change({self.kind} at step {self.at}, {len(self)} change(s))"
 
     def difference(self, scale: float = 1.0) -> list[Tangent]:
-        """The exact δx after the step, one per change: one elementwise pass each.
+        """The exact δx = (δθ, δm, δv) after the step, one per change: a gradient per new batch, an elementwise pass.
+
+        scale: α between the control (0) and the change (1).
 
         >>> [f"{float(dx.theta.norm()):.4f}" for dx in change.difference()]
         ['0.0029', '0.0126']
@@ -76,9 +80,12 @@ class Change:
         answers: "exact" (the truth: a second run), "semilinear" (AdamW exact, only the network's gradient linear)
             and "tangent" (all linear); default: all three, where they exist for this model and probe.
         horizon: how many states after the step; default: to the end of the path.
+        labels: names of the changes in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
 
-        Beside the changes, the control runs once more from a state that differs by one rounding: the noise floor.
+        Costs by change and horizon: exact a gradient and semilinear a Hessian product for each scale, tangent a Hessian
+        product for all scales, and readings of the probe; `estimate` says how much that is. Beside the changes, the
+        control runs once more from a state that differs by one rounding: the noise floor.
 
         >>> response = change.response(probe, scales=[0.1, 1.0])
         >>> dict(response.exact.sizes)
@@ -118,6 +125,8 @@ class Change:
         memory: str | int | None = None,
     ) -> Estimate:
         """What `response` will cost, before any of it is done: gradients, seconds, peak memory.
+
+        The arguments are those of `response`. It computes nothing of the model.
 
         >>> estimate = change.estimate(probe)
         >>> round(estimate.gradients), estimate.chunks

@@ -34,7 +34,10 @@ CHANNEL_NAMES: Mapping[str, tuple[str, ...]] = {"m": ("m",), "v": ("v",), "mv": 
 
 
 class Path:
-    """Every step from a training point on. The batch at a changed step is the control.
+    """Every step from a training point on, made by `point.follow`. The batch at a changed step is the control.
+
+    A change is made with `replace`, `perturb`, `skip`, `zero`, `set` or `reset`; it costs nothing until it is asked for
+    its response.
 
     >>> path
     Path(4 steps from step 40, loss 0.5006 → 0.5741, keeps states)
@@ -66,6 +69,7 @@ class Path:
 
     @property
     def losses(self) -> list[float]:
+        """The training loss of each step, on its own batch."""
         return [step.loss for step in self.steps]
 
     @property
@@ -202,7 +206,7 @@ class Path:
         return self._change("perturb", at, [Perturb(row) for row in self.point.loss.layout.vectors(xi)])
 
     def skip(self, at: int = 0) -> Change:
-        """Step `at` is not taken; its step count is not used up.
+        """Step `at` is not taken: weights, moments and the step count stay as they were.
 
         >>> path.skip(at=1).response(probe, horizon=1).verdict
         "'skip' at step 1 raises the loss most in the first state after it: 0.5028 → 0.5083 (+0.00551)."
@@ -218,7 +222,9 @@ class Path:
         return self._change("zero", at, [Zero()])
 
     def set(self, at: int = 0, **values: float | Sequence[float]) -> Change:
-        """Other hyperparameters at step `at`: lr, beta1, beta2, eps, weight_decay; lists are one change each.
+        """Other hyperparameters at step `at` alone.
+
+        values: lr, beta1, beta2, eps, weight_decay, each a number, or a list of equal lengths: one change per entry.
 
         >>> path.set(at=0, lr=[0.0, 0.1]).response(probe).order
         ['set lr=0.1', 'set lr=0']
@@ -266,7 +272,9 @@ class Path:
         return ControlStep.of(self.trajectory, self.index(at))
 
     def write_in(self, at: int = 0) -> WriteIn:
-        """B at step `at`.
+        """B at step `at`, from ξ to δx right after it: δm = (1−β1) J ξ, δv = 2(1−β2) g⊙J ξ, δθ = M δm + V δv.
+
+        One gradient; then an elementwise pass per ξ.
 
         >>> path.write_in(0).as_matrix().shape
         torch.Size([66, 22])
@@ -274,7 +282,9 @@ class Path:
         return WriteIn(self.control(at).linear)
 
     def transition(self, at: int) -> Transition:
-        """A at step `at`.
+        """A = K + B H P_θ at step `at`, from δx before the step to δx after it.
+
+        About 1.2 gradients; then a Hessian product per δx. `as_matrix()` is for small models.
 
         >>> path.transition(1).as_matrix().shape
         torch.Size([66, 66])
@@ -283,7 +293,9 @@ class Path:
         return Transition(self.trajectory.linearize(self.steps[at], self.trajectory.state(at)))
 
     def propagate(self, start: int, stop: int) -> Propagator:
-        """Φ(stop, start), from the state before step `start` to the state before step `stop`.
+        """Φ = A_{stop−1} … A_start, from the state before step `start` to the state before step `stop`.
+
+        A Hessian product per δx and step.
 
         >>> first, second = (path.transition(at).as_matrix() for at in (1, 2))
         >>> torch.allclose(path.propagate(1, 3).as_matrix(), second @ first)
@@ -294,7 +306,9 @@ class Path:
         return Propagator(self.trajectory, start, stop)
 
     def response_operator(self, probe: Any, at: int = 0, horizon: int | None = None) -> ResponseOperator:
-        """G for horizons 1 … `horizon` of a change at step `at`.
+        """G = c̄ᵀ P_θ Φ B, from ξ at step `at` to the linear response at horizons 1 … `horizon` (default: all).
+
+        One gradient per horizon; then a Hessian product per ξ, or per outcome, and step.
 
         >>> predicted = path.response_operator(probe).as_matrix() @ theory.residuals(change)[1]
         >>> bool(abs(predicted.numpy() - response.tangent.values[1, 0]).max() < 1e-12)

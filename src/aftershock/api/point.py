@@ -60,6 +60,7 @@ class TrainingPoint:
 
     @property
     def loss(self) -> LossFunction:
+        """The loss of the private copy of the model."""
         return self.captured.loss
 
     @property
@@ -96,6 +97,7 @@ class TrainingPoint:
     ) -> Path:
         """Train on through `batches`, exactly as torch would: one gradient per batch.
 
+        batches: one per step; `ak.accumulate` makes one of several micro-batches.
         lr: the learning rate per step: a number, a list with one entry per step, a function of the step's index,
             or the `torch` scheduler that the loop steps after every update, or a list of them (copied, never
             advanced; whatever they move is followed). An entry may be one number or one per parameter group.
@@ -177,6 +179,8 @@ class TrainingPoint:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> TrainingPoint:
         """The same point elsewhere or in another precision; batches are then moved and cast as they come.
 
+        device, dtype: None leaves it as it is. Costs a copy of θ, m and v.
+
         >>> point.to(dtype=torch.float32)
         TrainingPoint(step 40, 22 parameters in 4 tensors, 1 group(s), float32 on cpu)
         """
@@ -220,6 +224,8 @@ class TrainingPoint:
     def save(self, path: str | FilePath) -> None:
         """Write the point as one safetensors file, whole or not at all. The model's code is not in it.
 
+        It is as large as θ, m, v, the buffers and the frozen parameters together.
+
         >>> point.save("point.safetensors")
         >>> ak.load_point("point.safetensors", model, loss_fn).step
         40
@@ -239,10 +245,9 @@ def capture(
     unused: Unused | None = None,
     constant: Sequence[nn.Module] = (),
 ) -> TrainingPoint:
-    """Copy a live model and optimizer into a `TrainingPoint`. Neither is touched.
+    """Copy a live model and optimizer into a `TrainingPoint`. Neither is touched. Costs a copy of θ, m and v.
 
-    `loss_fn(model, batch)` returns one number, computed with the model it is given.
-
+    loss_fn: `loss_fn(model, batch)` returns one number, computed with the model it is given.
     hooks: what your hooks do: "run" where they are part of the computation, "ignore" where they only look.
     autocast: the dtype of the autocast that training runs in, or False; default: the one that is in force now.
     unused: what the loop does with a parameter that a step does not use: "skip" after `zero_grad()`, "zero" after
@@ -271,10 +276,10 @@ def from_checkpoint(
     optimizer_state: Mapping[str, Any],
     **options: Any,
 ) -> TrainingPoint:
-    """A point from a checkpoint's two `state_dict()`s.
+    """A point from a checkpoint's two `state_dict()`s. Costs a copy of θ, m and v.
 
-    `model` and `optimizer`, built as the training script builds them, say what the numbers belong to; they
-    stay as they are. `options` are those of `capture`.
+    model, optimizer: built as the training script builds them; they say what the numbers belong to, and stay as they
+        are. options: those of `capture`.
 
     >>> saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     >>> ak.from_checkpoint(model, optimizer, loss_fn, saved["model"], saved["optimizer"]).step

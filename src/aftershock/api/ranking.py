@@ -67,6 +67,7 @@ class Ranking(LabelledResult):
 
     @property
     def by(self) -> str:
+        """What it is sorted by."""
         return str(self.data["by"].item())
 
     @property
@@ -264,6 +265,7 @@ class ExampleRanking(LabelledResult):
 
     @property
     def certificate(self) -> Certificate:
+        """How far the shares may be trusted: by reruns that they were not calibrated with."""
         known = self.data.where(self.data["measured"].notnull(), drop=True)
         count = known.sizes["example"]
         if not count:

@@ -128,7 +128,9 @@ class Response(LabelledResult):
         return crossing(self.data["response"], self.spike_margin(threshold))
 
     def plot(self, **options: Any) -> Any:
-        """Response curves as a plotly figure.
+        """Response curves as a plotly figure: a colour per change, a dash per answer, the peak marked.
+
+        options: `changes`, labels to show (default: the eight largest), and `scale` (default: the largest).
 
         >>> type(response.plot()).__name__
         'Figure'

@@ -37,7 +37,12 @@ def recorder_for(
     directory: str | Path,
     **options: Any,
 ) -> FlightRecorder | RankRecorder:
-    """A `FlightRecorder`, or a `RankRecorder` where several ranks train together."""
+    """A `FlightRecorder`, or a `RankRecorder` where several ranks train together. options: the recorder's.
+
+    >>> from aftershock.integrations.distributed import recorder_for
+    >>> type(recorder_for(model, optimizer, loss_fn, "flight")).__name__
+    'FlightRecorder'
+    """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     kind = RankRecorder if together else FlightRecorder
     return kind(model, optimizer, loss_fn, directory, **options)
@@ -48,6 +53,21 @@ class RankRecorder:
 
     Each call of `micro` and `step` gathers the ranks' batches on rank 0: the traffic of one batch, and a number.
     Where one rank cannot go on, all stop recording in the same step, and training goes on.
+
+    >>> from aftershock.integrations.distributed import RankRecorder
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with RankRecorder(model, optimizer, loss_fn, "flight") as recorder:
+    ...     optimizer.zero_grad()
+    ...     first = loss_fn(model, batches[0]) / 2
+    ...     recorder.micro(batches[0], first)
+    ...     second = loss_fn(model, batches[1]) / 2
+    ...     (first + second).backward()
+    ...     optimizer.step()
+    ...     recorder.step(batches[1], second)
+    >>> dist.destroy_process_group()
+    >>> recorder.ranks, len(recorder.recorder.recent[0].fed)
+    (1, 2)
     """
 
     def __init__(

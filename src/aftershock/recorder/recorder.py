@@ -47,11 +47,6 @@ LATE = 8  # steps by which the GPU may be behind before the loop waits for it: i
 class FlightRecorder:
     """Record a training loop; when something happens, the window around it can be replayed and explained.
 
-        with ak.FlightRecorder(model, optimizer, loss_fn, "flight", clip=1.0) as recorder:
-            for batch in loader:
-                ...                         # forward, backward, clipping, optimizer.step(), scheduler.step()
-                recorder.step(batch, loss)  # after optimizer.step()
-
     Training is equal to the bit to training without it. Nothing is raised into the loop: a failure of the
     recorder's own stops the recording and warns once.
 
@@ -69,10 +64,18 @@ class FlightRecorder:
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
     describe: what `explain` shows of a batch: `describe(batch)` returns a text or an image (an array).
 
-    Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every
-    `every` steps; files are written by a thread of its own. On a GPU the loop does not wait for any of it: numbers
-    are read some steps later, so triggers come late by as much; a state takes its own size of GPU memory until it
-    is on the host.
+    Costs a copy of every batch, a norm of the gradient per step unless it is told, and a copy of θ, m, v every `every`
+    steps; a thread of its own writes files. On a GPU the loop does not wait for it: numbers are read some steps later,
+    so triggers come late by as much; a state takes its own size of GPU memory until it is on the host.
+
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=4, after=0) as recorder:
+    ...     recorder.trigger("look here")  # keeps the window of the next step
+    ...     for batch in batches[:5]:
+    ...         recorder.step(batch, train_step(batch))  # after backward, clipping, optimizer.step(), scheduler.step()
+    ...     recorder.wait()
+    ...     harmful = recorder.forecast(batches[5], horizon=2, futures=1).harmful(threshold=0.001)
+    >>> [record.step for record in recorder.recent], len(recorder.flights), harmful
+    ([41, 42, 43, 44], 1, True)
     """
 
     def __init__(
@@ -203,7 +206,19 @@ class FlightRecorder:
     # --- what the loop calls
 
     def micro(self, batch: Batch, loss: Tensor | float, *, index: int | None = None) -> None:
-        """A micro-batch whose gradient is accumulated; `loss` as it was backpropagated (its share of the mean)."""
+        """A micro-batch whose gradient is accumulated; `loss` as it was backpropagated (its share of the mean).
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     optimizer.zero_grad()
+        ...     first = loss_fn(model, batches[0]) / 2
+        ...     recorder.micro(batches[0], first)
+        ...     second = loss_fn(model, batches[1]) / 2
+        ...     (first + second).backward()
+        ...     optimizer.step()
+        ...     recorder.step(batches[1], second)
+        >>> len(recorder.recent[0].fed)
+        2
+        """
         self._must_be_inside()
         self._feed(batch, loss, index)
 

@@ -68,6 +68,8 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     propagations (full, initial θ, clamped θ, frozen, endpoint); N + H gradients; 2·N·H forward passes. Keeps H
     readouts in memory.
 
+    probe, horizon, memory: as in `change.response`.
+
     >>> table = theory.scores(change, probe)["score"]
     >>> [float(f"{size:.2g}") for size in table.sel(answer="full_iso").values]
     [0.00099, 0.0064]
@@ -219,6 +221,8 @@ def readout_null(
     of the shuffled scores with `magnitude` (the exact M of every change; default: the table's own Full ISO
     score), `true_spearman` that of Full ISO itself, `percentile` the share of the null at or below it, in
     percent. Costs no gradient. Paper: "Readout controls", "Scalar baselines".
+
+    table: of `scores`, for three changes or more. generator: draws the permutations.
 
     >>> table = theory.scores(path.replace(batches[1:]), probe)
     >>> null = theory.readout_null(table, generator=torch.Generator().manual_seed(0), permutations=20)

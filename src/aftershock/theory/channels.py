@@ -56,6 +56,8 @@ def channel_responses(
     exists; on "none" these are the control's own. Step counts and buffers stay the control's, so a skip's
     "theta+m+v" is not the whole skip (`counts_differ`). Paper: "State-channel dependence and persistence".
 
+    answers: "exact", "tangent" or both. probe, scale, horizon, memory: as in `change.response`.
+
     >>> found = theory.channel_responses(change, probe, answers=["exact"])
     >>> alone = found["peak"].sel(answer="exact", change="replace 1", channel=["theta", "m", "v"])
     >>> alone.values.round(4).tolist()  # most of it waits in m
@@ -157,7 +159,9 @@ def _blocks(starts: Sequence[Tangent]) -> Tangent:
 
 
 def interactions(response: xr.DataArray) -> xr.DataArray:
-    """I_S = Σ_{T⊆S} (−1)^{|S|−|T|} R_T over `channel`: what S does that no part of it does.
+    """I_S = Σ_{T⊆S} (−1)^{|S|−|T|} R_T over `channel`: what S does that no part of it does. No gradient.
+
+    response: one value R_T for each of the eight hybrids, by their names in `channel`.
 
     >>> import xarray as xr
     >>> names = ["none", "theta", "m", "v", "theta+m", "theta+v", "m+v", "theta+m+v"]

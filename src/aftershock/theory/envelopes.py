@@ -97,6 +97,8 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
     `reason` where ψ does not describe the step: no ξ, clipping that binds, a parameter with a gradient on one
     side only. No gradient beyond the change's own.
 
+    index: which of the changes, at `scale`.
+
     >>> found = theory.write_in_bound(change, index=1)
     >>> bool(found["remainder"] <= found["coordinate_bound"] <= found["bound"])
     True
@@ -231,6 +233,8 @@ def error_bounds(
 
     C^sw is ρ L̄_a of `activation_margin` on dense systems, else ‖r^sw‖/‖δx‖². Costs about 20·d products a step
     where dense, and 24·H³/6 elsewhere: choose a short horizon.
+
+    index: which of the changes, at `scale`.
 
     >>> found = theory.error_bounds(change, index=1, horizon=2, probe=probe)
     >>> bool((abs(found["output_error"]) <= found["output_bound"]).all())

@@ -37,6 +37,8 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Datase
     its own switched gates under switching. Either kind sums to its whole; `identity_residual` is ‖e − Σ parts‖.
     Costs 2 g and five Hessian products per change and step, and two forward passes per change and horizon.
 
+    change: replaced batches or perturbations, which have a ξ. probe, scale: as in `change.response`.
+
     >>> found = theory.error_shares(change, probe).sel(change="replace 1", horizon=4)
     >>> {part: round(float(found[f"state_share_{part}"]), 2) for part in ("write_in", "smooth", "switching")}
     {'write_in': 1.18, 'smooth': -0.18, 'switching': 0.0}

@@ -88,6 +88,8 @@ def prospective_structure(response: xr.DataArray, by: str = "peak") -> xr.Datase
     prospective_ratio     Π_H = between / (between + within). `eq:app_predictability_ratio`
     branch_correlation    median over futures of Spearman(R_·k, μ); NaN where either is constant
 
+    response: of `repeated_futures`, one answer, for three changes and two futures or more. by: the summary R.
+
     >>> import xarray as xr
     >>> peaks = [[[0.1], [0.2]], [[0.5], [0.6]], [[0.9], [0.8]]]  # three changes in two futures
     >>> curves = xr.DataArray(peaks, {"horizon": [1]}, ("change", "future", "horizon"))
@@ -157,6 +159,8 @@ def present_frozen(
     `accumulate(references)`) at the first state after it. Gives `response[change, horizon]` and its summary
     `score[change]`. Costs a path of two steps and a Hessian product per change and horizon.
 
+    candidates, follow: as in `repeated_futures`. by: the summary that is the score.
+
     >>> found = theory.present_frozen(point, batches[0], batches[4:], probe, horizon=3)
     >>> found["score"].idxmax("change").item()
     'replace 1'
@@ -195,8 +199,8 @@ def reference_surrogate(
 ) -> xr.Dataset:
     """The response along a future made of nothing but the references, over and over. `app:exp2_predictability`.
 
-    references: run through in turn; default: the control batch alone, their mean. An answer of
-    `change.response`; the paper's is the tangent.
+    references: run through in turn; default: the control batch alone, their mean. answer: of `change.response`; the
+    paper's is the tangent. Others: as in `present_frozen`. Costs a path and its response.
 
     >>> found = theory.reference_surrogate(point, batches[0], batches[4:], probe, horizon=3)
     >>> found["score"].idxmax("change").item()

@@ -226,6 +226,8 @@ def persistence(
     counts the coordinates where no v ≥ 0 gives it, which take the nearest v, or Δv as it is. Ratios are to
     the smallest β. (N+1)·H g per β. Paper: Table "matched-first-displacement persistence sweep".
 
+    beta1, beta2: the values to try, of one of them. probe, scale, horizon: as in `change.response`.
+
     >>> found = theory.persistence(change, probe, beta1=[0.5, 0.9])
     >>> found["peak_ratio"].sel(change="replace 1").values.round(2).tolist()
     [1.0, 1.54]

@@ -20,11 +20,12 @@ Sampler = Callable[[int, torch.Generator], Sequence[Batch]] | Iterable[Batch]
 def sample_futures(
     sampler: Sampler, count: int, length: int, generator: torch.Generator | None = None
 ) -> list[list[Batch]]:
-    """`count` futures of `length` batches each.
+    """`count` futures of `length` batches each. No gradient.
 
     sampler: a function of (length, generator) that returns the batches of one future, such as a
         `FittedProcess`; a list of past batches, from which each step draws one at random; or a data loader,
         read on from future to future and begun again at its end, as training reads it.
+    generator: draws them; default: seeded with 0.
 
     >>> futures = theory.sample_futures(batches[:4], 3, 2)  # three futures of two past batches each
     >>> [len(future) for future in futures]

@@ -96,6 +96,8 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     Costs a gradient for the control and each replaced batch, a graph of the probe, then a Hessian product
     per change and a forward pass per change and scale.
 
+    change: replaced batches or perturbations, which have a ξ. scales: α, any numbers.
+
     >>> found = theory.second_order(change, probe, scales=[0.1]).sel(change="replace 1")
     >>> bool(abs(found["predicted"] - found["exact"]) < abs(0.1 * found["linear"] - found["exact"]))
     True

@@ -248,6 +248,8 @@ def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int
     more than two inputs (pooling, max along a dimension, comparisons) have no pre-activation: where one
     switched, the constant is NaN and `reason` says so. Costs 1 g per gate in the strip: small systems.
 
+    at: a step after the change. index: which of the changes, at `scale`.
+
     >>> found = theory.activation_margin(path.set(at=0, lr=0.3), at=1)
     >>> int(found["switched"]), bool(found["switching_defect"] <= found["bound"])
     (1, True)
@@ -281,6 +283,8 @@ def margin_of(pair: PairStep) -> xr.Dataset:
 
 def margin_mass(margins: list[float], weights: list[float]) -> float:
     """ρ: the smallest number with Σ_{j: |a_j| ≤ u} K_j ≤ ρ u for every u > 0 (eq:app_weighted_margin_mass).
+
+    margins, weights: |a_j| and K_j of each gate.
 
     >>> theory.margin_mass([0.1, 0.5], [1.0, 2.0])  # 1/0.1 against 3/0.5
     10.0

@@ -29,6 +29,8 @@ def split_write(linear: LinearStep, xi: Float[Tensor, " param"]) -> Float[Tensor
 
     No gradient, one elementwise pass. At v̂ = 0 = m̂ the second term is 0, as it is in `WriteIn`.
 
+    linear: of a step, such as `path.control(at).linear`. xi: as long as its padded vectors.
+
     >>> linear = path.control(0).linear
     >>> theory.split_write(linear, torch.ones_like(linear.g)).shape[0]
     2
