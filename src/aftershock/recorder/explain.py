@@ -96,12 +96,12 @@ def explain(
     proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
     with a treatment one per step after it.
 
-    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=24) as recorder:
-    ...     for batch in batches[:5] * 5 + batches[5:]:
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=12) as recorder:
+    ...     for batch in batches[:5] * 3 + batches[5:]:
     ...         recorder.step(batch, train_step(batch))
-    >>> found = ak.explain(recorder, step=65, treatments=False)
+    >>> found = ak.explain(recorder, step=55, verify=1, placebos=2, treatments=False)
     >>> found.kind, found.blamed, found.skip
-    ('own batch', (65,), [25])
+    ('own batch', (55,), [15])
     """
     found, recorder = find_flight(flight, step)
     found = with_clip(found, clip)

@@ -26,10 +26,9 @@ class LabelledResult:
     It adds no fields of its own: what is not in `data` would be lost in the file. `attrs` hold what made it
     (versions, device, settings), never data. `str()` is the result in words, and a notebook shows the same.
 
-    >>> ranking = path.rank(batches, probe)
-    >>> ranking.save("ranking.zarr")
-    >>> type(ranking).load("ranking.zarr").order[0]
-    'batch 5'
+    >>> response.save("response.zarr")
+    >>> type(response).load("response.zarr").order[0]
+    'replace 1'
     """
 
     data: xr.Dataset
