@@ -224,7 +224,7 @@ class Path:
     def set(self, at: int = 0, **values: float | Sequence[float]) -> Change:
         """Other hyperparameters at step `at` alone.
 
-        values: lr, beta1, beta2, eps, weight_decay, each a number, or a list of equal lengths: one change per entry.
+        values: lr, beta1, beta2, eps, weight_decay, each a number, or lists of one length: one change per entry.
 
         >>> path.set(at=0, lr=[0.0, 0.1]).response(probe).order
         ['set lr=0.1', 'set lr=0']
