@@ -1,4 +1,8 @@
-"""aftershock shows what one minibatch does to a training run after the step that saw it."""
+"""aftershock shows what one minibatch does to a training run after the step that saw it.
+
+Examples in docstrings start from the names of one tiny run (`model`, `point`, `path`, `change`, `probe`, …), which
+docs/snippets/tiny_run.py makes and the reference page explains.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
