@@ -12,11 +12,13 @@ so that only the feedback of the displacement through the network is linear: the
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from .adamw import Run, displacement, runs_of, step_size
@@ -25,6 +27,7 @@ from .reductions import parts
 from .state import JointState, Tangent
 from .trajectory import Trajectory
 
+IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 
@@ -67,7 +70,8 @@ class Writes:
     def joined(cls, parts: Sequence[Writes]) -> Writes:
         """All pairs together, by the step at which they begin."""
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in COLUMNS}
-        return cls(**columns)[columns["at"].argsort(stable=True)]
+        whole, at = cls(**columns), columns["at"]
+        return whole if bool((at[1:] >= at[:-1]).all()) else whole[at.argsort(stable=True)]
 
     def __getitem__(self, some: Tensor) -> Writes:
         return Writes(*(getattr(self, name)[some] for name in COLUMNS))
@@ -105,6 +109,9 @@ def kick_responses(
     Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
     """
     out = torch.zeros(2 if split else 1, outcomes, rows, dtype=torch.float64, device=writes.row.device)
+    if len(writes) and bool((writes.lag == writes.lag[0]).all()):
+        _add_kicks_(out, trajectory, history, writes, int(writes.lag[0]))
+        return out
     for lag in writes.lag.unique().tolist():
         _add_kicks_(out, trajectory, history, writes[writes.lag == lag], lag)
     return out
@@ -113,7 +120,8 @@ def kick_responses(
 def _add_kicks_(
     out: Float[Tensor, "channel outcome row"], trajectory: Trajectory, history: History, writes: Writes, lag: int
 ) -> None:
-    where, place = writes.coordinate.unique(return_inverse=True)
+    where, place = _places(writes.coordinate, trajectory.dynamics.layout.padded_size)
+    pairs = Pairs(writes, place)
     dm, dv, begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
     reach = int(where[0]), int(where[-1])
     for step, runs, after in _steps(trajectory, int(begin[0]) + 1, lag):
@@ -122,19 +130,60 @@ def _add_kicks_(
             break
         m, v = after.m[where], after.v[where]
         kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
-        for run in runs:
-            some = _inside(writes.coordinate[:begun], run, reach)
+        for few, run in itertools.product(in_cache(begun, dm.device), runs):
+            some = _inside(writes.coordinate[few], run, reach)
             if run.active and run.bias2 > 0 and some is not None:
-                dm[:begun][some] *= run.beta1
-                dv[:begun][some] *= run.beta2
-                at, moved_m, moved_v = place[:begun][some], dm[:begun][some], dv[:begun][some]
-                kicks[-1, some] = displacement(run, m[at], v[at], moved_m, moved_v)
+                dm[few][some] *= run.beta1
+                dv[few][some] *= run.beta2
+                at, moved_m, moved_v, kick = place[few][some], dm[few][some], dv[few][some], kicks[:, few]
+                kick[-1, some] = displacement(run, m[at], v[at], moved_m, moved_v)
                 if len(out) == 2:
-                    kicks[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
-                    kicks[1, some] -= kicks[0, some]
-        paired = slopes.to(kicks)[:, place[:begun]]
-        for channel in range(len(out)):
-            out[channel, : len(slopes)].index_add_(1, writes.row[:begun], (paired * kicks[channel]).double())
+                    kick[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
+                    kick[1, some] -= kick[0, some]
+        by_coordinate = slopes.mT.contiguous()
+        for channel, values in zip(out, kicks):
+            pairs.add_(channel[: len(slopes)], values, by_coordinate)
+
+
+def in_cache(count: int, device: torch.device) -> list[slice]:
+    """So many pairs as they are worked on: on a CPU no more at once than its cache holds."""
+    size = IN_CACHE if device.type == "cpu" else max(count, 1)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _places(
+    coordinates: Int64[Tensor, " pair"], size: int
+) -> tuple[Int64[Tensor, " coordinate"], Int[Tensor, " pair"]]:
+    """The coordinates that occur, in order, and where each pair's is among them; by counting, since sorting is slow."""
+    there = torch.zeros(size, dtype=torch.bool, device=coordinates.device)
+    there[coordinates] = True
+    return there.nonzero()[:, 0], (there.cumsum(0, dtype=torch.int32) - 1)[coordinates]
+
+
+class Pairs:
+    """Sums over the pairs of each change as products with one sparse matrix: its rows are stretches of pairs."""
+
+    def __init__(self, writes: Writes, place: Int[Tensor, " pair"]) -> None:
+        last = torch.ones_like(writes.row, dtype=torch.bool)  # of its stretch
+        last[:-1] = (writes.row[1:] != writes.row[:-1]) | (writes.at[1:] != writes.at[:-1])
+        ends = last.nonzero()[:, 0]
+        self._row, self._place = writes.row[ends], place
+        self._ends, self._starts = ends.cpu() + 1, torch.cat([ends.new_zeros(1), ends + 1]).int()
+
+    def add_(
+        self,
+        out: Float[Tensor, "outcome row"],
+        values: Float[Tensor, " pair"],
+        slopes: Float[Tensor, "coordinate outcome"],
+    ) -> None:
+        """Σ_pairs slope · value of every change, over the leading pairs, of which `values` holds one each."""
+        count = int(torch.searchsorted(self._ends, len(values), right=True))
+        shape = (count, len(slopes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls these matrices a beta
+            matrix = torch.sparse_csr_tensor(self._starts[: count + 1], self._place[: len(values)], values, shape)
+            found = matrix @ slopes.to(values)
+        out.index_add_(1, self._row[:count], found.mT.to(out))
 
 
 def count_responses(

@@ -43,9 +43,9 @@ def parts(a: Float[Tensor, " param"], b: Float[Tensor, " param"], sizes: Sequenc
 def count(mask: Bool[Tensor, " param"]) -> int:
     """How many coordinates are marked. The padding is never marked by a mask of values that differ from zero.
 
-    In parts, since torch sums truths as integers of eight bytes each.
+    In parts, since a GPU sums truths as integers of eight bytes each.
     """
-    return int(torch.stack([part.sum() for part in mask.split(COUNTED)]).sum())
+    return int(torch.stack([part.count_nonzero() for part in mask.split(COUNTED)]).sum())
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

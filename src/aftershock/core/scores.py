@@ -18,7 +18,7 @@ from .batches import Batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .dynamics import Linearized
-from .kicks import STIFF, History, Writes, count_responses, kick_responses, taken_out
+from .kicks import IN_CACHE, STIFF, History, Pairs, Writes, count_responses, kick_responses, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
@@ -158,6 +158,8 @@ class _Scored:
         self.lift = control.linear.absorb_transposed_(found.first.clone())  # ∂F/∂g of every outcome, past the clip
         _mask_inactive_(control, self.lift)
         self.screen = _Screen(control)
+        # read where stiff coordinates lie, all outcomes of one at once
+        self.by_coordinate = self.lift.mT.contiguous(), found.first.theta.mT.contiguous()
         self.against = torch.cat([self.lift, control.raw[None]])
         self.base = products(self.lift, control.raw) * control.step.clip.factor
         self.own = products(control.raw, control.raw)
@@ -174,7 +176,7 @@ class _Scored:
         linear = paired[:, :-1] * factor[:, None] - self.base
         usual = torch.tensor([g.present == self.control.present for g in gradients], device=rows.device)
         for wrote in self.screen.writes(rows, factor, first, usual):
-            _replace_(linear, wrote, self.lift, self.found.first.theta, first)
+            _replace_(linear, wrote, *self.by_coordinate, first)
             self._keep(wrote.writes)
         for i in (~usual).nonzero()[:, 0].tolist():
             linear[i] = self._unusual(rows[i], gradients[i].present, first + i)
@@ -272,9 +274,12 @@ class _Screen:
 
         Early in training most coordinates are stiff: then a few rows at a time.
         """
-        loudest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
+        loudest = rows[0].abs()
+        for row in rows[1:]:
+            torch.maximum(loudest, row.abs(), out=loudest)
         columns = (loudest > self.limit).nonzero()[:, 0]
-        group = max(1, PAIRS_AT_ONCE // max(len(columns), 1))
+        most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
+        group = max(1, most // max(len(columns), 1))
         for begin in range(0, len(rows), group):
             few = slice(begin, min(begin + group, len(rows)))
             loud = rows[few][:, columns].abs() * factor[few, None] > self.limit[columns]
@@ -308,15 +313,16 @@ class _Screen:
 def _replace_(
     linear: Float[Tensor, "row outcome"],
     wrote: _Wrote,
-    lift: Float[Tensor, "outcome param"],
-    theta: Float[Tensor, "outcome param"],
+    lift: Float[Tensor, "param outcome"],
+    theta: Float[Tensor, "param outcome"],
     first: int,
 ) -> None:
     """Take the linear part of stiff coordinates out of the scores and put the exact displacement in."""
-    where = wrote.writes.coordinate
-    if len(where):
-        exact = theta[:, where] * wrote.dtheta - lift[:, where] * wrote.dg
-        linear.index_add_(0, wrote.writes.row - first, exact.mT.to(linear))
+    writes = wrote.writes
+    if len(writes):
+        pairs = Pairs(replace(writes, row=writes.row - first), writes.coordinate.int())
+        pairs.add_(linear.mT, wrote.dtheta, theta)
+        pairs.add_(linear.mT, -wrote.dg, lift)
 
 
 def difference_scores(
