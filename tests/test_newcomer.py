@@ -195,3 +195,38 @@ def test_a_forgotten_clip_can_be_told_afterwards(tmp_path: Path, monkeypatch: py
     assert result.exit_code == 0, result.stderr
     assert "which explain() was told" in result.stdout
     assert "\nwrote flight-step30.html\n" in result.stdout
+
+
+# --- not a number
+
+
+def test_a_loss_that_the_loops_own_guard_skips_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ak.FlightRecorder(model, optimizer, squares, tmp_path, window=8) as recorder:
+        for step in range(12):
+            batch = torch.randn(8, 3), torch.full((8, 1), float("nan") if step in (5, 7) else 1.0)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+            recorder.step(batch, loss)
+    told = capfd.readouterr().err
+    assert told.count("after step 4 step() was given a loss that is not finite, and the optimizer made no step") == 1
+    assert [record.step for record in recorder.recent] == list(range(2, 10))  # steps that were made, the last eight
+
+
+def test_a_step_after_the_first_that_is_not_finite_says_which_is_told(tmp_path: Path) -> None:
+    recorder = train(tmp_path, {20: float("nan")}, steps=30)
+    found = ak.explain(recorder, step=23, **QUICK)
+    assert "Step 23 comes after step 20, the first that is not finite" in str(found)
+    assert found.verdict.startswith("The loss or gradient of step 20 is not finite")
+    assert "comes after" not in str(ak.explain(recorder, step=20, **QUICK))
+
+
+def test_a_run_that_begins_with_what_is_not_finite_is_not_told_to_begin_earlier(tmp_path: Path) -> None:
+    found = ak.explain(train(tmp_path, {0: float("nan")}, steps=12), **QUICK)
+    assert "the run begins with it" in found.verdict
+    assert "earlier" not in found.verdict

@@ -56,17 +56,24 @@ def _largest(flight: Flight, trigger: int) -> int:
     return numbers[highest] if another and height > THRESHOLD * event.sigma else trigger
 
 
-def said_of(flight: Flight, asked: int | None, step: int) -> str:
-    """Which run, window and step this is, where there were others to choose from."""
+def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
+    """Which run, window and step this is, where there were others to choose from.
+
+    asked: what the caller asked for. step: what was chosen. told: the step that is told apart, where one before it
+    is not finite.
+    """
     parts = [f"Run {flight.number} of {flight.runs} in {flight.name}."] if flight.runs > 1 else []
-    if asked is None and flight.others:
-        several, listed = len(flight.others) > 1, ", ".join(map(str, flight.others))
-        others = f"the others are of steps {listed}" if several else f"the other is of step {listed}"
+    if told != step:
+        parts.append(f"Step {step} comes after step {told}, the first that is not finite, and so that one is told.")
+    others = [other for other in flight.others if other != told]
+    if asked is None and others:
+        several, listed = len(others) > 1, ", ".join(map(str, others))
+        rest = f"the others are of steps {listed}" if several else f"the other is of step {listed}"
         parts.append(
-            f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; {others} "
+            f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; {rest} "
             f"(step= explains {'one' if several else 'it'}, --step on the command line)."
         )
-    if asked is None and flight.trigger not in (None, step):
+    if asked is None and told == step and flight.trigger not in (None, step):
         parts.append(
             f"The window was kept for step {flight.trigger}; step {step} has a larger loss and is explained here. "
             f"For the other: step={flight.trigger} (--step {flight.trigger})."

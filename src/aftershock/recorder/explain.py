@@ -121,7 +121,11 @@ def explain(
     if asking:
         _ask(findings, verify, placebos, treatments, seed)
     told = labelled(findings, examples)
-    told.attrs |= {"which": said_of(found, step, chosen), "page": page_name(found, asked), "run": found.run["id"]}
+    told.attrs |= {
+        "which": said_of(found, step, chosen, asked),
+        "page": page_name(found, asked),
+        "run": found.run["id"],
+    }
     if clip is not None:
         told.attrs["replay"] += f" That is with clip={clip:g}, which explain() was told."
     if code.describe is not None:

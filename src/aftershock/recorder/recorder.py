@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections import deque
@@ -141,6 +142,7 @@ class FlightRecorder:
         self._forward: Forward | None = None
         self._update: Update | None = None
         self._unpaired = False  # step() was called, and no update had been made
+        self._guarding = False  # a loss that was not finite came without an update, and was told
         self._asked: str | None = None
         self._told = False  # does the loop tell the norms before clipping?
         for trigger in self.triggers:
@@ -270,6 +272,7 @@ class FlightRecorder:
         if update is None or self._forward is None:
             self._unpaired = True  # GradScaler skipped it, or optimizer.step() is still to come
             self._asked = asked
+            self._say_untrained(losses)
             return
         if norm is None and update.norm is None:
             raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
@@ -286,6 +289,16 @@ class FlightRecorder:
             self._saved = step
             self._save()
         self._check_writer()
+
+    def _say_untrained(self, losses: Sequence[Tensor | float]) -> None:
+        """A loop that guards against NaN makes no step with such a batch, and so leaves nothing to replay."""
+        if not self._guarding and not all(math.isfinite(float(loss)) for loss in losses):
+            self._guarding = True
+            say(
+                f"after step {self._updates.step - 1} step() was given a loss that is not finite, and the optimizer "
+                "made no step with it, so that it is not recorded and cannot be explained. To find out where it comes "
+                "from, let the optimizer step once before the loop's own guard"
+            )
 
     def trigger(self, reason: str) -> None:
         """Keep the window of the next recorded step."""

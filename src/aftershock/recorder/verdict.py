@@ -225,7 +225,11 @@ def _not_a_number(found: FlightExplanation) -> str:
     if attrs["asked"] == attrs["step"]:
         opening = (
             f"The loss or gradient of step {attrs['asked']} is not finite, and it is the first recorded step, so that "
-            "no step before it can be asked: next time start the recorder earlier, from weights whose loss is finite"
+            "no step before it can be asked: "
+        ) + (
+            "next time start the recorder earlier, from weights whose loss is finite"
+            if attrs["asked"]
+            else "the run begins with it, so that the cause lies in the weights, the data or the loss itself"
         )
     said = attrs["not_a_number"]
     return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
