@@ -107,6 +107,8 @@ def test_a_height_that_keeps_coming_back_is_told_four_times() -> None:
     losses[231] += 6.0  # more than twice as high as the source
     rare = fired(losses)
     assert rare == [18, 24, 30, 36, 231]
+    losses[231] -= 2.2  # less than twice as high, and still the worst of the run by far
+    assert fired(losses) == rare
     # what comes back when all that is forgotten is news again
     losses = noise + noise
     for i in (20, 26, 32, 38, 44, 400):

@@ -30,6 +30,7 @@ FAR = 2.0  # times: two heights within this factor are one height
 # benchmarks/culprits that alarmed before still does (28 of 28, 88 of 88; a run's first alarm is never held back).
 OFTEN = 4  # times that a height is told
 MEMORY = 4  # windows
+HIGHER = 1.25  # times the highest of them: a new worst spike is news, however often one nearly as high came
 
 
 class Trigger(Protocol):
@@ -77,7 +78,8 @@ class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
     It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told.
-    A height that was told four times within four windows, as that of a harder source of data, is no news.
+    A height that was told four times within four windows, as that of a harder source of data, is no news, unless it is
+    the highest of them by a quarter.
     `warmup`: steps to see first.
     Gradients reach the optimizer when they are clipped already: where the loop clips, the norm is watched only if
     `recorder.step(…, norm=)` is given what `clip_grad_norm_` returned.
@@ -123,13 +125,18 @@ class Spike:
         began, highest = self._rises.pop() if self._high else (self._seen, height)
         self._rises = [(at, other) for at, other in self._rises if at > since]
         known = sum(other * FAR >= height for _, other in self._rises)
+        top = max((other for _, other in self._rises), default=0.0)
         self._rises.append((began, max(highest, height)))
         told = self._told if self._high else 0.0
-        if height <= FAR * told or known >= OFTEN:
+        if height <= FAR * told or (known >= OFTEN and height <= HIGHER * top):
             self._told = told
             return None
         self._told = height
-        return f" (it was as high {OFTEN - 1} times before, and is not told again)" if known == OFTEN - 1 else ""
+        if known != OFTEN - 1:
+            return ""
+        return (
+            f" (it was as high {OFTEN - 1} times before, and is told again only where it is the highest by a quarter)"
+        )
 
     def _say_blind(self) -> None:
         if not self._blind:
