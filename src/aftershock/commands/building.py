@@ -68,7 +68,11 @@ def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built
         made = {"batch": taken[0] if taken else None, **made, "batches": taken}
     missing = [key for key in needed if made.get(key) is None]
     if missing:
-        raise InvalidInput(f"{reference} does not return {' and '.join(missing)}, which this command needs")
+        words = " and ".join("batches" if key == "batch" else key for key in missing)
+        raise InvalidInput(
+            f"{reference} does not return {words}, which this command needs: let it return a dict such as "
+            '{"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batches": batches}'
+        )
     if not isinstance(made["model"], nn.Module) or not callable(made["loss_fn"]):
         raise InvalidInput(f"{reference} must return a torch.nn.Module and a function loss_fn(model, batch)")
     return Built(**made)

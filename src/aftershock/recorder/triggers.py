@@ -221,7 +221,9 @@ class NotANumber:
 
     def fires(self, record: Record) -> str | None:
         was, self._seen = self._seen, not record.finite
-        return f"the loss is {record.loss} and the gradient norm {record.norm}" if self._seen and not was else None
+        return (
+            f"the loss is {record.loss:.4g} and the gradient norm {record.norm:.4g}" if self._seen and not was else None
+        )
 
     def end(self) -> None: ...
 
