@@ -188,6 +188,12 @@ def unfinished():
 """
 
 
+def test_a_loss_that_is_not_finite_is_not_blamed_on_the_loop() -> None:
+    found = examine(built(nn.Linear(4, 2), lambda m, b: (-m(b).square().mean()).log()))
+    assert "the loss at the batch is nan" in [finding.text for finding in found if finding.level == "refused"]
+    assert not [finding for finding in found if finding.subject in ("replay", "recording")]
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_project.py").write_text(SCRIPT)
     (tmp_path / "unwell.py").write_text("import absent_package\n")

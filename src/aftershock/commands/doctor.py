@@ -215,6 +215,8 @@ def _recording(point: TrainingPoint, built: Built) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
+            if not torch.isfinite(built.loss_fn(model, copy.deepcopy(built.batch))).all():
+                return  # that is said already, and a replay would blame the loop for it
             plain = _train(model, optimizer, built, FEW_STEPS)
             steps = STEPS if max(plain) < PATIENCE else FEW_STEPS
             plain = _train(model, optimizer, built, steps)
