@@ -87,7 +87,7 @@ class GradientGraph:
 
     def pieces(self, count: int) -> list[slice]:
         """So many rows as they are computed: a few at a time where they are played back, else at once."""
-        size = count if self._recorded is None else TOGETHER
+        size = max(count, 1) if self._recorded is None else TOGETHER
         return [slice(first, first + size) for first in range(0, count, size)]
 
     def _played(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:

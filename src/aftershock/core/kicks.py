@@ -109,11 +109,10 @@ def kick_responses(
     Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
     """
     out = torch.zeros(2 if split else 1, outcomes, rows, dtype=torch.float64, device=writes.row.device)
-    if len(writes) and bool((writes.lag == writes.lag[0]).all()):
-        _add_kicks_(out, trajectory, history, writes, int(writes.lag[0]))
-        return out
-    for lag in writes.lag.unique().tolist():
-        _add_kicks_(out, trajectory, history, writes[writes.lag == lag], lag)
+    for lag in range(int(writes.lag.min()), int(writes.lag.max()) + 1) if len(writes) else ():
+        some = writes.lag == lag
+        if some.any():
+            _add_kicks_(out, trajectory, history, writes if some.all() else writes[some], lag)
     return out
 
 
@@ -130,7 +129,7 @@ def _add_kicks_(
             break
         m, v = after.m[where], after.v[where]
         kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
-        for few, run in itertools.product(in_cache(begun, dm.device), runs):
+        for few, run in itertools.product(_in_cache(begun, dm.device), runs):
             some = _inside(writes.coordinate[few], run, reach)
             if run.active and run.bias2 > 0 and some is not None:
                 dm[few][some] *= run.beta1
@@ -140,12 +139,12 @@ def _add_kicks_(
                 if len(out) == 2:
                     kick[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
                     kick[1, some] -= kick[0, some]
-        by_coordinate = slopes.mT.contiguous()
+        by_coordinate = slopes.mT.double().contiguous()  # a change has up to a million pairs: float32 would lose digits
         for channel, values in zip(out, kicks):
-            pairs.add_(channel[: len(slopes)], values, by_coordinate)
+            pairs.add_(channel[: len(slopes)], values.double(), by_coordinate)
 
 
-def in_cache(count: int, device: torch.device) -> list[slice]:
+def _in_cache(count: int, device: torch.device) -> list[slice]:
     """So many pairs as they are worked on: on a CPU no more at once than its cache holds."""
     size = IN_CACHE if device.type == "cpu" else max(count, 1)
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]

@@ -184,6 +184,7 @@ def _record(trajectory: Trajectory, vector: int, room: int) -> None:
     if room >= PRODUCTS_ROOM * vector:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
             rehearse_products(loss, state.theta, state.buffers, batches, first.random)
+        loss.player.spare_vectors()
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:

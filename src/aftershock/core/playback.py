@@ -135,6 +135,11 @@ class Player:
         self._theta.clear()
         self._vectors.clear()
 
+    def spare_vectors(self) -> None:
+        """Give their place back where no recording reads them."""
+        if not self.has("products"):
+            self._vectors.clear()
+
     def beside(self) -> Player:
         """For another function of the same model."""
         other = Player(self.layout, wanted=self.wanted)
