@@ -67,9 +67,11 @@ def read_noise(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor
     return (sum(found) / len(found) + (eps * control) ** 2 / 6) ** 0.5
 
 
-def jitter(layout: Layout, state: JointState, dtype: torch.dtype | None = None) -> Float[Tensor, " param"]:
+def jitter(
+    layout: Layout, state: JointState, dtype: torch.dtype | None = None, *, seed: int = SEED
+) -> Float[Tensor, " param"]:
     """± one rounding of every parameter, with random signs: of its own dtype, or of a coarser one."""
-    generator = torch.Generator(layout.device).manual_seed(SEED)
+    generator = torch.Generator(layout.device).manual_seed(seed)
     pieces = []
     for view, own in zip(layout.views(state.theta), layout.dtypes):
         eps = max(torch.finfo(own).eps, 0.0 if dtype is None else torch.finfo(dtype).eps)
