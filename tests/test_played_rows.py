@@ -67,7 +67,6 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "LARGE", 0)
     if not torch.cuda.is_available():
         monkeypatch.setattr(playback, "Recording", Rerun)
-        monkeypatch.setattr("aftershock.core.rows.Recording", Rerun)
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

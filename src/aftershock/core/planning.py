@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
-from .graphs import GradientGraph, rehearse_products
+from .graphs import GradientGraph
 from .memory import budget, free, readable
 from .playback import TOGETHER, typical
 from .probe import Probe, Watch
+from .rehearsals import rehearse_products, rehearse_rows
 from .responses import ANSWERS, Pass
-from .rows import AT_ONCE, rehearse_rows, row_gradients
+from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
 
 CLOSED_FORM = 15  # pieces of the flat vector that are alive at once where a step is linearized

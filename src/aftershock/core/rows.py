@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ..errors import NotFinite, OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
-from .playback import Program, Recording, Shape
+from .played_rows import played
 from .randomness import RandomState
-from .reductions import equal, norms, row_norms
+from .reductions import equal, row_norms
 from .structure import flatten
 
 if TYPE_CHECKING:
-    from .loss import Evaluation, Gradient, LossFunction
+    from .loss import Gradient, LossFunction
 
 # Relative: the rounding of other kernels stays far below, another dropout mask or a hidden state far above.
 AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -118,8 +118,8 @@ def row_values(
         one, other = float(alone(far[1], -1)), float(mapped(far, [buffers[0], buffers[-1]])[1])
         return math.isfinite(one) and abs(other - one) <= tolerance(loss) * max(abs(one), 1e-30)
 
-    if (played := _played(loss, "values", thetas, buffers[0], batch, random, evaluating=evaluating)) is not None:
-        return seen([played.losses[: len(thetas)]])
+    if (found := played(loss, "values", thetas, buffers[0], batch, random, evaluating=evaluating)) is not None:
+        return seen([found.losses[: len(thetas)]])
     if loss.sharing.tries("value", len(thetas)):
         pieces = tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
@@ -162,8 +162,8 @@ def row_gradients(
         far = apart(thetas)
         return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], alone(far[1], -1))
 
-    if present is not None and (played := _played(loss, "gradients", thetas, buffers[0], batch, random)) is not None:
-        return played.split(buffers, present)
+    if present is not None and (found := played(loss, "gradients", thetas, buffers[0], batch, random)) is not None:
+        return found.split(buffers, present)
     if present is not None and loss.sharing.tries("gradient", len(thetas)):
         pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
@@ -174,125 +174,6 @@ def row_gradients(
 def apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
     """The first row, and one far from it."""
     return torch.stack([thetas[0], APART * thetas[len(thetas) - 1]])
-
-
-# --- the same, recorded
-
-
-@dataclass(frozen=True)
-class PlayedRows:
-    """What one recorded pass over many rows gave, in the recording's own memory: it is gone with the next pass."""
-
-    loss: LossFunction
-    losses: Float[Tensor, " row"]
-    grads: Float[Tensor, "row param"] | None
-    norms: Float[Tensor, " row"] | None
-    random: RandomState
-
-    def split(self, buffers: Sequence[Mapping[str, Tensor]], present: Sequence[bool]) -> list[Gradient | None]:
-        """Row by row, as plain gradients are; nobody has looked whether they are finite."""
-        from .loss import Gradient
-
-        assert self.grads is not None
-        assert self.norms is not None
-        views, out = self.loss.layout.views, list[Gradient | None]()
-        for held, value, grad, norm in zip(buffers, self.losses, self.grads, self.norms):
-            own = [view if ok else None for view, ok in zip(views(grad), present)]
-            out.append(Gradient(value, dict(held), self.random, own, norm))
-        return out
-
-
-def _played(
-    loss: LossFunction,
-    kind: str,
-    thetas: Float[Tensor, "row param"],
-    buffers: Mapping[str, Tensor],
-    batch: Batch,
-    random: RandomState,
-    *,
-    evaluating: bool = False,
-) -> PlayedRows | None:
-    """One recorded pass over the rows, where they lie in its place and it was recorded for such batches."""
-    if not loss.player.in_place(thetas):
-        return None
-    found = loss.player.find(kind, loss.place(batch), evaluating=evaluating)
-    return None if found is None else _run(loss, found[0], buffers, found[1], random)
-
-
-def _run(
-    loss: LossFunction,
-    recording: Recording,
-    buffers: Mapping[str, Tensor],
-    inputs: Sequence[Tensor],
-    random: RandomState,
-) -> PlayedRows:
-    place = loss.player.rows
-    assert place is not None
-    random = recording.run(place, buffers, inputs, random)
-    losses, grads, sizes = recording.result
-    return PlayedRows(loss, losses, grads, sizes, random)
-
-
-def rehearse_rows(
-    loss: LossFunction,
-    kind: str,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    random: RandomState,
-    *,
-    evaluating: bool = False,
-) -> bool:
-    """Record "gradients" or "values" of all rows of `loss.player.rows` over batches of one shape.
-
-    Says whether they are played back from now on. The first and the last row are compared with rows alone, at rows far
-    from each other. Costs about seven passes over all rows, once.
-    """
-    place, layout = loss.player.rows, loss.layout
-    assert place is not None
-    alone = {"gradients": "gradient", "values": "value"}[kind]
-
-    def make(thetas: Float[Tensor, "row param"], batch: Batch) -> tuple[list[Tensor], Program]:
-        mapped = _over_parameters(loss, batch, "a recorded pass", layout.row_views(thetas), {}, kind == "gradients")
-
-        def program(model: nn.Module) -> tuple[Any, list[Tensor | None], Tensor | None]:
-            losses, grads, _ = mapped(model)
-            if not grads:
-                return (losses, None, None), [], None
-            flat = layout.zeros(len(thetas))
-            for place, grad in zip(layout.row_views(flat), grads):
-                place.copy_(grad)
-            return (losses, flat, norms(flat)), [], None
-
-        return layout.typed_views(thetas[0]), program
-
-    def agrees(recording: Recording, batch: Batch) -> bool:
-        leaves = Shape.of("", evaluating, batch, layout.device)[1]
-        for near, far in ((0, -1), (-1, 0)):
-            place.copy_(theta.expand_as(place))
-            place[far].mul_(APART)
-            played = _run(loss, recording, buffers, leaves, random)
-            for row in (near, far):
-                one = loss.plain(alone, place[row], buffers, batch, random, evaluating=evaluating)
-                if not _same_row(loss, played, row, one):
-                    return False
-        return True
-
-    place.copy_(theta.expand_as(place))
-    return loss.player.rehearse(
-        loss, kind, make, place, buffers, batches, random, evaluating=evaluating, derivative=True, agrees=agrees
-    )
-
-
-def _same_row(loss: LossFunction, played: PlayedRows, row: int, alone: Evaluation) -> bool:
-    from .loss import Gradient
-
-    if not bool((played.losses[row] - alone.loss).abs() <= tolerance(loss) * alone.loss.abs().clamp(min=1e-30)):
-        return False
-    if played.grads is None or not isinstance(alone, Gradient):
-        return True
-    off = norms(played.grads[row] - loss.layout.join(alone.grads))
-    return played.random.same(alone.random) and bool(off <= tolerance(loss) * alone.norm.clamp(min=1e-30))
 
 
 # --- one parameter set on many batches
@@ -389,7 +270,7 @@ def _mapped(
         for name in first
         if name in loss.moving or not all(equal(each[name], first[name]) for each in buffers[1:])
     }
-    program = _over_parameters(loss, batch, where, loss.layout.row_views(thetas), moving, gradients)
+    program = over_parameters(loss, batch, where, loss.layout.row_views(thetas), moving, gradients)
     static = {name: b for name, b in first.items() if name not in moving}
     (losses, grads, after), _, random = loss.call(
         loss.layout.typed_views(thetas[0]), first, random, program, derivative=True, evaluating=evaluating
@@ -428,7 +309,7 @@ def _loss_at(
     return value, {name: held[f"model.{name}"] for name in moving}
 
 
-def _over_parameters(
+def over_parameters(
     loss: LossFunction,
     batch: Batch,
     where: str,
