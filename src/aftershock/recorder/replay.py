@@ -23,7 +23,7 @@ from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
 from .records import Forward, Record, Source
 
-FEWEST, REPLAYS = 2, 4  # more of a run that does not repeat itself: as many as decide whether the recording is one
+REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
 LEAP = 10.0  # times the largest difference so far, by which rounding may grow in one step
 SCATTERED = 3.0  # times the spread of the replays so far, within which a recording is one of them
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
@@ -81,7 +81,7 @@ def replay(
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
     The explained step is the last but `after`; it, the `window` steps before it and those after it become the path.
-    Costs one gradient per step. A run that does not repeat itself is replayed two to four times more, each time from a
+    Costs one gradient per step. A run that does not repeat itself is replayed one to four times more, each time from a
     state that differs by a rounding: a recording that is as far from the replay as these are is accepted.
 
     states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
@@ -207,8 +207,8 @@ class _Proof:
         )
 
     def _scattered(self) -> bool:
-        """Is the recording one of the replays that start a rounding away? Two of them are asked, then more."""
-        while len(self.runs) < FEWEST or not self._within():
+        """Is the recording one of the replays that start a rounding away? One of them is asked, then more."""
+        while not self.runs or not self._within():
             if len(self.runs) == REPLAYS:
                 return False
             try:
