@@ -26,6 +26,7 @@ from .records import Forward, Record, Source
 REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
 LEAP = 10.0  # times the largest difference so far, by which rounding may grow in one step
 SCATTERED = 3.0  # times the spread of the replays so far, within which a recording is one of them
+WIDE = 1e-2  # relative: losses of two replays that differ by more, which may be as much as a spike
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
 AGREE_AUTOCAST = 1e-3
 
@@ -207,15 +208,18 @@ class _Proof:
         )
 
     def _scattered(self) -> bool:
-        """Is the recording one of the replays that start a rounding away? One of them is asked, then more."""
-        while not self.runs or not self._within():
-            if len(self.runs) == REPLAYS:
-                return False
+        """Is the recording one of the replays that start a rounding away? One of them is asked; more where it does not
+        tell, or where losses scatter so widely that their scatter must be known well."""
+        while len(self.runs) < REPLAYS and not (self.runs and self._within() and not self._widely()):
             try:
                 self.runs.append(self._rounding_away(seed=len(self.runs)))
             except ReplayMismatch:  # not finite
                 return False
-        return True
+        return self._within()
+
+    def _widely(self) -> bool:
+        pairs = [(step.loss, other.loss) for run in self.runs for step, other in zip(self.steps, run)]
+        return any(_off(*pair) > WIDE for pair in pairs)
 
     def _rounding_away(self, seed: int) -> tuple[Step, ...]:
         """All steps from a first state that differs by a rounding; only what was seen is kept, no state."""
