@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core import planning
+from aftershock.core import playback
 from aftershock.core.loss import Gradient, LossFunction
 from aftershock.core.playback import Shape
 
@@ -180,7 +180,7 @@ def test_a_scalar_made_on_the_cpu_is_recorded() -> None:
 
 @on_gpu
 def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "LARGE", 0)
+    monkeypatch.setattr(playback, "LARGE", 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 3)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

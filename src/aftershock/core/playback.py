@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
+LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
 SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
 LONG = 32  # steps of a path from which it pays to record its gradient
@@ -105,6 +106,11 @@ class Player:
         self._looked: list[tuple[Shape, Recording | None]] = []  # None: it cannot be recorded
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
         self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
+
+    @property
+    def pays(self) -> bool:
+        """Whether passes of this model are recorded, however few there are."""
+        return self.wanted and self.layout.size >= LARGE
 
     @property
     def recordings(self) -> int:

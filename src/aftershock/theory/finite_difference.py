@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
+from ..core.footprint import Footprint
 from ..core.memory import budget, readable
-from ..core.planning import LARGE, Footprint, Load, rollout_bytes
+from ..core.planning import Load, rollout_bytes
 from ..core.probe import Watch
 from ..core.readings import row_readings
 from ..core.reductions import norms
@@ -104,7 +105,7 @@ class LogitReader:
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
-            if moment.time == watch.first and self._loss.layout.size >= LARGE:
+            if moment.time == watch.first and self._loss.player.pays:
                 rehearse_reading(
                     self._loss, state.theta, state.buffers, self._given(moment.time), read_both, self._random
                 )
