@@ -13,7 +13,8 @@ import xarray as xr
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
 from aftershock.studies.measures import SHARE_OF_HORIZONS
-from aftershock.studies.paper import TABLES, Quote
+from aftershock.studies.paper import TABLES
+from aftershock.studies.quotes import Quote
 from aftershock.studies.replication import (
     COUNT,
     LOWER,

@@ -16,8 +16,9 @@ from ..results.files import write_whole
 from .cifar.measures import cifar_measures
 from .language.conditions import POOLED, conditions, described
 from .language.measures import language_measures
-from .paper import TABLES, Quote
+from .paper import TABLES
 from .quadratic.measures import quadratic_measures
+from .quotes import Quote
 from .replication import CALIBRATION, COUNT, Replication, replications
 from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, replicable, spread
 
