@@ -26,7 +26,8 @@ from ..core.scores import (
     pool_scores,
 )
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, Certificate, Finding, nrmse
+from ..results.certificate import TRUST, Certificate, Finding
+from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..results.statistics import across_systems, error_exponents
+from ..results.fidelity import error_exponents
+from ..results.statistics import across_systems
 from ..results.summaries import summarize
 from ..studies.cifar.measures import output_shares
 from ..studies.future_measures import futures

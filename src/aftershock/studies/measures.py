@@ -10,8 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ..results.certificate import nrmse, sign_agreement, symmetric_error, validity_radius
-from ..results.statistics import across_candidates, error_exponents, extremum_sign_accuracy, spearman
+from ..results.fidelity import (
+    error_exponents,
+    extremum_sign_accuracy,
+    nrmse,
+    sign_agreement,
+    symmetric_error,
+    validity_radius,
+)
+from ..results.statistics import across_candidates, spearman
 from ..results.summaries import summarize
 from .verdicts import Measure
 
