@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, "xr.Dataset"]
 
+CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
 ALONE = {"θ": "100", "m": "010", "v": "001"}
 WHOLE = ("exact", "predicted", "channel_exact", "future_response")  # what the overview is drawn from
 PREDICTIONS = ("tangent", "endpoint", "semilinear")  # endpoint-exact is an ablation of the quadratic study alone
