@@ -13,7 +13,7 @@ from ..errors import InvalidInput, UnsupportedOptimizer
 from . import gradient_causes as gradient
 from . import state_causes as state
 from .adamw import Hyper
-from .capture import unwrapped
+from .capture import plain_name, unwrapped
 from .evidence import Cause, Evidence, Quantity
 from .layout import Layout
 from .live_optimizer import read_hyper
@@ -92,8 +92,8 @@ def read_live(model: nn.Module, optimizer: Any, trajectory: Trajectory) -> Live:
         optimizer = optimizer.optimizer
     if not all("betas" in group for group in getattr(optimizer, "param_groups", [{}])):
         raise UnsupportedOptimizer(f"matches() compares AdamW and Adam; the optimizer is {type(optimizer).__name__}")
-    parameters = {_plain(name): p for name, p in unwrapped(model).named_parameters()}
-    buffers = {_plain(name): b for name, b in unwrapped(model).named_buffers()}
+    parameters = {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+    buffers = {plain_name(name): b for name, b in unwrapped(model).named_buffers()}
     wanted = trajectory.state(0).buffers
     missing = [name for name in (*layout.names, *loss.constants) if name not in parameters]
     missing += [name for name in wanted if name not in buffers]
@@ -112,11 +112,6 @@ def read_live(model: nn.Module, optimizer: Any, trajectory: Trajectory) -> Live:
         RandomState.now(layout.device),
         {name: parameters[name].detach() for name in loss.constants},
     )
-
-
-def _plain(name: str) -> str:
-    """A name without the prefix that a compiled part of the model puts before it."""
-    return name.replace("_orig_mod.", "")
 
 
 def steps_made(trajectory: Trajectory, live: Live) -> int:

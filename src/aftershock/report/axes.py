@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..extras import require
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def key(axis: Axes) -> None:
     axis.legend(frameon=False, fontsize=7)
 
 
-def scale_ticks(axis: Axes, scales: Sequence[float]) -> None:
+def scale_ticks(axis: Axes, scales: np.ndarray) -> None:
     """A tick at every scale that was run, and none between."""
     axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axis.set_xticks([], minor=True)

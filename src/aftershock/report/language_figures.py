@@ -9,10 +9,10 @@ from ..results.statistics import across_candidates
 from ..studies.language.candidates import FD, PREDICTIONS, Candidates
 from ..studies.language.finite_differences import consistency, step_curve, step_error
 from ..studies.language.measures import SCORES
+from ..studies.measures import CHANNELS
 from ..studies.paper import TABLES
 from .drawing import HEIGHT, PAPER_MARK, Drawing, Frame, finish, lines, positive, rows_down, short
 from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
-from .study_data import CHANNELS
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -10,9 +10,9 @@ from ..results.statistics import across_candidates
 from ..studies.language.candidates import FD, PREDICTIONS, Candidates
 from ..studies.language.finite_differences import consistency, step_curve, step_error
 from ..studies.language.measures import SCORES
+from ..studies.measures import CHANNELS
 from .axes import COLOURS, HORIZON, LOSS, SCALE, finish, grid, key, scale_ticks
 from .language_figures import NAMES, names
-from .study_data import CHANNELS
 
 if TYPE_CHECKING:
     import xarray as xr

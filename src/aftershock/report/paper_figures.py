@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS
+from ..studies.measures import ANSWERS, CHANNELS
 from . import study_data
 from .axes import COLOURS, HORIZON, LOSS, SCALE, finish, grid, key, scale_ticks
 from .language_files import language_files
@@ -170,7 +170,7 @@ def _switches(axis: Axes, data: xr.Dataset) -> None:
 
 def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
     size = study_data.typical_size(data[variable])
-    for colour, (channel, name) in zip(COLOURS, study_data.CHANNELS.items()):
+    for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
         axis.plot(size["horizon"], size.sel(channel=channel), color=colour, label=name)
     finish(axis, "", HORIZON, f"median |{LOSS}|")
 

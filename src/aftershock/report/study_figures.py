@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS
+from ..studies.measures import ANSWERS, CHANNELS
 from . import mechanism_figures, study_data
 from .drawing import PAPER_MARK, Drawing, Frame, add_band, finish, lines, positive, ramp, rows_down, short
 from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
-from .study_data import CHANNELS
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -50,6 +50,8 @@ ANSWERS = {
     "endpoint": "Endpoint-exact (ours)",
     "semilinear": "Semilinear (ours)",
 }
+CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
+ALONE = {"θ": "100", "m": "010", "v": "001"}
 OURS = ("endpoint", "semilinear")
 SHARE_OF_SIGNS, SHARE_OF_HORIZONS = "Right extremum signs (ours)", "Right signs over horizons (ours)"
 LOCAL = 0.25  # the prespecified local range of scales
