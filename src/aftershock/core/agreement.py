@@ -126,19 +126,20 @@ def steps_made(trajectory: Trajectory, live: Live) -> int:
     return made
 
 
-def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> Match:
+def compare(trajectory: Trajectory, live: Live, made: int, since: int) -> Match:
     """The live run after `made` steps against the path; `since`: they were equal after that many.
 
     Costs one look at every number; where they differ, a handful of gradients to tell why.
-
-    loss: the live run's loss at its last step, where it is known.
     """
-    parted = differences(trajectory, live, made, since, loss)
+    parted = differences(trajectory, live, made, since)
     return parted[0] if parted else Match(True, made, made)
 
 
 def differences(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> list[Match]:
-    """The same, with all that differs: what comes first may explain the rest."""
+    """The same, with all that differs: what comes first may explain the rest.
+
+    loss: the live run's loss at its last step, where it is known.
+    """
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)
     found = [look(evidence, live) for look in (_frozen, _state, _buffers, _settings, _random)]

@@ -48,7 +48,7 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     """
     import plotly.graph_objects as go
 
-    scale = pick_scale(response, scale)
+    scale = _pick_scale(response, scale)
     names = response.order if changes is None else _known(response, changes)
     shown = names if changes is not None else names[:SHOWN]
     data = response.data["response"].sel({"scale": scale, "change": shown})
@@ -78,11 +78,11 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     return figure
 
 
-def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
+def loss_figure(response: Response) -> Figure:
     """The probe's loss along the path, without the change and with the strongest one."""
     import plotly.graph_objects as go
 
-    name, scale, answer = response.order[0], pick_scale(response, scale), response.best_answer
+    name, scale, answer = response.order[0], response.largest_scale, response.best_answer
     control = response.data["control"]
     changed = control + response.data["response"].sel({"answer": answer, "scale": scale, "change": name})
     horizons, whole = control["horizon"].values, bool(finite(changed).all())
@@ -113,11 +113,11 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     return figure
 
 
-def error_figure(response: Response, *, scale: float | None = None) -> Figure:
+def error_figure(response: Response) -> Figure:
     """Symmetric error |d − d̂| / (|d| + |d̂|) of each approximate answer by horizon, with the bar of trust."""
     import plotly.graph_objects as go
 
-    errors = _errors(response)["symmetric_error"].sel({"scale": pick_scale(response, scale)})
+    errors = _errors(response)["symmetric_error"].sel({"scale": response.largest_scale})
     figure = go.Figure()
     _add_spread(figure, errors, "horizon", errors["horizon"].values, response.order[:SHOWN])
     _trust_line(figure, TRUST.symmetric_error, f"{TRUST.symmetric_error:.0%}: trusted below")
@@ -150,7 +150,7 @@ def scale_figure(response: Response) -> Figure:
 # --- what to show
 
 
-def pick_scale(response: Response, scale: float | None) -> float:
+def _pick_scale(response: Response, scale: float | None) -> float:
     """The scale asked for, or the largest that was run."""
     if scale is None:
         return response.largest_scale

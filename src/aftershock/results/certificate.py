@@ -235,8 +235,8 @@ def _refused(data: xr.Dataset) -> list[Finding]:
     return [Finding("note", "refused", "answers", None, None, sentence)] if reason else []
 
 
-def is_noise(exact: xr.DataArray, floor: xr.DataArray, trust: Trust = TRUST) -> xr.DataArray:
-    """Where an exact response is not clearly above what rounding does, so that it has no sign; an exact 0 is none.
+def is_noise(exact: xr.DataArray, floor: xr.DataArray) -> xr.DataArray:
+    """Where an exact response is not clearly above what rounding does, so that it has no sign. 0 itself is not noise.
 
     exact: with a dimension `horizon`. floor: the scatter of rounding, by horizon or one number.
 
@@ -244,7 +244,7 @@ def is_noise(exact: xr.DataArray, floor: xr.DataArray, trust: Trust = TRUST) -> 
     >>> is_noise(xr.DataArray([0.0, 1e-9, 1.0], dims="horizon"), xr.DataArray(1e-9)).values.tolist()
     [False, True, False]
     """
-    return (abs(exact) <= trust.noise_margin * floor) & (exact != 0)
+    return (abs(exact) <= TRUST.noise_margin * floor) & (exact != 0)
 
 
 def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:

@@ -10,6 +10,7 @@ from .quotes import Quote
 from .replication import COUNT, Replication, replications
 from .verdicts import TRIVIAL, Measure, Spread, judge, replicable, spread
 
+SEED = 0  # of the bootstrap
 UNEXPLAINED = "not known why"
 
 
@@ -53,13 +54,13 @@ class Cell:
         return all(one.holds for one in self.replications) if self.replications else self.agrees
 
 
-def cell_of(measure: Measure, quote: Quote | None, seed: int) -> Cell:
-    """Our number judged by the paper's, where it has one; seed: of the bootstrap."""
+def cell_of(measure: Measure, quote: Quote | None) -> Cell:
+    """Our number judged by the paper's, where it has one."""
     import numpy as np
 
-    ours, generator = spread(measure), np.random.default_rng(seed)
+    ours, generator = spread(measure), np.random.default_rng(SEED)
     agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
-    numbers = replications(measure.values, quote, seed) if quote and replicable(measure, quote) else ()
+    numbers = replications(measure.values, quote, SEED) if quote and replicable(measure, quote) else ()
     return Cell(
         table=measure.table,
         row=measure.row,

@@ -59,14 +59,14 @@ OBSERVED = {
 }
 
 
-def build(study_name: str, results: Mapping[str, xr.Dataset], seed: int = 0) -> list[Cell]:
-    """Every cell that these results can fill, in the paper's order; seed: of the bootstrap."""
+def build(study_name: str, results: Mapping[str, xr.Dataset]) -> list[Cell]:
+    """Every cell that these results can fill, in the paper's order."""
     if study_name not in MEASURES:
         raise InvalidInput(f"there are no tables for the study {study_name!r}; choose from {', '.join(MEASURES)}")
     order = {label: i for i, label in enumerate(TABLES)}
     quotes = {label: table.quotes() for label, table in TABLES.items()}
     measures = sorted(MEASURES[study_name](results), key=lambda m: order[m.table])
-    return [cell_of(m, quotes[m.table].get((m.row, m.column)), seed) for m in measures]
+    return [cell_of(m, quotes[m.table].get((m.row, m.column))) for m in measures]
 
 
 def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
