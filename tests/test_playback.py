@@ -205,7 +205,8 @@ def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_recorded_products_are_the_plain_ones(count: int) -> None:
     """Any number of vectors, at another batch and another θ than those that were recorded."""
-    from aftershock.core.graphs import GradientGraph, rehearse_products
+    from aftershock.core.graphs import GradientGraph
+    from aftershock.core.rehearsals import rehearse_products
 
     point, loss = made(plain_loss)
     state, random_state = point.captured.state, point.captured.random
@@ -224,7 +225,8 @@ def test_recorded_products_are_the_plain_ones(count: int) -> None:
 
 @on_gpu
 def test_recorded_products_of_an_overwritten_state_are_refused() -> None:
-    from aftershock.core.graphs import GradientGraph, rehearse_products
+    from aftershock.core.graphs import GradientGraph
+    from aftershock.core.rehearsals import rehearse_products
 
     point, loss = made(plain_loss)
     state = point.captured.state

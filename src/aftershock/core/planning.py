@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
-from .graphs import GradientGraph, rehearse_products
+from .graphs import GradientGraph
 from .memory import budget, free, readable
 from .playback import TOGETHER, typical
 from .probe import Probe, Watch
+from .rehearsals import rehearse_products, rehearse_rows
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE, row_gradients
 from .trajectory import Keep, Trajectory
@@ -37,6 +38,9 @@ FEW = 3  # rows whose memory stands for that of many
 # products are, which takes eleven
 ROOM, PRODUCTS_ROOM = 8, 40
 PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
+# rows of one recorded pass at most and at the least, the control among them; and copies of the flat vector that must be
+# free for each: its place, its gradient twice while it is written, its state
+ROWS, FEWEST_ROWS, ROWS_ROOM = 11, 4, 6
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 
 
@@ -184,7 +188,29 @@ def _record(trajectory: Trajectory, vector: int, room: int) -> None:
     if room >= PRODUCTS_ROOM * vector:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
             rehearse_products(loss, state.theta, state.buffers, batches, first.random)
-        loss.player.spare_vectors()
+        loss.player.spare()
+
+
+def _record_rows(work: Work, room: int) -> None:
+    """Record a step of several exact rows in one pass, where so many fit: together each takes half the time."""
+    trajectory = work.watch.trajectory
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    batches, count = typical(step.batch for step in trajectory.steps), _rows_together(work, room)
+    if loss.player.rows is None and loss.player.has("gradient") and not loss.moving and count and batches is not None:
+        loss.player.make_rows(count)
+        rehearse_rows(loss, "gradients", state.theta, state.buffers, batches, step.random)
+        loss.player.spare()
+
+
+def _rows_together(work: Work, room: int) -> int:
+    """How many rows one pass computes, the control among them, so that chunks are even; 0 where too few fit."""
+    f = Footprint.of(work.watch.trajectory)
+    each = ROWS_ROOM * f.vector + f.gradient
+    most = (min(ROWS, int(room // each)) - 1) // work.scales  # changes
+    if most < 1:
+        return 0
+    count = 1 + work.scales * math.ceil(work.changes / math.ceil(work.changes / most))
+    return count if count >= FEWEST_ROWS else 0
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
@@ -192,6 +218,8 @@ def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
     if loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating):
         loss.sharing.settle("value", False)
+    if loss.player.rows is not None and not loss.player.occupied:
+        rehearse_rows(loss, "values", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
 
 
 def plan_states(
@@ -264,6 +292,8 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     trajectory, probe = work.watch.trajectory, work.watch.probe
     loss = trajectory.dynamics.loss
     Footprint.of(trajectory)  # what it records is in memory before the rest is planned
+    if "exact" in answers and loss.player.has("gradient") and not loss.player.occupied:
+        _record_rows(work, min(budget(memory, trajectory.device), free(trajectory.device)))
     if not probe.own and loss.player.wanted and loss.layout.size >= LARGE:
         _record_probe(trajectory, probe)
     recorded = loss.player.nbytes if memory is not None else 0  # a budget is for what is recorded, too
@@ -367,26 +397,27 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
-    together = f.together and not load.parked and trajectory.dynamics.loss.sharing.tries("gradient", load.exact + 1)
+    loss = trajectory.dynamics.loss
+    played = not load.parked and loss.player.takes(load.exact + 1)
+    together = played or (f.together and not load.parked and loss.sharing.tries("gradient", load.exact + 1))
     carried = 3 * v * predicted
     work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
     if load.exact:
-        carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         count = load.exact + 1
+        carried += 0 if load.parked else (2 if played else 3) * v * (load.exact + bool(together))  # θ has its place
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
         alone = max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
-        work.append(shared if together else alone)
+        work.append(shared if together and not played else alone)
     if load.linear:
         work.append(f.gradient + v)
     if load.semilinear:
         work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
     if predicted:
         most = min(max(load.semilinear, load.linear), TOGETHER if f.played else predicted)
-        together = trajectory.dynamics.loss.sharing.tries("product", most)
-        pieces = min(AT_ONCE, most) if together else 1
+        pieces = min(AT_ONCE, most) if loss.sharing.tries("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
         closed = f.piece if load.linear else f.piece * 2 // 3
@@ -398,17 +429,21 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
 
 
 def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:
-    """As many changes at once as fit, in chunks of one size; None where not even one does."""
-    sizes = (n for n in _sizes(work.changes) if pass_bytes(work, Pass(answers, n)) <= available)
-    most = next(sizes, None)
+    """As many changes at once as fit, in chunks of one size; None where not even one does. Exact rows that one recorded
+    pass computes are no more than it takes."""
+    takes, changes = work.watch.trajectory.dynamics.loss.player.takes, range(1, work.changes + 1)
+    played = [n for n in changes if "exact" in answers and takes(1 + n * work.scales)]
+    sizes = _sizes(max(played, default=work.changes))
+    most = next((n for n in sizes if pass_bytes(work, Pass(answers, n)) <= available), None)
     return None if most is None else Pass(answers, math.ceil(work.changes / math.ceil(work.changes / most)))
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
-    sharing, chosen = work.watch.trajectory.dynamics.loss.sharing, []
+    loss, chosen = work.watch.trajectory.dynamics.loss, []
     for each in passes:
-        rows = replace(each, shocks_in_rows=work.by_scale and sharing.tries("pool", 1 + each.at_once))
+        pays = not loss.player.has("gradient") and loss.sharing.tries("pool", 1 + each.at_once)
+        rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available else each)
     return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)
 

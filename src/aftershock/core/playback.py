@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from .structure import flatten
 if TYPE_CHECKING:
     from .loss import LossFunction
 
-MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
+MOST = 8  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
 SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
@@ -93,8 +94,9 @@ def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
 
 
 # A pass at θ over a batch: the parameters that are put in place, and what is computed with the model.
-Program = Callable[[nn.Module], tuple[Tensor, list[Tensor | None], Tensor | None]]
-Make = Callable[[Float[Tensor, " param"], Batch], tuple[list[Tensor], Program]]
+Program = Callable[[nn.Module], tuple[Any, list[Tensor | None], Tensor | None]]
+Make = Callable[[Float[Tensor, "*row param"], Batch], tuple[list[Tensor], Program]]
+Agrees = Callable[["Recording", Batch], bool]
 
 
 class Player:
@@ -104,7 +106,9 @@ class Player:
         self.layout, self.wanted = layout, wanted
         self._looked: list[tuple[Shape, Recording | None]] = []  # None: it cannot be recorded
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
-        self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
+        self._vectors: list[Float[Tensor, "change param"]] = []  # where products read their vectors
+        self._rows: list[Float[Tensor, "row param"]] = []  # and where passes over many rows read theirs
+        self._tenant: weakref.ref[object] | None = None  # whose rows live there
 
     @property
     def recordings(self) -> int:
@@ -119,7 +123,7 @@ class Player:
     def nbytes(self) -> int:
         """What the recordings keep on the device."""
         kept = [recording.nbytes for _, recording in self._looked if recording is not None]
-        return sum(kept) + sum(place.nbytes for place in (*self._theta, *self._vectors))
+        return sum(kept) + sum(place.nbytes for place in (*self._theta, *self._vectors, *self._rows))
 
     @property
     def vectors(self) -> Float[Tensor, "change param"]:
@@ -128,22 +132,51 @@ class Player:
             self._vectors.append(self.layout.zeros(TOGETHER))
         return self._vectors[0]
 
+    @property
+    def rows(self) -> Float[Tensor, "row param"] | None:
+        """Where rows live that are computed by one pass; None where none is recorded."""
+        return self._rows[0] if self._rows else None
+
+    def make_rows(self, count: int) -> Float[Tensor, "row param"]:
+        """The place of so many rows, which every pass over many rows of this model reads."""
+        self._rows[:] = [self.layout.zeros(count)]
+        return self._rows[0]
+
+    @property
+    def occupied(self) -> bool:
+        return self._tenant is not None and self._tenant() is not None
+
+    def takes(self, count: int) -> bool:
+        """Whether so many rows can be computed by the pass over many, and are more than half of those."""
+        there = 0 if self.occupied or not self._rows or not self.has("gradients") else len(self._rows[0])
+        return there // 2 < count <= there
+
+    def lease(self, tenant: object) -> Float[Tensor, "row param"]:
+        """The place of the rows, for as long as this object lives."""
+        self._tenant = weakref.ref(tenant)
+        return self._rows[0]
+
+    def in_place(self, thetas: Float[Tensor, "row param"]) -> bool:
+        """Whether these are rows of that place, from its first."""
+        return bool(self._rows) and isinstance(thetas, Tensor) and thetas.data_ptr() == self._rows[0].data_ptr()
+
     def clear(self) -> None:
         """Give their memory back, and record nothing more."""
         self.wanted = False
-        self._looked.clear()
-        self._theta.clear()
-        self._vectors.clear()
+        for places in (self._looked, self._theta, self._vectors, self._rows):
+            places.clear()
 
-    def spare_vectors(self) -> None:
-        """Give their place back where no recording reads them."""
+    def spare(self) -> None:
+        """Give places back that no recording reads."""
         if not self.has("products"):
             self._vectors.clear()
+        if not self.has("gradients"):
+            self._rows.clear()
 
     def beside(self) -> Player:
         """For another function of the same model."""
         other = Player(self.layout, wanted=self.wanted)
-        other._theta = self._theta
+        other._theta, other._rows = self._theta, self._rows
         return other
 
     def find(self, kind: str, batch: Batch, *, evaluating: bool) -> tuple[Recording, list[Tensor]] | None:
@@ -164,11 +197,13 @@ class Player:
         *,
         evaluating: bool = False,
         derivative: bool = False,
+        agrees: Agrees | None = None,
     ) -> bool:
         """Record a pass over batches of this shape, unless that was tried before; says whether it is played back.
 
         Costs about seven passes, once. `batches` are two of one shape, or the same one twice. derivative: it is
-        differentiated twice.
+        differentiated twice. agrees: it is a pass over the many rows of `rows`, and this compares it with rows alone;
+        else it must have the bits of plain passes.
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
@@ -181,8 +216,9 @@ class Player:
             work.plain(theta, placed[0])  # what happens only once is over
             if not self._theta:
                 self._theta.append(self.layout.zeros())
-            made = Recording(work, self._theta[0], placed[0])
-            if made.faithful(work, theta, placed):
+            place = self._theta[0] if agrees is None else theta
+            made = Recording(work, place, placed[0])
+            if made.faithful(work, theta, placed) if agrees is None else all(agrees(made, b) for b in placed):
                 recording = made
         self._looked.append((shape, recording))
         return recording is not None
@@ -228,7 +264,7 @@ class Recording:
         parameters, program = work.make(theta, structure.unflatten(own))
 
         def record(model: nn.Module) -> Any:
-            def whole() -> tuple[Tensor, Tensor | None, tuple[bool, ...], Tensor | None]:
+            def whole() -> tuple[Any, Tensor | None, tuple[bool, ...], Tensor | None]:
                 loss, grads, norm = program(model)
                 return loss, _joined(self.layout, grads), _present(grads), norm
 
@@ -283,7 +319,8 @@ class Recording:
         random: RandomState,
     ) -> RandomState:
         """The same, left in the recording's own memory, of which `result` is to be read before the next run."""
-        self._theta.copy_(theta)
+        if theta.data_ptr() != self._theta.data_ptr():
+            self._theta.copy_(theta)
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(inputs))
         if self._buffers:

@@ -171,11 +171,14 @@ class ExactRows:
         self._found: tuple[int, list[Gradient | None], dict[int, Pattern]] | None = None
         self._launched: dict[int, Taken] = {}  # each slot's last step, where nobody has looked at its numbers yet
         self.together = False
+        self.played = False  # together by a recorded pass, in whose place their θ lives
         self._fill(begin, rows)
         self._alive = [True] * len(self._states)
-        self._own = set(range(len(self._states))) if rows.owned else set[int]()
+        self._own = set(range(len(self._states))) if rows.owned or self.played else set[int]()
         self._switched = [0] * len(self._states)  # steps at which clipping bound one of row and control only
-        if self.together:
+        if self.played:
+            self._move_in(owned=rows.owned)
+        elif self.together:
             self._stack()
         elif self.parked:
             self._states = [moved(state, torch.device("cpu")) for state in self._states]
@@ -194,7 +197,8 @@ class ExactRows:
                 self._steps.append(own)
         count = 1 + len(self._states)
         if self.slots and not (self.gates or self.parked):
-            self.together = self.dynamics.loss.sharing.tries("gradient", count)
+            self.played = rows.steps is None and self.dynamics.loss.player.takes(count)
+            self.together = self.played or self.dynamics.loss.sharing.tries("gradient", count)
         if self.together:
             first = control or self.trajectory.state(begin)
             self._states, self._steps = [first, *self._states], [None, *self._steps]
@@ -273,10 +277,11 @@ class ExactRows:
 
     def advance(self, time: int) -> None:
         """Every row takes its own step at `time`."""
-        if self.together:
+        if self.together and not self.played:
             self._step_together(time, self._gradients(time)[0])
         else:
-            ready = self._found[1] if self._found is not None and self._found[0] == time else None
+            known = self.played or (self._found is not None and self._found[0] == time)
+            ready = self._gradients(time)[0] if known else None
             for slot in range(len(self._states)):
                 self._step_alone(slot, time, None if ready is None else ready[slot])
         self._found = None
@@ -304,6 +309,15 @@ class ExactRows:
                 seen = taken.settle()
                 self._alive[slot] = math.isfinite(seen.loss + seen.clip.norm)
                 self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
+
+    def _move_in(self, *, owned: bool) -> None:
+        """θ of every row into the place of the recorded pass; the single tensors go."""
+        self._theta = self.dynamics.loss.player.lease(self)[: len(self._states)]
+        for slot, row in enumerate(self._theta):
+            state = self._states[slot]
+            row.copy_(state.theta)
+            m, v = (state.m, state.v) if owned and slot else (state.m.clone(), state.v.clone())
+            self._states[slot] = replace(state, theta=row, m=m, v=v)
 
     def _stack(self) -> None:
         """One tensor per channel; the states become views of its rows, and the single tensors go."""
@@ -346,6 +360,10 @@ class ExactRows:
         loss, states = self.dynamics.loss, [self._states[slot] for slot in slots]
         own = self.trajectory.steps[step.index]
         present = own.present if step.batch is own.batch else None  # another batch may use other parameters
+        if self.played:  # those that have ended are computed with the rest
+            held = [state.buffers for state in self._states]
+            found = row_gradients(loss, self._theta, held, step.batch, step.random, step.where, present)
+            return [found[slot] for slot in slots]
         if self.together:
             thetas = self._theta if len(slots) == len(self._states) else self._theta[list(slots)]
             buffers = [state.buffers for state in states]

@@ -21,8 +21,9 @@ from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.memory import budget, readable
 from ..core.planning import LARGE, Footprint, Load, rollout_bytes
 from ..core.probe import Watch
-from ..core.readings import rehearse_reading, row_readings
+from ..core.readings import row_readings
 from ..core.reductions import norms
+from ..core.rehearsals import rehearse_reading
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
