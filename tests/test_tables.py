@@ -12,8 +12,10 @@ import xarray as xr
 
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
+from aftershock.studies.cells import Cell
 from aftershock.studies.measures import SHARE_OF_HORIZONS
-from aftershock.studies.paper import TABLES, Quote
+from aftershock.studies.paper import TABLES
+from aftershock.studies.quotes import Quote
 from aftershock.studies.replication import (
     COUNT,
     LOWER,
@@ -24,7 +26,7 @@ from aftershock.studies.replication import (
     quantile_draws,
     replications,
 )
-from aftershock.studies.tables import Cell, build
+from aftershock.studies.tables import build
 from aftershock.studies.verdicts import RULES, Measure, judge, spread
 
 from .study_results import CHANGES, SETTINGS, WOBBLE, bump, made, slopes, study_of

@@ -73,13 +73,8 @@ header h2 { font-size: 15px; margin-bottom: 8px; }
 """
 
 
-def write_flight_page(
-    found: FlightExplanation, path: str | Path, *, title: str | None = None, library: Path | None = None
-) -> Path:
-    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file.
-
-    library: a file of the plotting library that several pages share; without it the page carries the library.
-    """
+def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str | None = None) -> Path:
+    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file."""
     title = _title(found) if title is None else title
     culprits = found.culprits
     sections = [
@@ -98,7 +93,7 @@ def write_flight_page(
         ),
     ]
     style = STYLE + steps.STYLE
-    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT, library=library)
+    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT)
 
 
 def notebook_view(found: FlightExplanation) -> str:

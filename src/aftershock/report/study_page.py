@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..studies.cells import Cell
 from ..studies.paper import TABLES
 from ..studies.replication import CALIBRATION
-from ..studies.tables import LEGEND, Cell, agreement, by_table, mark, provenance, table_line, verdict
+from ..studies.tables import LEGEND, agreement, by_table, mark, provenance, table_line, verdict
 from ..studies.verdicts import RULES
 from .drawing import Drawing
 from .language_figures import language_drawings

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from .paper import Quote
+from .quotes import Quote
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..results.statistics import median_interval
-from .paper import Quote
+from .quotes import Quote
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,7 +1,7 @@
 """The paper's ISO Tangent (FD): the tangent response from reruns alone, by centred differences of logits.
 
-Nothing is differentiated twice, so that it runs on any model whose probe has logits; how far it may be trusted, its
-steps ε tell, or the exact tangent beside it.
+Nothing is differentiated twice, so that it runs on any model whose probe has logits. How far it may be trusted is
+seen by comparing several steps ε, or the exact tangent.
 """
 
 from __future__ import annotations
