@@ -166,7 +166,7 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     f = Footprint.of(trajectory)
     if loss.sharing.wanted and budget(trajectory.memory, trajectory.device) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
-    if loss.player.pays and _room(trajectory) >= PRODUCTS_ROOM * f.vector:
+    if loss.player.pays and loss.player.has("gradient") and _room(trajectory) >= PRODUCTS_ROOM * f.vector:
         _record_products(trajectory)
     few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
@@ -187,11 +187,17 @@ def _room(trajectory: Trajectory) -> int:
 
 
 def _record_gradient(trajectory: Trajectory) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. So they
+    do where a batch is large enough to keep the GPU busy, and nothing is recorded."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     batches = typical(step.batch for step in trajectory.steps)
-    if batches is not None and loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
+    if batches is None:
+        return
+    recorded = loss.rehearse("gradient", state.theta, state.buffers, batches, first.random)
+    if recorded or "gradient" in loss.player.full:
         loss.sharing.settle("gradient", False)
+    if "gradient" in loss.player.full:
+        loss.sharing.settle("product", False)
 
 
 def _record_products(trajectory: Trajectory) -> None:

@@ -28,7 +28,8 @@ POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
     """Record the values of a probe of a large model."""
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
-    if loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating):
+    recorded = loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
+    if recorded or "value" in loss.player.full:
         loss.sharing.settle("value", False)
 
 
