@@ -107,17 +107,27 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
         Curvature.of(trajectory)
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
-    recorded = loss.player.nbytes if memory is not None else 0  # a budget is for what is recorded, too
     try:
-        return _plan(work, answers, budget(memory, trajectory.device) - recorded, park=not loss.player.recordings)
+        return _plan(work, answers, _room(trajectory, memory), park=not loss.player.recordings)
     except OutOfMemory:
         if not loss.player.recordings:
             raise
+    _give_back_recordings(trajectory)
+    return _plan(work, answers, _room(trajectory, memory), park=True)
+
+
+def _room(trajectory: Trajectory, memory: str | int | None) -> int:
+    """What may be used beside recorded passes, which a budget is for, too."""
+    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
+    return budget(memory, trajectory.device) - recorded
+
+
+def _give_back_recordings(trajectory: Trajectory) -> None:
+    loss = trajectory.dynamics.loss
     loss.player.clear()
     loss.sharing.forget()
     for known in ("footprint", "curvature"):  # of recorded passes
         trajectory.__dict__.pop(known, None)
-    return _plan(work, answers, budget(memory, trajectory.device), park=True)
 
 
 def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
@@ -144,11 +154,20 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
 
 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
-    """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one."""
-    available = budget(memory, trajectory.dynamics.layout.device)
+    """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one, for which
+    recorded passes give their memory back."""
+    found = _at_once(trajectory, count, exact, predicted, memory)
+    if found is None and trajectory.dynamics.loss.player.recordings:
+        _give_back_recordings(trajectory)
+        found = _at_once(trajectory, count, exact, predicted, memory)
+    return found or 1
+
+
+def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
+    available = _room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
-    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), 1)
+    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
 
 
 def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
