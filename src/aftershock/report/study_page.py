@@ -58,7 +58,7 @@ def write_study_page(
 def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     """Partial runs, the machine and the seed, in a line."""
     found = agreement(cells)
-    parts = [f"{made['systems']} systems", f"seeds {made['seeds']}"]
+    parts = [f"{made['systems']} systems ({made['systems_of_each']})", f"seeds {made['seeds']}"]
     machines = made.get("machines")
     if isinstance(machines, list):
         names = {str(m.get("gpu") or m.get("processor") or m.get("machine")) for m in machines}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .quotes import Quote
-from .replication import COUNT, Replication, replications
+from .replication import COUNT, Replication, replications, sparse
 from .verdicts import TRIVIAL, Measure, Spread, judge, replicable, spread
 
 SEED = 0  # of the bootstrap
@@ -97,8 +97,14 @@ def _note(
         inside = quote.low <= ours.middle <= quote.high
         parts.append(f"our median lies {'inside' if inside else 'outside'} the paper's own quartiles")
     if measure.known:
-        parts.append(UNEXPLAINED)
+        parts.append(_why(measure.systems, quote.systems))
     return "; ".join(parts)
+
+
+def _why(ours: int, papers: int | None) -> str:
+    if papers is not None and sparse(ours, papers):
+        return f"{ours} systems beside the paper's {papers} are too few to ask why"
+    return UNEXPLAINED
 
 
 # --- words for numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -137,8 +138,11 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
     systems = {str(name) for data in results.values() for name in data["system"].values}
     seeds = sorted({name.rsplit("-", 2)[1] for name in systems})
     shown = ", ".join(seeds) if len(seeds) <= SHOWN_SEEDS else f"{seeds[0]} … {seeds[-1]} ({len(seeds)})"
+    counts = Counter(name.rsplit("-", 2)[0] for name in sorted(systems))
+    each = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     models = {"models": described(conditions(results["language"]))} if "language" in results else {}
-    return {"study": study.name, "systems": len(systems), "seeds": shown, **models, **dict(study.attrs), **attrs}
+    named = {"study": study.name, "systems": len(systems), "systems_of_each": each, "seeds": shown}
+    return {**named, **models, **dict(study.attrs), **attrs}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:

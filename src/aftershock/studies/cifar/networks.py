@@ -44,6 +44,7 @@ class Convolution(nn.Conv2d):
         super().__init__(inputs, outputs, 3, padding=1)
 
     def forward(self, x: Float[Tensor, "image i y x"]) -> Float[Tensor, "image o y x"]:
+        assert self.bias is not None
         apart = F.pad(x.transpose(0, 1), (0, 0, 0, 1))
         patches = F.unfold(apart.flatten(1, 2), 3, padding=1)
         found = (self.weight.flatten(1)[None] @ patches[None]).squeeze(0).unflatten(1, apart.shape[1:])
