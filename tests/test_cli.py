@@ -91,7 +91,7 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", lambda out, seed: calls.append((out, seed)))
     assert call("demo").exit_code == 0
     assert call("demo", "--out", "there", "--seed", 3).exit_code == 0
-    assert calls == [(Path(), 0), (Path("there"), 3)]
+    assert calls == [(Path("aftershock-demo"), 0), (Path("there"), 3)]
 
 
 # --- the demo itself

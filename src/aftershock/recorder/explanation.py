@@ -199,18 +199,29 @@ class FlightExplanation:
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
-        attrs = self.data.attrs
+        """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
+        attrs, culprits = self.data.attrs, self.culprits
+        tried = any(c.role for c in culprits)
+        shown = [c for c in culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
+        if not shown or self.kind == "not a number":  # the loss before it is not what happened
+            return ""
+        which = f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
+        if not tried:
+            lines = [f"{which}: what each added, as predicted:", f"{'step':>8}  {'delay':>5}  {'predicted':>10}"]
+            return "\n".join([*lines, *(f"{c.step:>8}  {c.delay:>5}  {_predicted(c):>10}" for c in shown)])
         lines = [
-            f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g}): "
-            f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "
-            "blamed first, then by what is left, then as predicted:",
+            f"{which}: what each added, against '{attrs['ranked_by']}', and how much of the event the run without it "
+            "leaves; blamed first, then by what is left, then as predicted:",
             f"{'step':>8}  {'delay':>5}  {'role':<8}  {'predicted':>10}  {'measured':>10}  {'left':>6}",
         ]
-        for c in self.culprits[:SHOWN]:
-            predicted = (
-                "off scale" if math.isinf(c.predicted) else "" if math.isnan(c.predicted) else f"{c.predicted:+.3g}"
-            )
+        for c in shown:
             measured = "" if math.isnan(c.measured) else f"{c.measured:+.3g}"
             left = "" if math.isnan(c.left) else f"{c.left:.0%}" if c.left < OFF_SCALE else "> 10×"
-            lines.append(f"{c.step:>8}  {c.delay:>5}  {c.role:<8}  {predicted:>10}  {measured:>10}  {left:>6}")
+            lines.append(f"{c.step:>8}  {c.delay:>5}  {c.role:<8}  {_predicted(c):>10}  {measured:>10}  {left:>6}")
         return "\n".join(lines)
+
+
+def _predicted(culprit: Culprit) -> str:
+    if math.isnan(culprit.predicted):
+        return ""
+    return "off scale" if math.isinf(culprit.predicted) else f"{culprit.predicted:+.3g}"

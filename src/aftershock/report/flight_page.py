@@ -91,7 +91,7 @@ def write_flight_page(
         *steps.step_list(found, culprits),
         *_inside(found, culprits),
         *_instruments(found),
-        section("Every step, in numbers", _table(found, culprits)),
+        *_numbers(found, culprits),
         section(
             "Where this comes from",
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
@@ -303,12 +303,21 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 def _instruments(found: FlightExplanation) -> list[str]:
     attrs = found.data.attrs
     told = [(name, str(attrs[key])) for key, name in INSTRUMENTS.items() if attrs[key]]
+    before = f"Right before the event, at step {max(attrs['stretch'][0] - 1, int(found.data['place'][0]))}: "
+    told = [(name, before + text if name == INSTRUMENTS["update"] else text) for name, text in told]
     if found.kind not in CALM:
         told.append(("Hyperparameters", "; ".join(attrs["changes"]) or "none changed in the window"))
     if not told:
         return []
     rows = "\n".join(f"<dt>{name}</dt><dd>{escape(text[0].upper() + text[1:])}.</dd>" for name, text in told)
     return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>")]
+
+
+def _numbers(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
+    """The table, where there is a number to show."""
+    if not any(c.role or not math.isnan(c.predicted) for c in culprits):
+        return []
+    return [section("Every step, in numbers", _table(found, culprits))]
 
 
 def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
