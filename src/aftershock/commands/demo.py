@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import tempfile
 import textwrap
 import time
@@ -266,14 +267,14 @@ def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out:
 
 
 def _pages(flown: Flown, out: Path) -> list[str]:
-    """A page for each spike, or what is missing to write them."""
+    """A page for each spike; none where the package that writes them is missing."""
     try:
         return [
             str(each.report(out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html")))
             for each in flown.found
         ]
-    except MissingPackage as error:
-        return [str(error)] * len(flown.found)
+    except MissingPackage:
+        return []
 
 
 # --- the words: every number in them is taken from the run
@@ -316,10 +317,13 @@ def _bars(losses: list[float]) -> str:
 def _found(flown: Flown, pages: list[str]) -> str:
     """A verdict for each spike, and the page that shows why."""
     blocks = ["What was found, each by running the recorded steps again"]
-    for each, page in zip(flown.found, pages):
-        blocks += [_indented(each.verdict, f"  step {each.data.attrs['step']}: "), f"    → {page}"]
-    proof = str(flown.main.certificate).splitlines()[0]
-    return "\n".join([*blocks, _indented(proof)])
+    for each, page in itertools.zip_longest(flown.found, pages):
+        blocks.append(_indented(each.verdict, f"  step {each.data.attrs['step']}: "))
+        blocks += [f"    → {page}"] if page else []
+    blocks.append(_indented(str(flown.main.certificate).splitlines()[0]))
+    if not pages:
+        blocks.append('  Each would have a page with its charts: pip install "aftershock[report]"')
+    return "\n".join(blocks)
 
 
 def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float]) -> str:
