@@ -70,8 +70,11 @@ def test_the_largest_event_of_a_window_is_explained(tmp_path: Path) -> None:
 def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None:
     loud = lambda step: "the gradient norm is 9" if step.step == 30 else None  # noqa: E731
     norm: Any = SimpleNamespace(begin=lambda window: None, fires=loud, end=lambda: None)
-    calm = str(ak.explain(train(tmp_path / "calm", {}, triggers=[norm]), **QUICK))
+    found = ak.explain(train(tmp_path / "calm", {}, triggers=[norm]), **QUICK)
+    calm, page = str(found), found.report(tmp_path / "calm.html").read_text()
     assert "Step 30 is no spike" in calm
+    assert "measured" not in calm.split("Earlier steps")[1]  # no columns for what was not looked into
+    assert "<summary>The 16 steps before it: nothing was run again without any</summary>" in page
     assert "for what it saw at step 30: the gradient norm is 9. An explanation asks about a loss, and none" in calm
     later = train(tmp_path / "later", {33: 1.1}, triggers=[norm])  # 6.9 robust σ: less than would trigger by itself
     assert ak.explain(later, **QUICK).data.attrs["step"] == 33
