@@ -114,7 +114,7 @@ def test_a_trigger_is_told_at_once_and_once(tmp_path: Path, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
     assert line.startswith("aftershock: step 3: step 3 was asked for. Kept in ")
     # no script runs here, as in a notebook: what works is a line of Python
-    assert line.endswith(f"""explain it with: ak.explain("{tmp_path / 'a flight'}", step=3)""")
+    assert line.endswith(f'explain it with: ak.explain("{tmp_path}/a flight", step=3)')
     assert ak.explain(tmp_path / "a flight", step=3, verify=0, treatments=False).data.attrs["step"] == 3
     assert [(what.step, what.folder) for what in seen] == [(3, tmp_path / "a flight")]
 
