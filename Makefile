@@ -50,4 +50,4 @@ dist: $(VENV)/.installed  ## the wheel and the source archive, in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist site notebooks *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site notebooks aftershock-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache
