@@ -8,7 +8,7 @@ import itertools
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,6 +158,12 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+def build() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module, Tensor], Tensor]]:
+    """The model, optimizer and loss as the demo makes them, for `aftershock explain --build`."""
+    model = LetterModel(len(Text.of_python(0).letters), FULL)
+    return model, torch.optim.AdamW(model.parameters(), lr=FULL.lr), loss_fn
+
+
 # --- the run
 
 
@@ -234,7 +240,9 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
     flown.main.save_skip_list(out / "skip.json")
     console.print(
-        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}.",
+        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}. "
+        f"A spike again, as you would type it for a run of yours:\n  aftershock explain {out / 'flight'} --step "
+        f"{flown.main.data.attrs['step']} --build aftershock.commands.demo:build",
         soft_wrap=True,
     )
     return flown
