@@ -10,7 +10,7 @@ REENTRANT = "the model uses reentrant activation checkpointing, which hides para
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def refuse_reentrant(loss: Tensor) -> None:
