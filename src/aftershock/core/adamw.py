@@ -208,6 +208,14 @@ def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slic
         yield slice(first, min(first + size, stop))
 
 
+def pieces_of(runs: Sequence[Run], rows: Float[Tensor, "*change param"]) -> Iterator[tuple[Run, slice]]:
+    """The active stretches in pieces sized for these rows."""
+    for run in runs:
+        if run.active:
+            for w in _blocks(run.where, rows):
+                yield run, w
+
+
 class Control(NamedTuple):
     """The control's step on a piece of the flat vector: the gradient that reaches the moments, moments after it."""
 
@@ -254,11 +262,7 @@ class LinearStep:
 
     def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
         """The active parts of the flat vector, in pieces sized for this many rows."""
-        rows = self.raw if rows is None else rows
-        for run in self.runs:
-            if run.active:
-                for w in _blocks(run.where, rows):
-                    yield run, w
+        return pieces_of(self.runs, self.raw if rows is None else rows)
 
     def _each_run(self, work: Callable[[Run], None]) -> None:
         for run in self.runs:
