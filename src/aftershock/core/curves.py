@@ -17,9 +17,8 @@ fail there (a tiny v, an ε that matters, large gradients later), and gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from .adamw import displacement, pieces_of
 from .changes import ControlStep
-from .kicks import History, steps_after
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
 from .reductions import norms, products
 from .state import Cotangent
 from .trajectory import Trajectory
@@ -57,16 +56,6 @@ class Beyond:
     g: Float[Tensor, " pair"]
 
 
-class Piece(NamedTuple):
-    """A stretch of rows of gradients, R² + g² there, and which entries lie beyond their curves."""
-
-    where: slice
-    g: Float[Tensor, "row param"]
-    sums: Float[Tensor, "row param"]
-    row: Int64[Tensor, " pair"]
-    column: Int64[Tensor, " pair"]
-
-
 @dataclass(frozen=True)
 class Reach:
     """Up to which gradient each coordinate has a curve."""
@@ -92,19 +81,18 @@ class Reach:
         self.edge[w] = torch.where(some, torch.where(self.own[w] == 0, NOTHING, -1.0), self.edge[w])
         self.square[w].masked_fill_(some, NOTHING)
 
-    def pieces(self, control: ControlStep, rows: Float[Tensor, "row param"]) -> Iterator[Piece]:
-        """Rows of gradients as they reach the moments, piece by piece."""
-        for _, w in control.linear.pieces(rows):
-            g, edge = rows[:, w], self.edge[w]
-            sums = torch.addcmul(self.square[w], g, g)
-            columns = (sums.amax(0) > edge).nonzero()[:, 0]
-            row, column = (sums[:, columns] > edge[columns]).nonzero(as_tuple=True)
-            yield Piece(w, g, sums, row, columns[column])
+    def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"]) -> Iterator[Beyond]:
+        """The entries of rows that lie beyond their curves, given the largest R² + g² of each coordinate.
 
-    def beyond(self, control: ControlStep, rows: Float[Tensor, "row param"]) -> Iterator[Beyond]:
-        """The entries that lie beyond their curves."""
-        for w, g, _, row, column in self.pieces(control, rows):
-            yield Beyond(row, column + w.start, g[row, column])
+        Early in training that is most of them: then a few rows at a time.
+        """
+        columns = (largest > self.edge).nonzero()[:, 0]
+        most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
+        group = max(1, most // max(len(columns), 1))
+        for begin in range(0, len(rows), group):
+            g = rows[begin : begin + group][:, columns]
+            row, column = (torch.addcmul(self.square[columns], g, g) > self.edge[columns]).nonzero(as_tuple=True)
+            yield Beyond(row + begin, columns[column], g[row, column])
 
 
 @dataclass(frozen=True)
@@ -122,7 +110,8 @@ class Curves:
         radius = reach.square.sqrt()
         angle = torch.atan(reach.own / radius)
         asides = ASIDE, -ASIDE, torch.copysign(torch.full_like(angle, JUDGED), -angle)
-        above, below, judged = folded(control, sweep, [radius * torch.tan(angle + aside) for aside in asides])
+        points = torch.stack([radius * torch.tan(angle + aside) for aside in asides])
+        above, below, judged = folded(control, sweep, points)
         typical = norms(above)[:, None] / math.sqrt(control.dynamics.layout.size)
         for _, w in control.linear.pieces(above):
             up, down, there = above[:, w], below[:, w], asides[2][w]
@@ -137,43 +126,59 @@ class Curves:
             reach.leave_out_(w, bad)
         return cls(reach, above, below)
 
-    def read_(
-        self, control: ControlStep, rows: Float[Tensor, "row param"], beyond: Callable[[Beyond], None]
-    ) -> Float[Tensor, "row outcome"]:
-        """Σ A sin φ + B cos φ of rows of gradients as they reach the moments, which are used up: one pass over them.
+    def read(
+        self, control: ControlStep, rows: Float[Tensor, "row param"]
+    ) -> tuple[Float[Tensor, "row outcome"], Float[Tensor, " param"]]:
+        """Σ A sin φ + B cos φ of rows of gradients as they reach the moments, in one pass over them.
 
-        Where a gradient lies beyond its curve the control's is read, and `beyond` is told.
+        Beside it, the largest R² + g² of each coordinate: `Reach.beyond` then finds what must be corrected.
         """
-        out = torch.zeros(len(rows), len(self.sine), dtype=torch.float64, device=rows.device)
-        for w, g, sums, row, column in self.reach.pieces(control, rows):
-            if len(row):
-                beyond(Beyond(row, column + w.start, g[row, column]))
-                own = self.reach.own[w][column]
-                g[row, column] = own
-                sums[row, column] = torch.addcmul(self.reach.square[w][column], own, own)
-            inverse = sums.rsqrt_()
-            out += products(inverse, self.cosine[:, w])
-            out += products(g.mul_(inverse), self.sine[:, w])
-        return out
+        out = torch.zeros(len(self.sine), len(rows), dtype=torch.float64, device=rows.device)
+        largest = torch.zeros_like(control.raw)
+        for _, w in control.linear.pieces(rows):
+            g = rows[:, w]
+            sums = torch.addcmul(self.reach.square[w], g, g)
+            torch.amax(sums, 0, out=largest[w])
+            out += products(self.cosine[:, w], sums.rsqrt_())
+            out += products(self.sine[:, w], sums.mul_(g))
+        return out.mT, largest
+
+    def correction(self, some: Beyond) -> tuple[Int64[Tensor, " pair"], Float[Tensor, "pair outcome"]]:
+        """By which rows change, and by how much, where the control's gradient is read in the place of some others."""
+        there = self.reach.edge[some.where] > NOTHING
+        where, g = some.where[there], some.g[there]
+        square, own = self.reach.square[where], self.reach.own[where]
+        inverse, before = torch.addcmul(square, own, own).rsqrt_(), torch.addcmul(square, g, g).rsqrt_()
+        change = self.cosine[:, where] * (inverse - before) + self.sine[:, where] * (own * inverse - g * before)
+        return some.row[there], change.mT.double()
 
 
 def folded(
-    control: ControlStep, sweep: Sweep, points: Sequence[Float[Tensor, " param"]]
+    control: ControlStep, sweep: Sweep, points: Float[Tensor, "point param"]
 ) -> list[Float[Tensor, "outcome param"]]:
     """f of every coordinate, exactly, at some gradients as they reach the moments. eq:curve"""
     out = [torch.zeros_like(sweep.first.theta) for _ in points]
-    writes = [(torch.zeros_like(point), torch.zeros_like(point)) for point in points]
-    for run, w in control.linear.pieces(out[0]):
+    dm, dv = torch.zeros_like(points), torch.zeros_like(points)
+    for run, w in control.linear.pieces(points):
         at = control.linear.control(run, w)
-        for point, (dm, dv), found in zip(points, writes, out):
-            change = point[w] - at.g
-            torch.mul(change, 1 - run.beta1, out=dm[w])
-            torch.mul(change, point[w] + at.g, out=dv[w]).mul_(1 - run.beta2)
-            torch.mul(displacement(run, at.m, at.v, dm[w], dv[w]), sweep.first.theta[:, w], out=found[:, w])
+        change = points[:, w] - at.g
+        torch.mul(change, 1 - run.beta1, out=dm[:, w])
+        torch.mul(change, points[:, w] + at.g, out=dv[:, w]).mul_(1 - run.beta2)
+        moved = displacement(run, at.m, at.v, dm[:, w], dv[:, w])
+        _pair_(out, moved, sweep.first.theta[:, w], w)
     for step, runs, after in steps_after(sweep.trajectory, control.step.index + 1):
-        for run, w in pieces_of(runs, out[0]):
-            slopes = sweep.history.piece(step, w, out[0].device)
-            for (dm, dv), found in zip(writes, out):
-                moved = displacement(run, after.m[w], after.v[w], dm[w].mul_(run.beta1), dv[w].mul_(run.beta2))
-                found[: len(slopes), w].addcmul_(moved, slopes)
+        for run, w in pieces_of(runs, points):
+            kept = dm[:, w].mul_(run.beta1), dv[:, w].mul_(run.beta2)
+            moved = displacement(run, after.m[w], after.v[w], *kept)
+            _pair_(out, moved, sweep.history.piece(step, w, points.device), w)
     return out
+
+
+def _pair_(
+    out: Sequence[Float[Tensor, "outcome param"]],
+    moved: Float[Tensor, "point param"],
+    slopes: Float[Tensor, "outcome param"],
+    w: slice,
+) -> None:
+    for found, own in zip(out, moved):
+        found[: len(slopes), w].addcmul_(own, slopes)

@@ -28,6 +28,7 @@ from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
+PAIRS_AT_ONCE = 2**24  # the same on a GPU, and pairs of all candidates whose kicks are computed at once: 40 bytes each
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 

@@ -19,7 +19,7 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, folded
 from .dynamics import Linearized
-from .kicks import IN_CACHE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
@@ -31,7 +31,6 @@ from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
 SAMPLE = 8  # candidates whose mean displacement is followed
-PAIRS_AT_ONCE = 2**24  # stiff coordinates of all candidates whose kicks are computed at once: 40 bytes each
 
 
 # --- where the probe is read
@@ -160,7 +159,7 @@ class _Scored:
         self.control, self.found, self.trajectory, self.size = control, found, trajectory, size
         self.sweep = Sweep(trajectory, found.first, found.history)
         self.curves = Curves.of(control, self.sweep)
-        self.base = self.curves.read_(control, self.curves.reach.own[None].clone(), lambda beyond: None)
+        self.base, _ = self.curves.read(control, self.curves.reach.own[None])
         self.own = products(control.raw, control.raw)
         outcomes = len(found.horizons)
         self.response = torch.zeros(size, outcomes, dtype=torch.float64, device=control.raw.device)
@@ -184,15 +183,18 @@ class _Scored:
         _reach_moments_(self.control, rows, factor)
         if self._direct is None and len(odd) < len(rows):
             self._check(rows, max(set(range(len(rows))) - set(odd), key=norm.tolist().__getitem__), first)
-        response = self.curves.read_(self.control, rows, lambda some: self._far(some, first))
+        response, largest = self.curves.read(self.control, rows)
         response -= self.base
+        for some in self.curves.reach.beyond(rows, largest):
+            response.index_add_(0, *self.curves.correction(some))
+            self._far(some, first)
         for i, whole in replaced.items():
             response[i] = whole
         self.response[first : first + len(rows)] += response
 
     def _check(self, rows: Float[Tensor, "row param"], row: int, first: int) -> None:
         """What exact kicks at all coordinates make of one batch."""
-        self._direct = first + row, totals(folded(self.control, self.sweep, [rows[row].clone()])[0])
+        self._direct = first + row, totals(folded(self.control, self.sweep, rows[row : row + 1])[0])
 
     def _unusual(self, raw: Float[Tensor, " param"], present: tuple[bool, ...], row: int) -> Float[Tensor, " outcome"]:
         """A batch that uses other parameters than the control's: its whole exact difference is paired."""
@@ -334,7 +336,7 @@ def example_direction(
     for gradient in _gradients(control, sample):
         row = layout.join(gradient.grads)[None]
         _reach_moments_(control, row, _clip_factors(control, gradient.norm[None]).to(row))
-        beyond.extend(reach.beyond(control, row))
+        beyond.extend(reach.beyond(row, torch.addcmul(reach.square, row[0], row[0])))
     wrote = _wrote(control, beyond)
     pairs = wrote.writes.coordinate
     if len(pairs):
