@@ -56,6 +56,8 @@ def test_scores_are_the_forward_recursion(name: str, at: int, monkeypatch: pytes
     torch.testing.assert_close(kicked.response, expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
     assert curved.stiff < 0.7 * kicked.stiff or name == "unused_parameters"
     assert float((curved.response - expected).norm()) < 0.07 * float(expected.norm())
+    errors = (curved.response - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float((errors - curved.curve_error).abs().min()) < 1e-7  # of one of the batches
     sizes = path.replace(pool, at).response(probe, answers=("tangent",), horizon=1).data["xi_norm"].values
     np.testing.assert_allclose(curved.xi_norm, sizes, rtol=1e-6)
 

@@ -1,7 +1,8 @@
 """Adjoint scores: one sweep back from an outcome, then a dot product per batch, example or past step.
 
-AdamW is linear along the sweep, with exact kicks at stiff coordinates (`kicks`), and a probe may be read half way
-along the displacement that all candidates share (`midpoint_slopes`).
+What a change writes into θ, m and v has its exact effect on θ at every later step (`curves`, `kicks`); how that
+displacement goes on through the network is linear. A probe may be read half way along the displacement that all
+candidates share (`midpoint_slopes`).
 """
 
 from __future__ import annotations
