@@ -123,7 +123,6 @@ def _findings(ranking: Ranking) -> list[Finding]:
 
 
 def _curve_findings(error: float) -> list[Finding]:
-    """Said only where it matters: reruns judge curves together with all else."""
     sentence = f"Responses read off curves are off by {error:.2g} (NRMSE) from exact kicks on one batch."
     return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
 
