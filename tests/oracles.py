@@ -200,26 +200,6 @@ class KickOracle:
         o.columns["present"] = own
         return end - self.after[at], own - present
 
-    def linear_write(self, at: int, batch: object) -> Tensor:
-        """The same, linear in the difference of the gradients that reach the moments (clipping is exact)."""
-        o, c = self.steps[at], self.steps[at].columns
-        _, m, v = o.split(o.x)
-        g, other = (self.effective(at, b) for b in (o.step.batch, batch))
-        new_m, new_v = c["beta1"] * m + (1 - c["beta1"]) * g, c["beta2"] * v + (1 - c["beta2"]) * g**2
-        dm, dv = (1 - c["beta1"]) * (other - g), 2 * (1 - c["beta2"]) * g * (other - g)
-        new_m, new_v = new_m.requires_grad_(), new_v.requires_grad_()
-        slope_m, slope_v = torch.autograd.grad(self.q(at, new_m, new_v, torch.zeros_like(m)).sum(), (new_m, new_v))
-        slope_v = torch.where(new_v > 0, slope_v, 0.0)  # autograd divides by √0; its limit from above is used nowhere
-        return torch.stack([slope_m * dm + slope_v * dv, dm, dv]).detach()
-
-    def effective(self, at: int, batch: object) -> Tensor:
-        """The gradient of a batch as it reaches the moments of step `at`."""
-        o, c = self.steps[at], self.steps[at].columns
-        theta = o.split(o.x)[0]
-        grads = o.gradients(theta, batch)
-        raw = torch.cat([torch.zeros(n) if g is None else g.reshape(-1) for g, n in zip(grads, self.layout.sizes)])
-        return o.clip(raw.double()) * (1 - 2 * c["maximize"]) + (1 - c["decoupled"]) * c["weight_decay"] * theta
-
     def responses(self, at: int, dx: Tensor, stiff: Tensor, lag: Tensor, slopes: Mapping[int, Tensor]) -> Tensor:
         """⟨∇F, δθ⟩ by row and state of `slopes`, from rows [row, 3, d] of δx after step `at`, kicked where `stiff`."""
         dx, m, v = dx.clone(), dx[:, 1] * stiff, dx[:, 2] * stiff

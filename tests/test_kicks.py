@@ -9,6 +9,7 @@ from torch import Tensor
 
 import aftershock as ak
 from aftershock.api.contributions import EDITS
+from aftershock.core import curves
 from aftershock.core.contributions import BentReadout, Layers, contributions
 from aftershock.core.scores import adjoint, mean_write, midpoint_slopes, pool_scores
 
@@ -28,33 +29,37 @@ def oracle(case: Case, path: ak.Path) -> KickOracle:
 
 
 def predicted(truth: KickOracle, at: int, pool: list, slopes: dict[int, Tensor]) -> Tensor:
-    """Responses by batch and state: exact at stiff coordinates, elsewhere linear in the clipped gradient.
+    """Responses by batch and state: the write exact at every coordinate, and kicks.
 
-    A batch that uses other parameters than the control's has no such linear part: its difference is exact throughout.
+    A batch that uses other parameters than the control's has kicks where it is stiff and is linear elsewhere.
     """
     dx, lag = map(torch.stack, zip(*(truth.written(at, batch) for batch in pool)))
-    stiff, linear = truth.is_stiff(at, dx[:, 2]), torch.stack([truth.linear_write(at, batch) for batch in pool])
-    exact = stiff | lag.any(1, keepdim=True)
-    return truth.responses(at, torch.where(exact[:, None], dx, linear), stiff, lag, slopes)
+    stiff = truth.is_stiff(at, dx[:, 2]) | ~lag.any(1, keepdim=True)
+    return truth.responses(at, dx, stiff, lag, slopes)
 
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_scores_are_the_forward_recursion(name: str, at: int) -> None:
+def test_scores_are_the_forward_recursion(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kicks everywhere to the digit; read off curves within what a curve may be wrong by."""
     case = make(name)
     path = case.path(6)
     pool, probe = case.batches(4), case.batch()
     watch, truth = path.watch(at, probe), oracle(case, path)
-    found = pool_scores(
-        path.control(at), adjoint(watch, watch.slope, watch.range, CPU), path.trajectory, pool, at_once=3
-    )
+    control, swept = path.control(at), adjoint(watch, watch.slope, watch.range, CPU)
+    curved = pool_scores(control, swept, path.trajectory, pool, at_once=3)
+    monkeypatch.setattr(curves, "ALLOWED", -1.0)  # no curve is good enough
+    kicked = pool_scores(control, swept, path.trajectory, pool, at_once=3)
     slopes = {at + h: watch.slope(h) for h in watch.range}
     expected = predicted(truth, at, pool, slopes)
-    assert found.stiff > 0.1
     assert expected.abs().max() > 1e-4
-    torch.testing.assert_close(found.response, expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
+    torch.testing.assert_close(kicked.response, expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
+    assert curved.stiff < 0.7 * kicked.stiff or name == "unused_parameters"
+    assert float((curved.response - expected).norm()) < 0.07 * float(expected.norm())
+    errors = (curved.response - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float((errors - curved.curve_error).abs().min()) < 1e-7  # of one of the batches
     sizes = path.replace(pool, at).response(probe, answers=("tangent",), horizon=1).data["xi_norm"].values
-    np.testing.assert_allclose(found.xi_norm, sizes, rtol=1e-6)
+    np.testing.assert_allclose(curved.xi_norm, sizes, rtol=1e-6)
 
 
 def edited(truth: KickOracle, at: int, change: str) -> tuple[Tensor, Tensor]:
@@ -113,7 +118,7 @@ def test_a_skip_of_the_first_step_ever() -> None:
 # --- midpoint
 
 
-def test_the_probe_is_read_half_way_along_the_mean() -> None:
+def test_the_probe_is_read_half_way_along_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a quadratic the shared row is an exact run from the mean write, and its midpoint slope has no error."""
     case = make("quadratic")
     path = case.path(5)
@@ -132,6 +137,7 @@ def test_the_probe_is_read_half_way_along_the_mean() -> None:
         assert (slope - truth.layout.compact(watch.slope(time - 1))).norm() > 1e-4 * slope.norm()
     padded = {time: truth.layout.expand(slope) for time, slope in slopes.items()}
     expected = predicted(truth, 1, pool, padded)
+    monkeypatch.setattr(curves, "ALLOWED", -1.0)  # kicks everywhere
     ranking = path.rank(pool, probe, at=1, verify=0).data.sel(change=[f"batch {i}" for i in range(3)])
     np.testing.assert_allclose(ranking["predicted"].values, expected, rtol=1e-8, atol=1e-12)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class Ranking(LabelledResult):
     `response`, the prediction plus `offset`, by which reruns differed from their predictions in the mean. `score`
     sorts them.
     `held_out_error` is the median NRMSE of reruns, each predicted with the calibration of the others.
+    `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
 
     >>> ranking = path.rank(batches, probe, verify=2)
     >>> ranking.by, ranking.order[:2], ranking.verified, ranking.certificate.level
@@ -81,7 +83,7 @@ class Ranking(LabelledResult):
     @property
     def certificate(self) -> Certificate:
         """How far the ranking may be trusted: each rerun is compared with what the other reruns predict."""
-        return Certificate(tuple(_findings(self)))
+        return Certificate((*_findings(self), *_curve_findings(float(self.data["curve_error"]))))
 
     def __str__(self) -> str:
         predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
@@ -122,6 +124,11 @@ def _findings(ranking: Ranking) -> list[Finding]:
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
 
 
+def _curve_findings(error: float) -> list[Finding]:
+    sentence = f"Responses read off curves are off by {error:.2g} (NRMSE) from exact kicks on one batch."
+    return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
+
+
 def rank(
     path: Path,
     pool: Iterable[Batch],
@@ -150,7 +157,7 @@ def rank(
     top = _score(predicted, by).argsort().values[::-1][: max(verify, 0)]
     measured = xr.full_like(predicted, torch.nan)
     if len(top):
-        measured[top] = _measure(path, [batches[i] for i in top], watch, memory)[:, [h - 1 for h in horizons]].numpy()
+        measured[top] = _measure(path, [batches[i] for i in top], watch, horizons, memory).numpy()
     data = _calibrated(predicted, measured, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
         exact, guess = (torch.as_tensor(curves.values[top]) for curves in (measured, predicted))
@@ -176,10 +183,11 @@ def _predict(
 
 
 def _measure(
-    path: Path, batches: list[Batch], watch: Watch, memory: str | int | None
+    path: Path, batches: list[Batch], watch: Watch, horizons: Sequence[int], memory: str | int | None
 ) -> Float[Tensor, "change horizon"]:
-    """Exact reruns: the truth."""
-    return Change(path, watch.at, "replace", path.replace(batches, watch.at).edits).numbers(watch, memory=memory)
+    """Exact reruns, read at some horizons: the truth."""
+    change, read = path.replace(batches, watch.at), replace(watch, only=tuple(horizons))
+    return change.numbers(read, memory=memory)[:, [h - 1 for h in horizons]]
 
 
 def _calibrated(
@@ -210,6 +218,7 @@ def _calibrated(
             "held_out_error": float(held_out),
             "raw_error": float(nrmse(truth, plain).median()) if count else torch.nan,
             "stiff_share": found.stiff,
+            "curve_error": found.curve_error,
             "by": by,
             "at": watch.at,
             "probe": watch.probe.name,
@@ -282,8 +291,7 @@ class ExampleRanking(LabelledResult):
             f"Calibrated with {count} exact reruns; each, predicted with the calibration of the others, is off by "
             f"{error:.0%} (median). The measured column is the truth."
         )
-        found = Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence)
-        return Certificate((found,))
+        return Certificate((Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence),))
 
     def __str__(self) -> str:
         lines = [
@@ -390,4 +398,5 @@ def _measure_examples(
         state, step = control.before, control.step
         found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
         edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
-    return Change(path, watch.at, "example", tuple(edits)).numbers(watch)[:, -1]
+    last = replace(watch, only=(watch.horizons,))
+    return Change(path, watch.at, "example", tuple(edits)).numbers(last)[:, -1]

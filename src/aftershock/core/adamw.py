@@ -191,11 +191,13 @@ def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*
     step −c g/(k|g| + ε) has slope −η(1−β1)/(ρ1 ε)); where m̂ ≠ 0 no derivative exists.
     """
     root = (v / run.bias2).sqrt_()
-    d = root + run.eps
-    dq_dm = (-run.lr / run.bias1) / d
-    dq_dv = (run.lr / (2 * run.bias1 * run.bias2)) * m / (root * d * d)
-    zero = torch.zeros_like(dq_dv)
-    return torch.where(d > 0, dq_dm, zero), torch.where(root > 0, dq_dv, zero)
+    inverse = (root + run.eps).reciprocal_()
+    if run.eps == 0:
+        inverse.masked_fill_(root == 0, 0.0)
+    dq_dm = inverse * (-run.lr / run.bias1)
+    # V = −M m / (2 ρ2 √v̂ d): few passes, since here they are most of a sweep's time on small models
+    dq_dv = inverse.mul_(dq_dm).mul_(m).div_(root).mul_(-0.5 / run.bias2)
+    return dq_dm, dq_dv.masked_fill_(root == 0, 0.0)
 
 
 def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
@@ -206,6 +208,14 @@ def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slic
     size = max((GPU_BYTES if rows.is_cuda else CACHED_BYTES) // (count * rows.element_size()), 512)
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
+
+
+def pieces_of(runs: Sequence[Run], rows: Float[Tensor, "*change param"]) -> Iterator[tuple[Run, slice]]:
+    """The active stretches in pieces sized for these rows."""
+    for run in runs:
+        if run.active:
+            for w in _blocks(run.where, rows):
+                yield run, w
 
 
 class Control(NamedTuple):
@@ -254,11 +264,7 @@ class LinearStep:
 
     def pieces(self, rows: Float[Tensor, "*change param"] | None = None) -> Iterator[tuple[Run, slice]]:
         """The active parts of the flat vector, in pieces sized for this many rows."""
-        rows = self.raw if rows is None else rows
-        for run in self.runs:
-            if run.active:
-                for w in _blocks(run.where, rows):
-                    yield run, w
+        return pieces_of(self.runs, self.raw if rows is None else rows)
 
     def _each_run(self, work: Callable[[Run], None]) -> None:
         for run in self.runs:

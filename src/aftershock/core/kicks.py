@@ -28,6 +28,7 @@ from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
+PAIRS_AT_ONCE = 2**24  # the same on a GPU, and pairs of all candidates whose kicks are computed at once: 40 bytes each
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 
@@ -48,6 +49,11 @@ class History:
         if kept is None:
             return torch.zeros(0, len(coordinates), device=coordinates.device)
         return kept[:, coordinates.to(self.place)].to(coordinates.device)
+
+    def piece(self, step: int, where: slice, device: torch.device) -> Float[Tensor, "outcome param"]:
+        """A stretch of them at the state after `step`, on a device."""
+        kept = self._kept.get(step)
+        return torch.zeros(0, 1, device=device) if kept is None else kept[:, where].to(device)
 
     def whole(self, step: int, device: torch.device) -> Float[Tensor, "outcome param"] | None:
         """All of them at the state after `step`; None where no outcome lies behind it."""
@@ -119,11 +125,11 @@ def kick_responses(
 def _add_kicks_(
     out: Float[Tensor, "channel outcome row"], trajectory: Trajectory, history: History, writes: Writes, lag: int
 ) -> None:
-    where, place = _places(writes.coordinate, trajectory.dynamics.layout.padded_size)
+    where, place = places(writes.coordinate, trajectory.dynamics.layout.padded_size)
     pairs = Pairs(writes, place)
     dm, dv, begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
     reach = int(where[0]), int(where[-1])
-    for step, runs, after in _steps(trajectory, int(begin[0]) + 1, lag):
+    for step, runs, after in steps_after(trajectory, int(begin[0]) + 1, lag):
         slopes, begun = history.at(step, where), int(torch.searchsorted(begin, step))  # pairs written before this step
         if not len(slopes):
             break
@@ -150,9 +156,7 @@ def _in_cache(count: int, device: torch.device) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _places(
-    coordinates: Int64[Tensor, " pair"], size: int
-) -> tuple[Int64[Tensor, " coordinate"], Int[Tensor, " pair"]]:
+def places(coordinates: Int64[Tensor, " pair"], size: int) -> tuple[Int64[Tensor, " coordinate"], Int[Tensor, " pair"]]:
     """The coordinates that occur, in order, and where each pair's is among them; by counting, since sorting is slow."""
     there = torch.zeros(size, dtype=torch.bool, device=coordinates.device)
     there[coordinates] = True
@@ -210,7 +214,7 @@ def count_responses(
 def _count_moves(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, Float[Tensor, " param"]]]:
     """For every step from `first` on: q' − q, how counts that are `lag` behind change it."""
     layout = trajectory.dynamics.layout
-    for step, runs, after in _steps(trajectory, first, 0):
+    for step, runs, after in steps_after(trajectory, first):
         counts = [c - 1 - lag for c in after.counts]
         behind = runs_of(layout, trajectory.steps[step].hypers, counts, _present(runs, layout))
         moved = torch.zeros_like(after.theta)
@@ -226,7 +230,7 @@ def _present(runs: Sequence[Run], layout: Layout) -> list[bool]:
     return [any(run.active and run.where.start <= start < run.where.stop for run in runs) for start in layout.starts]
 
 
-def _steps(trajectory: Trajectory, first: int, lag: int) -> Iterator[tuple[int, list[Run], JointState]]:
+def steps_after(trajectory: Trajectory, first: int, lag: int = 0) -> Iterator[tuple[int, list[Run], JointState]]:
     """Steps from `first` on with their scalars, counts `lag` behind, and the state after each."""
     layout, counts = trajectory.dynamics.layout, None
     for time, state in trajectory.states(first, len(trajectory)):

@@ -192,7 +192,8 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
-    room = budget(memory, device) - (7 * outcomes + 3) * footprint.vector
+    held = max(7 * outcomes + 3, 3 * outcomes + 9)  # vectors: adjoints and what they are read from, or curves
+    room = budget(memory, device) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
     return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
 

@@ -93,12 +93,16 @@ own_loss = Probe(own=True)
 
 @dataclass(frozen=True)
 class Watch:
-    """Where a probe is read after step `at` of a path: at horizons 1 … `horizons`, h = 1 the first state after it."""
+    """Where a probe is read after step `at` of a path: at horizons 1 … `horizons`, h = 1 the first state after it.
+
+    only: exact runs read it at these horizons alone, where others are not asked for.
+    """
 
     trajectory: Trajectory
     probe: Probe
     at: int
     horizons: int
+    only: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, at: int, probe: Any, horizon: int | None = None) -> Watch:
@@ -121,6 +125,9 @@ class Watch:
     @property
     def range(self) -> list[int]:
         return list(range(1, self.horizons + 1))
+
+    def reads(self, horizon: int) -> bool:
+        return self.only is None or horizon in self.only
 
     @property
     def first(self) -> int:

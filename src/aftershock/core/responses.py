@@ -118,6 +118,9 @@ def _carry(
     starts = _Starts(watch, edits, scales, each, out, some)
     for moment in rollout(watch.trajectory, watch.first, starts.rows, watch.last):
         h = moment.time - watch.first
+        tick()
+        if not watch.reads(h + 1):
+            continue
         if "exact" in each.answers:
             out.values["exact"][some, :, h] = reader.exact(moment).view(len(edits), len(scales))
         if "semilinear" in each.answers:
@@ -128,7 +131,6 @@ def _carry(
         if moment.last and "exact" in each.answers:
             switched = torch.tensor(moment.exact.clip_switches(), dtype=torch.bool).view(len(edits), len(scales))
             out.clip_switched[some] |= switched
-        tick()
 
 
 class _Starts:

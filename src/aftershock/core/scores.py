@@ -1,28 +1,30 @@
 """Adjoint scores: one sweep back from an outcome, then a dot product per batch, example or past step.
 
-AdamW is linear along the sweep, with exact kicks at stiff coordinates (`kicks`), and a probe may be read half way
-along the displacement that all candidates share (`midpoint_slopes`).
+What a change writes into θ, m and v has its exact effect on θ at every later step (`curves`, `kicks`); how that
+displacement goes on through the network is linear. A probe may be read half way along the displacement that all
+candidates share (`midpoint_slopes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import displacement
 from .batches import Batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
+from .curves import Beyond, Curves, Reach, Sweep, folded
 from .dynamics import Linearized
-from .kicks import IN_CACHE, STIFF, History, Pairs, Writes, count_responses, kick_responses, taken_out
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
-from .reductions import products
+from .reductions import products, totals
 from .rollout import Rows, rollout
 from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
@@ -30,7 +32,6 @@ from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
 
 SAMPLE = 8  # candidates whose mean displacement is followed
-PAIRS_AT_ONCE = 2**24  # stiff coordinates of all candidates whose kicks are computed at once: 40 bytes each
 
 
 # --- where the probe is read
@@ -116,11 +117,13 @@ def adjoint(
 
 @dataclass(frozen=True)
 class PoolScores:
-    """Predicted responses of a pool, and the share of coordinates at which a candidate's write is stiff (mean)."""
+    """Predicted responses of a pool, the share of coordinates at which a candidate's write is stiff (mean), and how far
+    curves are from exact kicks (NRMSE of one batch, the one with the largest gradient among the first)."""
 
     response: Float[Tensor, "change outcome"]
     xi_norm: Float[Tensor, " change"]
     stiff: float
+    curve_error: float
 
 
 def pool_scores(
@@ -133,9 +136,9 @@ def pool_scores(
 ) -> PoolScores:
     """Predicted responses to each batch of the pool in the place of the control's: 1 g each, or less in rows.
 
-    ⟨∂F/∂g, g_i − g⟩ with the gradients that reach the moments (clipping is exact), and at stiff coordinates the exact
-    write with its kicks instead. A batch that uses other parameters than the control's has its whole exact
-    difference paired, and the counts of those parameters.
+    Every coordinate's response is read off its curve (`curves`) at the gradient that reaches the moments (clipping is
+    exact), and where it has none it is computed from the exact write and its kicks. A batch that uses other parameters
+    than the control's has its whole exact difference paired, and the counts of those parameters.
     """
     layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool))
     rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
@@ -155,33 +158,44 @@ class _Scored:
 
     def __init__(self, control: ControlStep, found: Adjoint, trajectory: Trajectory, size: int) -> None:
         self.control, self.found, self.trajectory, self.size = control, found, trajectory, size
-        self.lift = control.linear.absorb_transposed_(found.first.clone())  # ∂F/∂g of every outcome, past the clip
-        _mask_inactive_(control, self.lift)
-        self.screen = _Screen(control)
-        # read where stiff coordinates lie, all outcomes of one at once
-        self.by_coordinate = self.lift.mT.contiguous(), found.first.theta.mT.contiguous()
-        self.against = torch.cat([self.lift, control.raw[None]])
-        self.base = products(self.lift, control.raw) * control.step.clip.factor
+        self.sweep = Sweep(trajectory, found.first, found.history)
+        self.curves = Curves.of(control, self.sweep)
+        self.base, _ = self.curves.read(control, self.curves.reach.own[None])
         self.own = products(control.raw, control.raw)
         outcomes = len(found.horizons)
-        self.response = torch.zeros(size, outcomes, dtype=torch.float64, device=self.lift.device)
+        self.response = torch.zeros(size, outcomes, dtype=torch.float64, device=control.raw.device)
         self.sizes: list[Tensor] = []
         self.pairs = 0
+        self._beyond: list[Beyond] = []
+        self._waiting = 0  # of these
         self._writes: list[Writes] = []
         self._odd: dict[int, list[int]] = {}  # batches that use other parameters: how far counts are behind
+        self._direct: tuple[int, Float[Tensor, " outcome"]] | None = None  # one batch with exact kicks everywhere
 
     def add(self, rows: Float[Tensor, "row param"], gradients: Sequence[Gradient], first: int) -> None:
         norm = torch.stack([gradient.norm for gradient in gradients]).to(self.own)
-        factor, paired = _clip_factors(self.control, norm), products(rows, self.against)
-        linear = paired[:, :-1] * factor[:, None] - self.base
-        usual = torch.tensor([g.present == self.control.present for g in gradients], device=rows.device)
-        for wrote in self.screen.writes(rows, factor, first, usual):
-            _replace_(linear, wrote, *self.by_coordinate, first)
-            self._keep(wrote.writes)
-        for i in (~usual).nonzero()[:, 0].tolist():
-            linear[i] = self._unusual(rows[i], gradients[i].present, first + i)
-        self.response[first : first + len(rows)] += linear
-        self.sizes.append((norm.square() - 2 * paired[:, -1] + self.own).clamp_(min=0).sqrt_())
+        inner, factor = products(rows, self.control.raw), _clip_factors(self.control, norm)
+        self.sizes.append((norm.square() - 2 * inner + self.own).clamp_(min=0).sqrt_())
+        odd = {i: g.present for i, g in enumerate(gradients) if g.present != self.control.present}
+        replaced = {i: self._unusual(rows[i], present, first + i) for i, present in odd.items()}
+        for i in odd:
+            rows[i] = self.control.raw
+            factor[i] = self.control.step.clip.factor
+        _reach_moments_(self.control, rows, factor)
+        if self._direct is None and len(odd) < len(rows):
+            self._check(rows, max(set(range(len(rows))) - set(odd), key=norm.tolist().__getitem__), first)
+        response, largest = self.curves.read(self.control, rows)
+        response -= self.base
+        for some in self.curves.reach.beyond(rows, largest):
+            response.index_add_(0, *self.curves.correction(some))
+            self._far(some, first)
+        for i, whole in replaced.items():
+            response[i] = whole
+        self.response[first : first + len(rows)] += response
+
+    def _check(self, rows: Float[Tensor, "row param"], row: int, first: int) -> None:
+        """What exact kicks at all coordinates make of one batch."""
+        self._direct = first + row, totals(folded(self.control, self.sweep, rows[row : row + 1])[0])
 
     def _unusual(self, raw: Float[Tensor, " param"], present: tuple[bool, ...], row: int) -> Float[Tensor, " outcome"]:
         """A batch that uses other parameters than the control's: its whole exact difference is paired."""
@@ -191,6 +205,22 @@ class _Scored:
         self._keep(taken_out(dx, control.after.v, layout, control.step.index, self._odd[row], row))
         return pair(self.found.first, dx[None])[:, 0]
 
+    def _far(self, some: Beyond, first: int) -> None:
+        self._beyond.append(Beyond(some.row + first, some.where, some.g))
+        self._waiting += len(some.row)
+        if self._waiting >= IN_CACHE:
+            self._write()
+
+    def _write(self) -> None:
+        """Exact writes where no curve reaches: their displacement at once, their kicks later."""
+        wrote = _wrote(self.control, self._beyond)
+        self._beyond, self._waiting = [], 0
+        if len(wrote.writes):
+            where, place = places(wrote.writes.coordinate, len(self.control.raw))
+            slopes = self.found.first.theta[:, where].mT.double().contiguous()
+            Pairs(wrote.writes, place).add_(self.response.mT, wrote.dtheta.double(), slopes)
+            self._keep(wrote.writes)
+
     def _keep(self, writes: Writes) -> None:
         self._writes.append(writes)
         self.pairs += len(writes)
@@ -198,14 +228,14 @@ class _Scored:
             self._kick()
 
     def _kick(self) -> None:
-        joined = Writes.joined(self._writes)
-        outcomes = len(self.found.horizons)
-        self.response += kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes, split=False)[
-            0
-        ].mT
+        joined, outcomes = Writes.joined(self._writes), len(self.found.horizons)
+        kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes, split=False)
+        self.response += kicked[0].mT
         self._writes = []
 
     def result(self) -> PoolScores:
+        if self._beyond:
+            self._write()
         if self._writes:
             self._kick()
         if self._odd:
@@ -214,7 +244,14 @@ class _Scored:
             self.response[list(self._odd)] += found.sum(-1).mT.to(self.response)
         share = self.pairs / (self.size * self.control.dynamics.layout.size)
         by_horizon = self.found.by_horizon(self.response.mT.cpu()).mT
-        return PoolScores(by_horizon, torch.cat(self.sizes).double().cpu(), share)
+        return PoolScores(by_horizon, torch.cat(self.sizes).double().cpu(), share, self._curve_error())
+
+    def _curve_error(self) -> float:
+        if self._direct is None:
+            return 0.0
+        row, direct = self._direct
+        size = float(direct.norm())
+        return float((self.response[row] - direct).norm()) / size if size > 0 else 0.0
 
 
 def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> list[Gradient]:
@@ -232,97 +269,42 @@ def _clip_factors(control: ControlStep, norm: Float[Tensor, " row"]) -> Float[Te
     return torch.ones_like(norm) if limit is None else torch.clamp(limit / (norm + TORCH_EPSILON), max=1.0)
 
 
-def _mask_inactive_(control: ControlStep, lift: Float[Tensor, "outcome param"]) -> None:
+def _reach_moments_(control: ControlStep, rows: Float[Tensor, "row param"], factor: Float[Tensor, " row"]) -> None:
+    """Raw gradients become those that reach the moments: clipped, signed, with a coupled decay."""
+    if control.step.max_norm is not None:
+        rows.mul_(factor[:, None])
     for run in control.linear.runs:
-        if not run.active or run.sign != 1.0:
-            lift[..., run.where] *= run.sign if run.active else 0.0
+        if run.active and (run.sign != 1.0 or run.coupled):
+            rows[:, run.where].mul_(run.sign).add_(control.before.theta[run.where], alpha=run.coupled)
 
 
 @dataclass(frozen=True)
 class _Wrote:
-    """Exact writes at stiff coordinates: the moments' part, the displacement of θ, the difference of the clipped
-    gradients as the loss gives them (before `maximize` turns their sign)."""
+    """Exact writes where no curve reaches: the moments' part, the displacement of θ, the difference of gradients."""
 
     writes: Writes
     dtheta: Float[Tensor, " pair"]
     dg: Float[Tensor, " pair"]
 
 
-class _Screen:
-    """Finds, in rows of gradients, the coordinates at which a candidate's write is stiff.
-
-    |δv| > τ v with δv = (1−β2)(g_i² − g²) is |g_i| > √(g² + τ v/(1−β2)), one comparison. Where the control's own
-    gradient made v, or a decay is coupled to the gradient, more pass it than are stiff; those are few, and looked at.
-    """
-
-    def __init__(self, control: ControlStep) -> None:
-        self.control = control
-        self.limit = torch.full_like(control.raw, torch.inf)
-        for run, w in control.linear.pieces():
-            at = control.linear.control(run, w)
-            share = 1 - run.beta2
-            limit = (at.g * at.g + (STIFF / share) * at.v).sqrt_() if share > 0 else torch.full_like(at.g, torch.inf)
-            if run.coupled:
-                limit = (limit - (run.coupled * control.before.theta[w]).abs()).clamp_(min=0)
-            own = share * at.g * at.g > STIFF * at.v
-            self.limit[w] = torch.where(own, -1.0, limit)
-
-    def writes(
-        self, rows: Float[Tensor, "row param"], factor: Float[Tensor, " row"], first: int, some: Bool[Tensor, " row"]
-    ) -> Iterator[_Wrote]:
-        """The exact writes of some candidates at their stiff coordinates: one pass over the gradients.
-
-        Early in training most coordinates are stiff: then a few rows at a time.
-        """
-        loudest = rows[0].abs()
-        for row in rows[1:]:
-            torch.maximum(loudest, row.abs(), out=loudest)
-        columns = (loudest > self.limit).nonzero()[:, 0]
-        most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
-        group = max(1, most // max(len(columns), 1))
-        for begin in range(0, len(rows), group):
-            few = slice(begin, min(begin + group, len(rows)))
-            loud = rows[few][:, columns].abs() * factor[few, None] > self.limit[columns]
-            row, column = (loud & some[few, None]).nonzero(as_tuple=True)
-            row, where = row + begin, columns[column]
-            yield self._exact(row, where, rows[row, where] * factor[row], first)
-
-    def _exact(self, row: Tensor, where: Int64[Tensor, " pair"], clipped: Float[Tensor, " pair"], first: int) -> _Wrote:
-        dm, dv, dtheta, dg = (torch.zeros_like(clipped) for _ in range(4))
-        keep = torch.zeros_like(clipped, dtype=torch.bool)
-        control = self.control
-        for run in control.linear.runs:
-            some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
-            if run.active and len(some):
-                at, now = where[some], control.before
-                coupled = run.coupled * now.theta[at]
-                g = control.raw[at] * (run.sign * control.step.clip.factor) + coupled
-                other = clipped[some] * run.sign + coupled
-                m = torch.lerp(now.m[at], g, 1 - run.beta1)
-                v = (run.beta2 * now.v[at]).addcmul_(g, g, value=1 - run.beta2)
-                dg[some] = run.sign * (other - g)
-                dm[some] = (1 - run.beta1) * (other - g)
-                dv[some] = (1 - run.beta2) * (other - g) * (other + g)
-                dtheta[some] = displacement(run, m, v, dm[some], dv[some])
-                keep[some] = dv[some].abs() > STIFF * v
-        row, where, dm, dv, dtheta, dg = (x[keep] for x in (row, where, dm, dv, dtheta, dg))
-        step = torch.full_like(row, control.step.index)
-        return _Wrote(Writes(row + first, where, dm, dv, step, torch.zeros_like(row)), dtheta, dg)
-
-
-def _replace_(
-    linear: Float[Tensor, "row outcome"],
-    wrote: _Wrote,
-    lift: Float[Tensor, "param outcome"],
-    theta: Float[Tensor, "param outcome"],
-    first: int,
-) -> None:
-    """Take the linear part of stiff coordinates out of the scores and put the exact displacement in."""
-    writes = wrote.writes
-    if len(writes):
-        pairs = Pairs(replace(writes, row=writes.row - first), writes.coordinate.int())
-        pairs.add_(linear.mT, wrote.dtheta, theta)
-        pairs.add_(linear.mT, -wrote.dg, lift)
+def _wrote(control: ControlStep, beyond: Sequence[Beyond]) -> _Wrote:
+    row, where, other = (torch.cat([getattr(some, name) for some in beyond]) for name in ("row", "where", "g"))
+    dm, dv, dtheta, dg = (torch.zeros_like(other) for _ in range(4))
+    for run in control.linear.runs:
+        some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
+        if run.active and len(some):
+            at, now = where[some], control.before
+            g = control.raw[at] * (run.sign * control.step.clip.factor) + run.coupled * now.theta[at]
+            m = torch.lerp(now.m[at], g, 1 - run.beta1)
+            v = (run.beta2 * now.v[at]).addcmul_(g, g, value=1 - run.beta2)
+            dg[some] = other[some] - g
+            dm[some] = (1 - run.beta1) * dg[some]
+            dv[some] = (1 - run.beta2) * dg[some] * (other[some] + g)
+            dtheta[some] = displacement(run, m, v, dm[some], dv[some])
+    changed = dg != 0
+    row, where, dm, dv, dtheta, dg = (x[changed] for x in (row, where, dm, dv, dtheta, dg))
+    step = torch.full_like(row, control.step.index)
+    return _Wrote(Writes(row, where, dm, dv, step, torch.zeros_like(row)), dtheta, dg)
 
 
 def difference_scores(
@@ -344,29 +326,32 @@ def difference_scores(
 def example_direction(
     control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch]
 ) -> Float[Tensor, " param"]:
-    """∂F/∂ĝ for shares of a batch's gradient: the adjoint's, and at stiff coordinates the slope of the exact response.
+    """∂F/∂ĝ for shares of a batch's gradient: the adjoint's, and beyond `curves.FAR` the slope of the exact response.
 
     There the slope is that of a least-squares line through the exact responses of a sample of batches, whose
     gradients have the size that examples give them; the derivative would hold only far below eps.
     """
-    layout = control.dynamics.layout
+    layout, reach = control.dynamics.layout, Reach.of(control)
     lift = control.linear.absorb_transposed_(found.first.clone())
-    _mask_inactive_(control, lift)
-    screen, wrote = _Screen(control), list[_Wrote]()
-    for i, gradient in enumerate(_gradients(control, sample)):
-        row, factor = layout.join(gradient.grads)[None], _clip_factors(control, gradient.norm[None])
-        wrote.extend(screen.writes(row, factor.to(row), i, factor > 0))
-    pairs = torch.cat([part.writes.coordinate for part in wrote])
+    beyond: list[Beyond] = []
+    for gradient in _gradients(control, sample):
+        row = layout.join(gradient.grads)[None]
+        _reach_moments_(control, row, _clip_factors(control, gradient.norm[None]).to(row))
+        beyond.extend(reach.beyond(row, torch.addcmul(reach.square, row[0], row[0])))
+    wrote = _wrote(control, beyond)
+    pairs = wrote.writes.coordinate
     if len(pairs):
-        where, place = pairs.unique(return_inverse=True)
+        where, place = places(pairs, len(control.raw))
         # every pair is a row of its own, so that its response comes back by itself
-        joined = Writes.joined([part.writes for part in wrote])
-        alone = replace(joined, row=torch.arange(len(pairs), device=pairs.device))
-        response = kick_responses(trajectory, found.history, alone, len(pairs), 1).sum(0)[0]
-        response += (found.first.theta[0][pairs] * torch.cat([part.dtheta for part in wrote])).double()
-        dg = torch.cat([part.dg for part in wrote]).double()
+        alone = replace(wrote.writes, row=torch.arange(len(pairs), device=pairs.device))
+        response = kick_responses(trajectory, found.history, alone, len(pairs), 1, split=False)[0, 0]
+        response += (found.first.theta[0][pairs] * wrote.dtheta).double()
+        dg = wrote.dg.double()
         up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
         up.index_add_(0, place, response * dg)
         down.index_add_(0, place, dg * dg)
         lift[0][where] = torch.where(down > 0, up / down, 0.0).to(lift)
+    for run in control.linear.runs:
+        if not run.active or run.sign != 1.0:
+            lift[..., run.where] *= run.sign if run.active else 0.0
     return clip_jacobian(control.linear.clip, control.raw, lift)[0]

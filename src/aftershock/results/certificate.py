@@ -33,6 +33,7 @@ class Trust:
     # The paper has no bar for the numbers below; they are our judgement.
     nrmse: float = 0.2  # the same fifth, over all horizons together: sizes can be read off
     careful_nrmse: float = 0.5  # beyond it half of the response is error, and only its rough size is left
+    curves: float = 0.05  # of a ranking's curves from exact kicks: a quarter of what its sizes may be off by
     signs: float = 0.9  # one horizon in ten may be wrong: where a response crosses zero, its sign is a toss-up
     careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
     noise_margin: float = 5.0  # times the measured scatter of rounding, which is itself known to a factor of a few

@@ -1,0 +1,184 @@
+"""What a batch's gradient does at one coordinate, as a curve of that gradient: AdamW exact at every later step.
+
+The write of a gradient g at one coordinate moves an outcome, through the displacement at the changed step and the
+kicks after it (`kicks`), by a function of g alone,
+
+    f(g) = Σ_s λ_θ(s+1) [q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s)],   δm = (1−β1)(g−g°), δv = (1−β2)(g²−g°²)
+
+with g° the control's gradient. All its terms have the form (a + b g)/√(R_s² + g²). R_s² grows little along a path from
+R² = β2 v/(1−β2), and with R_s = R the curve is a sine in the angle φ of g, tan φ = g/R:
+
+    f(g) ≈ A sin φ + B cos φ + C      (eq:curve)
+
+It is drawn through three exact points, the control's and one on each side, and judged at a fourth. Coordinates that
+fail there (a tiny v, an ε that matters, large gradients later), and gradients beyond `FAR` R, are left to exact kicks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from .adamw import displacement, pieces_of
+from .changes import ControlStep
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
+from .reductions import norms, products
+from .state import Cotangent
+from .trajectory import Trajectory
+
+FAR = 1.0  # gradients beyond so many R are left to exact kicks: v would double
+ASIDE = math.atan(0.6)  # from the control's angle to the points on its sides: most gradients of a pool lie between
+JUDGED = 1.5 * ASIDE  # from the control's angle to where a curve is judged, where its error is 5 × that in between
+ALLOWED = 0.05  # there, of the larger side or of a typical coordinate: in between a curve is then right to a hundredth
+NOTHING = 1e-36  # R² of a coordinate without a curve: any gradient whose square is a number lies beyond it
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """λ_θ after the changed step and after every later one, rows by outcome, the last outcome first."""
+
+    trajectory: Trajectory
+    first: Cotangent
+    history: History
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Candidates and coordinates that no curve covers, and the gradient there as it reaches the moments."""
+
+    row: Int64[Tensor, " pair"]
+    where: Int64[Tensor, " pair"]
+    g: Float[Tensor, " pair"]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Up to which gradient each coordinate has a curve."""
+
+    own: Float[Tensor, " param"]  # g°, the control's gradient as it reaches the moments
+    square: Float[Tensor, " param"]  # R²
+    edge: Float[Tensor, " param"]  # of R² + g²; below zero where the control's own gradient has no curve
+
+    @classmethod
+    def of(cls, control: ControlStep) -> Reach:
+        """By the distance of gradients alone: no curve where v was zero, or where the control's gradient is far."""
+        own, square, edge = (torch.zeros_like(control.raw) for _ in range(3))
+        for run, w in control.linear.pieces():
+            own[w] = control.linear.control(run, w).g
+            square[w] = control.before.v[w] * (run.beta2 / (1 - run.beta2))
+            edge[w] = square[w] * (1 + FAR**2)
+        found = cls(own, square, edge)
+        found.leave_out_(slice(None), (own.square() > FAR**2 * square) | (square <= NOTHING))
+        return found
+
+    def leave_out_(self, w: slice, some: Bool[Tensor, " param"]) -> None:
+        """No curve at some coordinates of a piece: there only nothing in place of nothing is covered."""
+        self.edge[w] = torch.where(some, torch.where(self.own[w] == 0, NOTHING, -1.0), self.edge[w])
+        self.square[w].masked_fill_(some, NOTHING)
+
+    def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"]) -> Iterator[Beyond]:
+        """The entries of rows that lie beyond their curves, given the largest R² + g² of each coordinate.
+
+        Early in training that is most of them: then a few rows at a time.
+        """
+        columns = (largest > self.edge).nonzero()[:, 0]
+        most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
+        group = max(1, most // max(len(columns), 1))
+        for begin in range(0, len(rows), group):
+            g = rows[begin : begin + group][:, columns]
+            row, column = (torch.addcmul(self.square[columns], g, g) > self.edge[columns]).nonzero(as_tuple=True)
+            yield Beyond(row + begin, columns[column], g[row, column])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of all coordinates, for every outcome."""
+
+    reach: Reach
+    sine: Float[Tensor, "outcome param"]  # A
+    cosine: Float[Tensor, "outcome param"]  # B R
+
+    @classmethod
+    def of(cls, control: ControlStep, sweep: Sweep) -> Curves:
+        """Three elementwise passes of AdamW per step, and three per outcome; no gradient."""
+        reach = Reach.of(control)
+        radius = reach.square.sqrt()
+        angle = torch.atan(reach.own / radius)
+        asides = ASIDE, -ASIDE, torch.copysign(torch.full_like(angle, JUDGED), -angle)
+        points = torch.stack([radius * torch.tan(angle + aside) for aside in asides])
+        above, below, judged = folded(control, sweep, points)
+        typical = norms(above)[:, None] / math.sqrt(control.dynamics.layout.size)
+        for _, w in control.linear.pieces(above):
+            up, down, there = above[:, w], below[:, w], asides[2][w]
+            odd = (up - down) / (2 * math.sin(ASIDE))
+            even = (up + down) / (2 * (1 - math.cos(ASIDE)))
+            error = (odd * torch.sin(there) + even * (1 - torch.cos(there)) - judged[:, w]).abs_()
+            larger = torch.maximum(torch.maximum(up.abs(), down.abs()), typical)
+            bad = ~(error <= ALLOWED * larger).all(0) | (reach.edge[w] <= NOTHING)
+            sine, cosine = torch.sin(angle[w]), torch.cos(angle[w])
+            above[:, w] = (odd * cosine - even * sine).masked_fill_(bad, 0.0)
+            below[:, w] = ((odd * sine + even * cosine) * -radius[w]).masked_fill_(bad, 0.0)
+            reach.leave_out_(w, bad)
+        return cls(reach, above, below)
+
+    def read(
+        self, control: ControlStep, rows: Float[Tensor, "row param"]
+    ) -> tuple[Float[Tensor, "row outcome"], Float[Tensor, " param"]]:
+        """Σ A sin φ + B cos φ of rows of gradients as they reach the moments, in one pass over them.
+
+        Beside it, the largest R² + g² of each coordinate: `Reach.beyond` then finds what must be corrected.
+        """
+        out = torch.zeros(len(self.sine), len(rows), dtype=torch.float64, device=rows.device)
+        largest = torch.zeros_like(control.raw)
+        for _, w in control.linear.pieces(rows):
+            g = rows[:, w]
+            sums = torch.addcmul(self.reach.square[w], g, g)
+            torch.amax(sums, 0, out=largest[w])
+            out += products(self.cosine[:, w], sums.rsqrt_())
+            out += products(self.sine[:, w], sums.mul_(g))
+        return out.mT, largest
+
+    def correction(self, some: Beyond) -> tuple[Int64[Tensor, " pair"], Float[Tensor, "pair outcome"]]:
+        """By which rows change, and by how much, where the control's gradient is read in the place of some others."""
+        there = self.reach.edge[some.where] > NOTHING
+        where, g = some.where[there], some.g[there]
+        square, own = self.reach.square[where], self.reach.own[where]
+        inverse, before = torch.addcmul(square, own, own).rsqrt_(), torch.addcmul(square, g, g).rsqrt_()
+        change = self.cosine[:, where] * (inverse - before) + self.sine[:, where] * (own * inverse - g * before)
+        return some.row[there], change.mT.double()
+
+
+def folded(
+    control: ControlStep, sweep: Sweep, points: Float[Tensor, "point param"]
+) -> list[Float[Tensor, "outcome param"]]:
+    """f of every coordinate, exactly, at some gradients as they reach the moments. eq:curve"""
+    out = [torch.zeros_like(sweep.first.theta) for _ in points]
+    dm, dv = torch.zeros_like(points), torch.zeros_like(points)
+    for run, w in control.linear.pieces(points):
+        at = control.linear.control(run, w)
+        change = points[:, w] - at.g
+        torch.mul(change, 1 - run.beta1, out=dm[:, w])
+        torch.mul(change, points[:, w] + at.g, out=dv[:, w]).mul_(1 - run.beta2)
+        moved = displacement(run, at.m, at.v, dm[:, w], dv[:, w])
+        _pair_(out, moved, sweep.first.theta[:, w], w)
+    for step, runs, after in steps_after(sweep.trajectory, control.step.index + 1):
+        for run, w in pieces_of(runs, points):
+            kept = dm[:, w].mul_(run.beta1), dv[:, w].mul_(run.beta2)
+            moved = displacement(run, after.m[w], after.v[w], *kept)
+            _pair_(out, moved, sweep.history.piece(step, w, points.device), w)
+    return out
+
+
+def _pair_(
+    out: Sequence[Float[Tensor, "outcome param"]],
+    moved: Float[Tensor, "point param"],
+    slopes: Float[Tensor, "outcome param"],
+    w: slice,
+) -> None:
+    for found, own in zip(out, moved):
+        found[: len(slopes), w].addcmul_(own, slopes)
