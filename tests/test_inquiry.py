@@ -199,13 +199,13 @@ def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
     rare = [torch.randn(3, 4, generator=draw) * scale for _ in range(3)]
     usual = [torch.randn(3, 4, generator=draw) * scale.flip(0) for _ in range(3)]
     steps = [step(i, x, i % 2) for i, x in enumerate([rare[0], *usual, rare[1], rare[2], rare[2]])]
-    batch = stand_in(steps, 5).batch  # step 6 saw the same inputs, and is none
+    batch = stand_in(steps, 5, range(7)).batch  # step 6 saw the same inputs, and is none
     assert isinstance(batch, Accumulated)
     assert {id(part) for part in batch.batches} == {id(steps[0].batch), id(steps[4].batch)}
     letters = [step(i, torch.tensor([[0, 1, 2], [n, n, n], [n, 2, 1]]), 0) for i, n in enumerate((7, 3, 3, 7, 9, 7))]
     letters[3] = step(3, torch.tensor([[0, 1, 2], [7, 7, 7], [7, 1, 1]]), 1)
     letters[5] = step(5, torch.tensor([[0, 1, 1], [7, 7, 7], [7, 7, 1]]), 1)
-    batch = stand_in(letters, 0).batch
+    batch = stand_in(letters, 0, range(6)).batch
     assert isinstance(batch, Accumulated)
     assert {id(part) for part in batch.batches} == {id(letters[3].batch), id(letters[5].batch)}
 

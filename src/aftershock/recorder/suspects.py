@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
-from .neighbours import stand_in
+from .neighbours import kin, stand_in
 from .reruns import Done, Losses, Run, run_again
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
@@ -23,6 +23,7 @@ class Trial:
     steps: tuple[int, ...]  # places in the path
     losses: Losses
     left: float
+    departs: float = 0.0  # from the recorded losses, as a share of the event's height
 
     @property
     def removes(self) -> bool:
@@ -30,8 +31,8 @@ class Trial:
 
     @property
     def keeps(self) -> bool:
-        """The event is still there, and about as large."""
-        return BARS.half < self.left < 1 / BARS.half
+        """The event is still there, about as large and at its place."""
+        return BARS.half < self.left < 1 / BARS.half and self.departs <= BARS.half
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Inquiry:
     replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
     replaced_placebos: list[Trial] = field(default_factory=list)
     group: Trial | None = None
+    group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
 
     @property
@@ -54,12 +56,12 @@ class Inquiry:
 
     @property
     def changing(self) -> int:
-        """How many placebos remove half of the event, or double it."""
+        """How many placebos remove half of the event, double it or move it."""
         return sum(not t.keeps for t in self.placebos)
 
     @property
     def share(self) -> float:
-        """Of the placebos: those that remove half of the event, or double it."""
+        """Of the placebos: those that remove half of the event, double it or move it."""
         return _changing(self.placebos)
 
     @property
@@ -68,11 +70,13 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and _changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
-        return *_special(self.suspects, self.placebos), *self.blamed_by_replacing
+        judged = {t.steps for t in self.replaced}  # by what batches like their own do
+        alone = [t for t in self.suspects if t.steps not in judged]
+        return *_special(alone, self.placebos), *self.blamed_by_replacing
 
     @property
     def blamed_by_replacing(self) -> tuple[int, ...]:
-        """Those of which half is gone only with batches like their own in their place."""
+        """Those with batches like their own in whose place half is gone."""
         return _special(self.replaced, self.replaced_placebos) if self.group is None else ()
 
 
@@ -99,18 +103,24 @@ class _Runs:
 
     def accused(self, steps: tuple[int, ...]) -> Trial:
         """Does it remove half of the event? The run ends once it cannot."""
-        losses = self._losses(dict.fromkeys(steps), self.event.stays)
-        return Trial(steps, losses, self.event.left_by_then(losses, frozenset(steps)))
+        losses, out = self._losses(dict.fromkeys(steps), self.event.stays), frozenset(steps)
+        return Trial(steps, losses, self.event.left_by_then(losses, out), self.event.departs(losses, out))
 
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""
-        losses = self._losses(dict.fromkeys(steps), self.event.decided)
-        return Trial(steps, losses, self.event.left(losses, frozenset(steps)))
+        losses, out = self._losses(dict.fromkeys(steps), self.event.decided), frozenset(steps)
+        return Trial(steps, losses, self.event.left(losses, out), self.event.departs(losses, out))
 
-    def replaced(self, step: int) -> Trial:
-        """The step with batches like its own in place of it."""
-        losses = self._losses({step: stand_in(self.trajectory.steps[: self.event.onset], step)}, self.event.stays)
-        return Trial((step,), losses, self.event.left_by_then(losses))
+    def replaced(self, steps: tuple[int, ...], bad: Collection[int] = ()) -> Trial:
+        """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too."""
+        sound = [i for i in range(self.event.onset) if i not in bad and i not in steps]
+        others = {i: stand_in(self.trajectory.steps, i, sound) for i in steps}
+        losses, other = self._losses(others, self.event.stays), frozenset(steps)
+        return Trial(steps, losses, self.event.left_by_then(losses, other), self.event.departs(losses, other))
+
+    def kin(self, step: int) -> list[int]:
+        """Earlier steps with data of the same rare kind."""
+        return kin(self.trajectory.steps, step, range(self.event.onset))
 
     def _losses(self, steps: Mapping[int, Step | None], done: Done) -> Losses:
         run = Run(min(steps), steps)
@@ -136,8 +146,9 @@ def inquire(
     Half of the placebos come first, one by one, the others where one of them changed the event: once more than a third
     of those asked for do, nobody can be blamed, and `least` suspects are run without. Then the suspects. Where one
     removes half, the other placebos; where few of them change it, one more for each, and where it is close up to
-    as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Where no
-    earlier step alone removes half, suspects are given batches like their own instead, and else are left out together.
+    as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Suspects of a
+    rare kind of data are judged by what batches like their own do in their place. Where no earlier step alone removes
+    half, suspects are given batches like their own instead, and else are left out together.
 
     reserve: further suspects, where one removes half, but not clearly more than placebos do.
     repeated: steps that saw one batch, which is left out wherever it came.
@@ -170,36 +181,79 @@ def inquire(
         if found.share > BARS.specific:
             compare(2 * placebos)
     if found.share <= BARS.specific:
-        found.suspects += [t for t in found.placebos if t.removes]
-        found.placebos = [t for t in found.placebos if not t.removes]
-        if _guilty(found, event) and not set(found.blamed) - {event.step}:
-            known = {t.steps[0] for t in (*found.suspects, *found.placebos)}
-            found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
-        if not _guilty(found, event) and not (own_batch and any(t.removes for t in found.suspects)):
-            _look_further(runs, found, repeated, innocent[:placebos], groups=groups)
-            found.group_placebos = _other_groups(runs, found.group, placebos, draw)
+        _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=own_batch)
     return found
 
 
-def _guilty(found: Inquiry, event: Event) -> bool:
-    """Does an earlier step alone remove half? Without the explained one its own loss is gone, whoever raised it."""
-    return any(t.removes and t.steps != (event.step,) for t in (*found.suspects, *found.placebos))
+def _decide(
+    runs: _Runs,
+    found: Inquiry,
+    reserve: Sequence[int],
+    repeated: Sequence[tuple[int, ...]],
+    innocent: Sequence[int],
+    draw: random.Random,
+    *,
+    groups: bool,
+    own_batch: bool,
+) -> None:
+    """Whom to blame, where hardly any placebo changes the event."""
+    event = runs.event
+    found.suspects += [t for t in found.placebos if t.removes]
+    found.placebos = [t for t in found.placebos if not t.removes]
+    if _guilty(found, event) and not set(found.blamed) - {event.step}:
+        known = {t.steps[0] for t in (*found.suspects, *found.placebos)}
+        found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
+    if _guilty(found, event):
+        _among_kin(runs, found, len(innocent), draw)
+    elif not (own_batch and any(t.removes for t in found.suspects)):
+        _look_further(runs, found, repeated, innocent, draw, groups=groups)
+
+
+def _guilty(found: Inquiry, event: Event) -> list[Trial]:
+    """Earlier steps of which each alone removes half, the first that which leaves least. Without the explained one its
+    own loss is gone, whoever raised it."""
+    tried = (*found.suspects, *found.placebos)
+    return sorted((t for t in tried if t.removes and t.steps != (event.step,)), key=lambda t: t.left)
+
+
+def _among_kin(runs: _Runs, found: Inquiry, placebos: int, draw: random.Random) -> None:
+    """Judge suspects of a rare kind of data by what batches like their own do in their place, beside others of the kind.
+
+    Placebos are mostly of the common kind. Leaving out any step of a rare one may do the same, because less of it is
+    learnt; a sound batch in place of a sound one does nothing.
+    """
+    removing = [t.steps[0] for t in _guilty(found, runs.event)]
+    others = {i: [other for other in runs.kin(i) if other not in removing] for i in removing}
+    judged = [i for i in removing if others[i]]
+    found.replaced = [runs.replaced((i,), removing) for i in judged]
+    if any(t.removes for t in found.replaced):
+        sound = sorted({other for i in judged for other in others[i]})
+        draw.shuffle(sound)
+        found.replaced_placebos = [runs.replaced((i,), removing) for i in sound[:placebos]]
 
 
 def _look_further(
-    runs: _Runs, found: Inquiry, repeated: Sequence[tuple[int, ...]], innocent: Sequence[int], *, groups: bool
+    runs: _Runs,
+    found: Inquiry,
+    repeated: Sequence[tuple[int, ...]],
+    innocent: Sequence[int],
+    draw: random.Random,
+    *,
+    groups: bool,
 ) -> None:
     """One batch left out wherever it came; else batches like a suspect's own in its place; else suspects left out one
     on top of the other, that which leaves least alone first."""
     event = runs.event
     alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
-    found.group = _smallest(runs, repeated, alone)
+    found.group = _smallest(runs.accused, repeated, alone)
     if found.group is None:
         _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
         if groups and not found.blamed_by_replacing:
             order = [t.steps[0] for t in alone[:LARGEST]]
             growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
-            found.group = _smallest(runs, growing, alone)
+            found.group = _smallest(runs.accused, growing, alone)
+    if found.group is not None:
+        found.group_placebos = _other_groups(runs, found.group, len(innocent), draw)
 
 
 def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
@@ -208,19 +262,21 @@ def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequ
     A batch that was left out teaches nothing, and an event may be there because of that.
     """
     least = min((t.left for t in found.placebos), default=0.0)
-    found.replaced = [runs.replaced(t.steps[0]) for t in alone[:LARGEST] if t.left < least]
+    found.replaced = [runs.replaced(t.steps) for t in alone[:LARGEST] if t.left < least]
     if any(t.removes for t in found.replaced):
-        found.replaced_placebos = [runs.replaced(i) for i in innocent]
+        found.replaced_placebos = [runs.replaced((i,)) for i in innocent]
 
 
-def _smallest(runs: _Runs, groups: Sequence[tuple[int, ...]], alone: Sequence[Trial]) -> Trial | None:
+def _smallest(
+    run: Callable[[tuple[int, ...]], Trial], groups: Sequence[tuple[int, ...]], alone: Sequence[Trial]
+) -> Trial | None:
     """The first group without which half of the event is gone, less every step that can come back alone without half
     of the event coming back with it."""
     tried = {t.steps: t for t in alone}
 
     def without(steps: tuple[int, ...]) -> Trial:
         if steps not in tried:
-            tried[steps] = runs.accused(steps)
+            tried[steps] = run(steps)
         return tried[steps]
 
     group = next((trial for steps in groups if (trial := without(steps)).removes), None)
@@ -233,11 +289,9 @@ def _smallest(runs: _Runs, groups: Sequence[tuple[int, ...]], alone: Sequence[Tr
     return group
 
 
-def _other_groups(runs: _Runs, group: Trial | None, placebos: int, draw: random.Random) -> list[Trial]:
+def _other_groups(runs: _Runs, group: Trial, placebos: int, draw: random.Random) -> list[Trial]:
     """As many steps left out together elsewhere, until so many change the event that the group is nothing special."""
     found = list[Trial]()
-    if group is None:
-        return found
     others = [i for i in range(runs.event.onset) if i not in group.steps]
     while len(found) < placebos and len(others) >= len(group.steps):
         found.append(runs.placebo(tuple(sorted(draw.sample(others, len(group.steps))))))
