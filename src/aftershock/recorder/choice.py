@@ -11,7 +11,7 @@ from .event import SETTLED, Event
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
-from .triggers import FAR, THRESHOLD
+from .triggers import FAR, THRESHOLD, usual
 from .updates import clip_factor
 
 
@@ -79,6 +79,24 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
             f"For the other: step={flight.trigger} (--step {flight.trigger})."
         )
     return " ".join(parts)
+
+
+def because(flight: Flight, step: int) -> str:
+    """Why this step is explained where none was asked for: what its window was kept for, or that nothing was seen."""
+    if flight.trigger == step:
+        return f"Its window was kept because {flight.reason}."
+    if flight.trigger is not None:
+        return ""
+    losses = {number: record.loss for number, record in flight.records.items() if record.finite}
+    if not losses:
+        return "No event was recorded."
+    highest = max(losses, key=losses.__getitem__)
+    middle, sigma = usual(list(losses.values()))
+    return (
+        f"No event was recorded. The highest of the {len(losses)} recorded losses is {losses[highest]:.4g} at step "
+        f"{highest} (median {middle:.4g}, σ {sigma:.2g}); a spike is told from {THRESHOLD:g} robust σ above the losses "
+        "before it on. To have a step explained, name it: step=."
+    )
 
 
 def page_name(flight: Flight, step: int) -> str:

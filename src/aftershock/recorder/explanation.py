@@ -182,7 +182,7 @@ class FlightExplanation:
             which,
             "How far to trust this:\n" + str(self.certificate),
             self._treatments(),
-            self._steps(),
+            self._steps() if self.kind != "not a number" else "",
         ]
         return "\n\n".join(block for block in blocks if block)
 

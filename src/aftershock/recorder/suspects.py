@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +11,12 @@ from dataclasses import dataclass, field
 from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
-from .neighbours import kin, stand_in
+from .neighbours import Likeness
 from .reruns import Done, Losses, Run, run_again
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
 LARGEST = 4  # steps that may do it together
+KIN = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Inquiry:
     placebos: list[Trial]
     replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
     replaced_placebos: list[Trial] = field(default_factory=list)
+    kin: bool = False  # whoever is blamed is of a rare kind of data, judged by batches like its own, beside its kin
     group: Trial | None = None
-    group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
 
     @property
@@ -73,6 +76,12 @@ class Inquiry:
         judged = {t.steps for t in self.replaced}  # by what batches like their own do
         alone = [t for t in self.suspects if t.steps not in judged]
         return *_special(alone, self.placebos), *self.blamed_by_replacing
+
+    @property
+    def cleared(self) -> list[Trial]:
+        """Those without which half is gone, and which keep the event with batches like their own in their place."""
+        removing = {t.steps for t in self.suspects if t.removes}
+        return [t for t in self.replaced if t.steps in removing and not t.removes]
 
     @property
     def blamed_by_replacing(self) -> tuple[int, ...]:
@@ -113,14 +122,30 @@ class _Runs:
 
     def replaced(self, steps: tuple[int, ...], bad: Collection[int] = ()) -> Trial:
         """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too."""
-        sound = [i for i in range(self.event.onset) if i not in bad and i not in steps]
-        others = {i: stand_in(self.trajectory.steps, i, sound) for i in steps}
-        losses, other = self._losses(others, self.event.stays), frozenset(steps)
+        same = self.likeness.same({*steps, *bad}, self.before)
+        sound = [i for i in self.before if i not in same]
+        losses = self._losses({i: self.likeness.stand_in(i, sound) for i in steps}, self.event.stays)
+        other = frozenset(steps)
         return Trial(steps, losses, self.event.left_by_then(losses, other), self.event.departs(losses, other))
 
-    def kin(self, step: int) -> list[int]:
-        """Earlier steps with data of the same rare kind."""
-        return kin(self.trajectory.steps, step, range(self.event.onset))
+    @property
+    def before(self) -> range:
+        """The steps before the event."""
+        return range(self.event.onset)
+
+    @functools.cached_property
+    def likeness(self) -> Likeness:
+        return Likeness(self.trajectory.steps)
+
+    def kin(self, accused: Collection[int], suspected: Collection[int]) -> dict[int, list[int]]:
+        """For each of the accused, earlier steps with data of the same rare kind that nobody suspects; where these are
+        too few, suspects, too. None saw the inputs of one of the accused."""
+        same, found = self.likeness.same(accused, self.before), dict[int, list[int]]()
+        for i in accused:
+            others = [other for other in self.likeness.kin(i, self.before) if other not in same]
+            sound = [other for other in others if other not in suspected]
+            found[i] = sound if len(sound) >= KIN else others
+        return found
 
     def _losses(self, steps: Mapping[int, Step | None], done: Done) -> Losses:
         run = Run(min(steps), steps)
@@ -156,7 +181,8 @@ def inquire(
     own_batch: the explained step's batch is bad by itself, so that it may be the only one.
     """
     runs, draw = _Runs(trajectory, event, tick), random.Random(seed)
-    innocent = [i for i in range(event.onset) if i not in set(suspected)]
+    alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)}  # they are asked in another way
+    innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)
     found = Inquiry([], [])
 
@@ -222,14 +248,14 @@ def _among_kin(runs: _Runs, found: Inquiry, placebos: int, draw: random.Random) 
     Placebos are mostly of the common kind. Leaving out any step of a rare one may do the same, because less of it is
     learnt; a sound batch in place of a sound one does nothing.
     """
-    removing = [t.steps[0] for t in _guilty(found, runs.event)]
-    others = {i: [other for other in runs.kin(i) if other not in removing] for i in removing}
-    judged = [i for i in removing if others[i]]
-    found.replaced = [runs.replaced((i,), removing) for i in judged]
+    removing, suspected = [t.steps[0] for t in _guilty(found, runs.event)], [t.steps[0] for t in found.suspects]
+    others = runs.kin(removing, suspected)
+    judged, sound = [i for i in removing if others[i]], sorted({other for some in others.values() for other in some})
+    bad = {*suspected, *removing} - set(sound)
+    found.replaced, found.kin = [runs.replaced((i,), bad) for i in judged], bool(judged)
     if any(t.removes for t in found.replaced):
-        sound = sorted({other for i in judged for other in others[i]})
         draw.shuffle(sound)
-        found.replaced_placebos = [runs.replaced((i,), removing) for i in sound[:placebos]]
+        found.replaced_placebos = [runs.replaced((i,), bad) for i in sound[:placebos]]
 
 
 def _look_further(
@@ -245,15 +271,15 @@ def _look_further(
     on top of the other, that which leaves least alone first."""
     event = runs.event
     alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
-    found.group = _smallest(runs.accused, repeated, alone)
+    found.group = _first(runs.accused, repeated, alone)
     if found.group is None:
         _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
         if groups and not found.blamed_by_replacing:
             order = [t.steps[0] for t in alone[:LARGEST]]
             growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
-            found.group = _smallest(runs.accused, growing, alone)
+            found.group = _first(runs.accused, growing, alone)
     if found.group is not None:
-        found.group_placebos = _other_groups(runs, found.group, len(innocent), draw)
+        _compare_group(runs, found, found.group, alone, len(innocent), draw)
 
 
 def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
@@ -267,34 +293,66 @@ def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequ
         found.replaced_placebos = [runs.replaced((i,)) for i in innocent]
 
 
-def _smallest(
+def _first(
     run: Callable[[tuple[int, ...]], Trial], groups: Sequence[tuple[int, ...]], alone: Sequence[Trial]
 ) -> Trial | None:
-    """The first group without which half of the event is gone, less every step that can come back alone without half
-    of the event coming back with it."""
+    """The first group without which half of the event is gone."""
     tried = {t.steps: t for t in alone}
+    return next((t for steps in groups if (t := tried.get(steps) or run(steps)).removes), None)
 
-    def without(steps: tuple[int, ...]) -> Trial:
-        if steps not in tried:
-            tried[steps] = run(steps)
-        return tried[steps]
 
-    group = next((trial for steps in groups if (trial := without(steps)).removes), None)
-    if group is None:
-        return None
+def _compare_group(
+    runs: _Runs, found: Inquiry, group: Trial, alone: Sequence[Trial], placebos: int, draw: random.Random
+) -> None:
+    """Only the steps that are needed, beside other groups left out in the same way; where they are of a rare kind of
+    data, by what batches like their own do instead, so that no sound step of that kind is among them."""
+    others, suspected = [i for i in runs.before if i not in group.steps], [t.steps[0] for t in found.suspects]
+    alike = sorted({i for some in runs.kin(group.steps, suspected).values() for i in some})
+    run, found.kin = runs.placebo, bool(alike)
+    if alike:
+        run = functools.partial(runs.replaced, bad={*suspected, *group.steps} - set(alike))
+        found.group = _adding(run, group.steps)
+    else:
+        found.group = _needed(runs.accused, group, alone)
+    if found.group is None:
+        return
+    size = len(found.group.steps)
+    among = _other_groups(run, alike if math.comb(len(alike), size) >= KIN else others, size, placebos, draw)
+    if size > 1:
+        found.group_placebos = among
+    else:
+        found.replaced, found.group, found.replaced_placebos = [found.group], None, among
+
+
+def _needed(run: Callable[[tuple[int, ...]], Trial], group: Trial, alone: Sequence[Trial]) -> Trial:
+    """The group less every step that can come back alone without half of the event coming back with it."""
+    tried = {t.steps: t for t in alone}
     for step in group.steps:
         rest = tuple(i for i in group.steps if i != step)
-        if rest and without(rest).removes:
-            group = without(rest)
+        if rest and (trial := tried.get(rest) or run(rest)).removes:
+            group = trial
     return group
 
 
-def _other_groups(runs: _Runs, group: Trial, placebos: int, draw: random.Random) -> list[Trial]:
-    """As many steps left out together elsewhere, until so many change the event that the group is nothing special."""
-    found = list[Trial]()
-    others = [i for i in range(runs.event.onset) if i not in group.steps]
-    while len(found) < placebos and len(others) >= len(group.steps):
-        found.append(runs.placebo(tuple(sorted(draw.sample(others, len(group.steps))))))
-        if sum(not t.keeps for t in found) > BARS.specific * placebos:
+def _adding(run: Callable[[tuple[int, ...]], Trial], steps: tuple[int, ...]) -> Trial | None:
+    """The group with batches like their own in place of theirs, less every step whose own batch, put back, adds nothing
+    to the event: that one is sound."""
+    group = run(steps)
+    for step in steps:
+        rest = tuple(i for i in group.steps if i != step)
+        if rest and group.removes and (trial := run(rest)).left <= group.left + BARS.slight:
+            group = trial
+    return group if group.removes else None
+
+
+def _other_groups(
+    run: Callable[[tuple[int, ...]], Trial], others: Sequence[int], size: int, placebos: int, draw: random.Random
+) -> list[Trial]:
+    """As many steps elsewhere, until so many change the event that the group is nothing special."""
+    found = dict[tuple[int, ...], Trial]()
+    while len(found) < min(placebos, math.comb(len(others), size)):
+        steps = tuple(sorted(draw.sample(others, size)))
+        found[steps] = found.get(steps) or run(steps)
+        if sum(not t.keeps for t in found.values()) > BARS.specific * placebos:
             break
-    return found
+    return list(found.values())

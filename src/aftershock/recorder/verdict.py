@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
+from .triggers import THRESHOLD, robust_z, usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
 ENOUGH = 8  # placebos, below which a blame is weak
+CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
 
 def verdict(found: FlightExplanation) -> str:
-    """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it."""
-    return " ".join(part for part in (_opening(found), SAID[found.kind](found)) if part)
+    """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it; and over
+    which steps it was measured."""
+    said = SAID[found.kind](found)
+    span = "" if found.kind in CALM or _span(found) in said else f"The event is {_spike(found)}."
+    return " ".join(part for part in (_opening(found), said, span) if part)
 
 
 def _opening(found: FlightExplanation) -> str:
@@ -63,42 +68,62 @@ def _short(found: FlightExplanation) -> list[str]:
 
 def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    first, last = attrs["stretch"]
-    return f"the spike of {attrs['peak']:.3g} (steps {first}–{last}, usual loss {attrs['usual']:.3g})"
+    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual loss {attrs['usual']:.3g})"
+
+
+def _span(found: FlightExplanation) -> str:
+    first, last = found.data.attrs["stretch"]
+    return f"steps {first}–{last}"
 
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
-    if attrs["replaced"]:
-        return _replaced(found)
     if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
         return (
             f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
             f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
         )
-    return " ".join(
-        [
-            f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}. It raised the loss at "
-            f"step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}.",
-            *_inside(found, best),
-        ]
+    said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
+    raised = (
+        f"It raised the loss at step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}."
     )
+    return " ".join([_replaced(found) if attrs["replaced"] else said, raised, *_inside(found, best)])
 
 
 def _replaced(found: FlightExplanation) -> str:
-    """Where leaving a step out is not enough, because its batch then teaches nothing."""
+    """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
     each = [
         f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
         f"({left[step]:.0%} without any batch there)"
         for step in found.blamed
+        if str(step) in attrs["replaced"]
+    ]
+    each += [
+        f"without step {step}, {_without(left[step])}" for step in found.blamed if str(step) not in attrs["replaced"]
     ]
     count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
-    names = _listed(found.blamed)
+    kind = " of the same kind of data" if attrs["replaced_kin"] else ""
     return (
-        f"Step{'s' if len(found.blamed) > 1 else ''} {names} did it: {'; '.join(each)}; and it stays with such batches "
-        f"in place of those of {count - other} of {count} other steps."
+        f"{_steps(found.blamed)} did it: {'; '.join(each)}; and it stays with such batches "
+        f"in place of those of {count - other} of {count} other steps{kind}.{_cleared(found)}"
     )
+
+
+def _cleared(found: FlightExplanation) -> str:
+    """Steps without which the event is gone as well, and whose batches are sound."""
+    steps = found.data.attrs["cleared"]
+    if not steps:
+        return ""
+    each = "it" if len(steps) == 1 else "any of them"
+    return (
+        f" Without {_steps(steps).lower()} half of it would be gone, too, but not with batches like its own in place of "
+        f"{each}: what is missed there is the kind of data, and the batch is sound."
+    )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"Step{'s' if len(steps) > 1 else ''} {_listed(steps)}"
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -126,6 +151,12 @@ def _group(found: FlightExplanation) -> str:
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
         kept = attrs["group_placebos"] - attrs["group_placebos_change"]
+        if attrs["replaced_kin"]:
+            return (
+                f"Steps {names} did it together: with batches like their own in place of theirs {attrs['group_left']:.0%} "
+                f"of {_spike(found)} is left, the own batch of each of them adds to it, and it stays with such batches in "
+                f"place of those of {kept} of {others}."
+            )
         return (
             f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
             f"without one of them most of it stays, and it stays without {kept} of {others}."
@@ -162,7 +193,7 @@ def _instability(found: FlightExplanation) -> str:
     if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
             f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
-            "spike or doubles it: the run was so unstable that any change moves it."
+            "spike, doubles it or moves it: the run is so unstable that a small change makes another run of it."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(_treated(found))
@@ -205,6 +236,8 @@ def _unknown(found: FlightExplanation) -> str:
     seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
+        if attrs["cleared"]:
+            seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
     return (
         f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
@@ -237,9 +270,29 @@ def _not_a_number(found: FlightExplanation) -> str:
 
 def _no_spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return (
+    if attrs["norm_alone"]:
+        return _norm_alone(found)
+    if attrs["because"].startswith("No event"):
+        return str(attrs["because"])
+    said = (
         f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
         f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+    )
+    return f"{said} {attrs['because']}".strip()
+
+
+def _norm_alone(found: FlightExplanation) -> str:
+    """The trigger's quantity has an event, and that by which everything here is judged has none."""
+    attrs, places = found.data.attrs, found.data["place"].values.tolist()
+    norms = found.data["norm"].values[: places.index(attrs["step"]) + 1].tolist()
+    middle, z = usual(norms[:-1])[0], robust_z(norms[-1], norms[:-1])
+    far = f"{z:.0f}" if z < 1000 else "more than 1000"
+    sigmas = (attrs["value"] - attrs["usual"]) / attrs["sigma"]
+    return (
+        f"The gradient norm of step {attrs['step']} stands out, and the loss does not: the norm is {norms[-1]:.4g}, "
+        f"{far} robust σ above its median {middle:.4g}; the loss is {attrs['value']:.4g}, {sigmas:.1f} robust σ from "
+        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {THRESHOLD:g}. Causes and treatments "
+        "are judged by the loss, so that none is named, and nothing is claimed about what would have kept the norm low."
     )
 
 
