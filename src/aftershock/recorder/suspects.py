@@ -305,11 +305,13 @@ def _compare_group(
     runs: _Runs, found: Inquiry, group: Trial, alone: Sequence[Trial], placebos: int, draw: random.Random
 ) -> None:
     """Only the steps that are needed, beside other groups left out in the same way; where they are of a rare kind of
-    data, by what batches like their own do instead, so that no sound step of that kind is among them."""
+    data, beside others of that kind. There they are judged by what batches like their own do instead, so that no sound
+    step of that kind is among them, unless all saw one batch."""
     others, suspected = [i for i in runs.before if i not in group.steps], [t.steps[0] for t in found.suspects]
     alike = sorted({i for some in runs.kin(group.steps, suspected).values() for i in some})
-    run, found.kin = runs.placebo, bool(alike)
-    if alike:
+    one_batch = runs.likeness.same(group.steps[:1], group.steps) == set(group.steps)
+    run, found.kin = runs.placebo, bool(alike) and not one_batch
+    if found.kin:
         run = functools.partial(runs.replaced, bad={*suspected, *group.steps} - set(alike))
         found.group = _adding(run, group.steps)
     else:
