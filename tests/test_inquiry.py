@@ -34,8 +34,8 @@ def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None
 
 
 class Runs:
-    """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out, or `instead` of those
-    that it gives other batches; two steps later where `moves` says so."""
+    """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out, or `instead` of
+    those that it gives other batches; two steps later where `moves` says so."""
 
     def __init__(self, left: Left, instead: Left, moves: Callable[[frozenset[int]], bool]) -> None:
         self.left, self.instead, self.moves = left, instead, moves
@@ -63,7 +63,7 @@ def asked_of(
     rare: Sequence[int] = (),
     **options: Any,
 ) -> Inquiry:
-    """instead: what is left with batches like their own in place of some steps'. rare: steps with another kind of data."""
+    """instead: what is left with batches like their own in place of some. rare: steps with another kind of data."""
     draw = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(64, 3, generator=draw) * torch.tensor([1.0, 1.0, 9.0 if i in rare else 1.0]) for i in range(29)
@@ -260,7 +260,7 @@ def test_nobody_is_blamed_where_leaving_out_any_step_moves_the_event(monkeypatch
 
 
 def test_an_event_that_came_sooner_is_not_gone() -> None:
-    sooner = {i: 1.0 for i in range(5, len(LOSSES))} | {STEP - 4: 1.0 + 0.8 * SPIKE}
+    sooner = dict.fromkeys(range(5, len(LOSSES)), 1.0) | {STEP - 4: 1.0 + 0.8 * SPIKE}
     assert EVENT.left(sooner) == pytest.approx(0.8, abs=0.01)
     assert not EVENT.prevented(sooner)
     odd = Event.of([*LOSSES[: STEP - 4], 1.6, *LOSSES[STEP - 3 :]], STEP)  # a batch that is odd in the path, too

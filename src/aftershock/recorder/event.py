@@ -105,16 +105,16 @@ class Event:
         return self._share(run, without, max(run), self.last)
 
     def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
-        """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the path
-        is not, an odd batch may be, whose own loss says nothing of an event."""
+        """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
+        path is not, an odd batch may be, whose own loss says nothing of an event."""
         places = [i for i in run if i < self.onset and i not in without and self.losses[i] <= self.level]
         return max((run[i] - self.usual if math.isfinite(run[i]) else math.inf for i in places), default=0.0)
 
     def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How far a run's losses are from the path's in the stretch, at most, as a share of the peak.
 
-        Where leaving out almost any step makes another run of it, an event of the same size is another one: in spikes of
-        unstable runs 15 to 40 of 40 steps left out depart by half, in calm runs 1 of 40.
+        Where leaving out almost any step makes another run of it, an event of the same size is another one: of 40 steps
+        left out, 15 to 40 depart by half in windows of unstable runs, and 1 in those of calm ones.
         """
         apart = [abs(run[i] - self.losses[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in without]
         return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / max(self.peak, 1e-300)

@@ -182,7 +182,7 @@ class FlightExplanation:
             which,
             "How far to trust this:\n" + str(self.certificate),
             self._treatments(),
-            self._steps() if self.kind != "not a number" else "",
+            self._steps(),
         ]
         return "\n\n".join(block for block in blocks if block)
 
@@ -199,7 +199,10 @@ class FlightExplanation:
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
+        """What each step added to the explained loss; nothing where the verdict is about something else."""
         attrs = self.data.attrs
+        if self.kind == "not a number" or attrs["norm_alone"] or words.nothing_seen(self):
+            return ""
         lines = [
             f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g}): "
             f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "

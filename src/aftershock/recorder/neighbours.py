@@ -15,8 +15,8 @@ from ..core.structure import flatten
 from .triggers import robust_z
 
 ALIKE = 2  # batches that stand in for one: a single one would bring its own luck
-# Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at most
-# 3.3 where data have one kind, and 5 to 1,500 for images and letters from two sources.
+# Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at
+# most 3.3 where data have one kind, and 5 to 1,500 for images and letters from two sources.
 TWO_KINDS = 4.0
 BINS = 4096  # in which whole numbers are counted
 FAR = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference

@@ -66,7 +66,7 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     if attrs["group"]:
         steps = ", ".join(map(str, found.blamed))
         name = f"the batches of steps {steps} left out together"
-        if attrs["replaced_kin"]:
+        if attrs["group_replaced"]:
             name = f"batches like their own in place of those of steps {steps}"
         return [_without(name, attrs["group_left"], (), np.nan)]
     if attrs["replaced"]:

@@ -46,8 +46,9 @@ class Inquiry:
     placebos: list[Trial]
     replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
     replaced_placebos: list[Trial] = field(default_factory=list)
-    kin: bool = False  # whoever is blamed is of a rare kind of data, judged by batches like its own, beside its kin
+    kin: bool = False  # whoever is judged by batches like its own is of a rare kind of data, beside others of that kind
     group: Trial | None = None
+    group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
 
     @property
@@ -243,7 +244,7 @@ def _guilty(found: Inquiry, event: Event) -> list[Trial]:
 
 
 def _among_kin(runs: _Runs, found: Inquiry, placebos: int, draw: random.Random) -> None:
-    """Judge suspects of a rare kind of data by what batches like their own do in their place, beside others of the kind.
+    """Judge suspects of a rare kind of data by what batches like their own do in their place, beside others of it.
 
     Placebos are mostly of the common kind. Leaving out any step of a rare one may do the same, because less of it is
     learnt; a sound batch in place of a sound one does nothing.
@@ -267,19 +268,24 @@ def _look_further(
     *,
     groups: bool,
 ) -> None:
-    """One batch left out wherever it came; else batches like a suspect's own in its place; else suspects left out one
-    on top of the other, that which leaves least alone first."""
+    """One batch left out wherever it came; else batches like a suspect's own in its place, or in all places of one
+    batch; else suspects left out one on top of the other, that which leaves least alone first."""
     event = runs.event
     alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
-    found.group = _first(runs.accused, repeated, alone)
-    if found.group is None:
+    group, instead = _first(runs.accused, repeated, alone), None
+    if group is None:
         _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
-        if groups and not found.blamed_by_replacing:
+        if found.blamed_by_replacing:
+            return
+        instead = _first(runs.replaced, repeated, ())
+        if instead is None and groups:
             order = [t.steps[0] for t in alone[:LARGEST]]
             growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
-            found.group = _first(runs.accused, growing, alone)
-    if found.group is not None:
-        _compare_group(runs, found, found.group, alone, len(innocent), draw)
+            group = _first(runs.accused, growing, alone)
+    if group is not None:
+        _compare_group(runs, found, group, alone, len(innocent), draw)
+    elif instead is not None:
+        _compare_group(runs, found, instead, alone, len(innocent), draw, replaced=True)
 
 
 def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
@@ -302,20 +308,30 @@ def _first(
 
 
 def _compare_group(
-    runs: _Runs, found: Inquiry, group: Trial, alone: Sequence[Trial], placebos: int, draw: random.Random
+    runs: _Runs,
+    found: Inquiry,
+    group: Trial,
+    alone: Sequence[Trial],
+    placebos: int,
+    draw: random.Random,
+    *,
+    replaced: bool = False,
 ) -> None:
-    """Only the steps that are needed, beside other groups left out in the same way; where they are of a rare kind of
-    data, beside others of that kind. There they are judged by what batches like their own do instead, so that no sound
-    step of that kind is among them, unless all saw one batch."""
-    others, suspected = [i for i in runs.before if i not in group.steps], [t.steps[0] for t in found.suspects]
-    alike = sorted({i for some in runs.kin(group.steps, suspected).values() for i in some})
-    one_batch = runs.likeness.same(group.steps[:1], group.steps) == set(group.steps)
-    run, found.kin = runs.placebo, bool(alike) and not one_batch
-    if found.kin:
-        run = functools.partial(runs.replaced, bad={*suspected, *group.steps} - set(alike))
-        found.group = _adding(run, group.steps)
-    else:
-        found.group = _needed(runs.accused, group, alone)
+    """Only the steps that are needed of a group that was left out, or given batches like its own instead (`replaced`),
+    beside other groups in the same way.
+
+    A group of a rare kind of data is always given such batches, and compared with others of its kind, so that no sound
+    step of that kind is in it; unless all saw one batch, where what leaving it out does may decide.
+    """
+    steps, suspected = group.steps, [t.steps[0] for t in found.suspects]
+    others = [i for i in runs.before if i not in steps]
+    alike = sorted({i for some in runs.kin(steps, suspected).values() for i in some})
+    run: Callable[[tuple[int, ...]], Trial] = functools.partial(runs.replaced, bad={*suspected, *steps} - set(alike))
+    found.group = _adding(run, steps) if alike or replaced else None
+    found.kin, found.group_replaced = bool(alike), found.group is not None
+    one_batch = runs.likeness.same(steps[:1], steps) == set(steps)
+    if found.group is None and not replaced and (one_batch or not alike):
+        run, found.group = runs.placebo, _needed(runs.accused, group, alone)
     if found.group is None:
         return
     size = len(found.group.steps)

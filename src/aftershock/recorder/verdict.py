@@ -115,10 +115,10 @@ def _cleared(found: FlightExplanation) -> str:
     steps = found.data.attrs["cleared"]
     if not steps:
         return ""
-    each = "it" if len(steps) == 1 else "any of them"
+    whose = "its own in place of it" if len(steps) == 1 else "their own in place of any of them"
     return (
-        f" Without {_steps(steps).lower()} half of it would be gone, too, but not with batches like its own in place of "
-        f"{each}: what is missed there is the kind of data, and the batch is sound."
+        f" Without {_steps(steps).lower()} half of it would be gone, too, but not with batches like {whose}: what is "
+        "missed there is the kind of data, and the batch is sound."
     )
 
 
@@ -151,11 +151,11 @@ def _group(found: FlightExplanation) -> str:
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
         kept = attrs["group_placebos"] - attrs["group_placebos_change"]
-        if attrs["replaced_kin"]:
+        if attrs["group_replaced"]:
             return (
-                f"Steps {names} did it together: with batches like their own in place of theirs {attrs['group_left']:.0%} "
-                f"of {_spike(found)} is left, the own batch of each of them adds to it, and it stays with such batches in "
-                f"place of those of {kept} of {others}."
+                f"Steps {names} did it together: with batches like their own in place of theirs "
+                f"{attrs['group_left']:.0%} of {_spike(found)} is left, the own batch of each of them adds to it, and "
+                f"it stays with such batches in place of those of {kept} of {others}."
             )
         return (
             f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
@@ -272,13 +272,18 @@ def _no_spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     if attrs["norm_alone"]:
         return _norm_alone(found)
-    if attrs["because"].startswith("No event"):
+    if nothing_seen(found):
         return str(attrs["because"])
     said = (
         f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
         f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
     )
     return f"{said} {attrs['because']}".strip()
+
+
+def nothing_seen(found: FlightExplanation) -> bool:
+    """Was nothing recorded that stands out, and no step asked for?"""
+    return found.kind == "no spike" and found.data.attrs["because"].startswith("No event")
 
 
 def _norm_alone(found: FlightExplanation) -> str:
