@@ -288,11 +288,16 @@ def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
 
 
 def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    def left(out: frozenset[int]) -> float:
+        return 0.3 if len(out) > 1 else 0.8 if out == {3} else 0.9
+
+    found = asked_of(left, [3, 4], monkeypatch)
     assert found.group is not None
     assert len(found.group_placebos) == 2  # more than an eighth of eight
     assert found.blamed == ()
-    assert asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch, groups=False).group is None
+    assert asked_of(left, [3, 4], monkeypatch, groups=False).group is None
+    nothing = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    assert nothing.group is None  # no suspect does more than a placebo: nothing speaks for a group of them
 
 
 # --- the explained step itself

@@ -18,6 +18,7 @@ ALIKE = 2  # batches that stand in for one: a single one would bring its own luc
 # Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at
 # most 3.3 where data have one kind, and 5 to 1,500 for images and letters from two sources.
 TWO_KINDS = 4.0
+A_KIND = 3  # other batches that make one: two are near to each other by chance
 BINS = 4096  # in which whole numbers are counted
 FAR = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference
 
@@ -81,7 +82,7 @@ class Likeness:
         count = int((counts * (len(order) - counts) * apart**2).argmax()) + 1
         alike, other = values[:count], float(values[count])
         separate = float(alike.mean()) - other > TWO_KINDS * float(alike.std(correction=0))
-        return order[:count] if separate and ALIKE <= count < len(order) / 2 else []
+        return order[:count] if separate and A_KIND <= count < len(order) / 2 else []
 
     def same(self, some: Collection[int], among: Collection[int]) -> set[int]:
         """Steps among others that saw the inputs of one of `some`, and these."""

@@ -182,9 +182,10 @@ def inquire(
     own_batch: the explained step's batch is bad by itself, so that it may be the only one.
     """
     runs, draw = _Runs(trajectory, event, tick), random.Random(seed)
-    alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)}  # they are asked in another way
+    alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)} - set(suspected)
     innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)
+    innocent += sorted(alike)  # of a suspect's own kind only where others are too few: kin are asked in another way
     found = Inquiry([], [])
 
     def compare(count: int) -> None:
@@ -269,17 +270,19 @@ def _look_further(
     groups: bool,
 ) -> None:
     """One batch left out wherever it came; else batches like a suspect's own in its place, or in all places of one
-    batch; else suspects left out one on top of the other, that which leaves least alone first."""
-    event = runs.event
+    batch; else, where a suspect does more than any placebo, suspects left out one on top of the other, that which
+    leaves least alone first."""
+    event, least = runs.event, min((t.left for t in found.placebos), default=0.0)
     alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
     group, instead = _first(runs.accused, repeated, alone), None
     if group is None:
-        _replace(runs, found, [t for t in alone if t.steps[0] < event.onset], innocent)
+        doing = [t for t in alone[:LARGEST] if t.left < least]
+        _replace(runs, found, [t for t in doing if t.steps[0] < event.onset], innocent)
         if found.blamed_by_replacing:
             return
         instead = _first(runs.replaced, repeated, ())
         if instead is None and groups:
-            order = [t.steps[0] for t in alone[:LARGEST]]
+            order = [t.steps[0] for t in alone[:LARGEST]] if doing else []
             growing = [tuple(sorted(order[:size])) for size in range(2, len(order) + 1)]
             group = _first(runs.accused, growing, alone)
     if group is not None:
@@ -288,13 +291,12 @@ def _look_further(
         _compare_group(runs, found, instead, alone, len(innocent), draw, replaced=True)
 
 
-def _replace(runs: _Runs, found: Inquiry, alone: Sequence[Trial], innocent: Sequence[int]) -> None:
-    """Give suspects that do more than any placebo batches like their own instead; where one removes half, placebos too.
+def _replace(runs: _Runs, found: Inquiry, doing: Sequence[Trial], innocent: Sequence[int]) -> None:
+    """Give suspects batches like their own instead; where one removes half, placebos too.
 
     A batch that was left out teaches nothing, and an event may be there because of that.
     """
-    least = min((t.left for t in found.placebos), default=0.0)
-    found.replaced = [runs.replaced(t.steps) for t in alone[:LARGEST] if t.left < least]
+    found.replaced = [runs.replaced(t.steps) for t in doing]
     if any(t.removes for t in found.replaced):
         found.replaced_placebos = [runs.replaced((i,)) for i in innocent]
 

@@ -103,11 +103,10 @@ def _replaced(found: FlightExplanation) -> str:
         f"without step {step}, {_without(left[step])}" for step in found.blamed if str(step) not in attrs["replaced"]
     ]
     count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
-    kind = " of the same kind of data" if attrs["replaced_kin"] else ""
-    return (
-        f"{_steps(found.blamed)} did it: {'; '.join(each)}; and it stays with such batches "
-        f"in place of those of {count - other} of {count} other steps{kind}.{_cleared(found)}"
-    )
+    others = f"with such batches in place of those of {count - other} of {count} other steps"
+    if attrs["replaced_kin"]:
+        others += f" of the same kind of data, {_placebos(attrs)}"
+    return f"{_steps(found.blamed)} did it: {'; '.join(each)}; and it stays {others}.{_cleared(found)}"
 
 
 def _cleared(found: FlightExplanation) -> str:
