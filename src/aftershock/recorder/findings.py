@@ -17,7 +17,7 @@ from ..results.provenance import provenance
 from .event import BARS, FEWEST, Event
 from .examples import example_shares
 from .hyperparameters import HyperChange
-from .instruments import DataFinding, UpdateSizes
+from .instruments import ORDINARY, DataFinding, UpdateSizes
 from .not_a_number import NotANumberFinding
 from .replay import Replay
 from .stability import Amplification, Sharpness
@@ -89,8 +89,8 @@ class Findings:
 
     @property
     def norm_alone(self) -> bool:
-        """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-        if self.event.peak > THRESHOLD * self.event.sigma or self.replayed.last < FEWEST:
+        """Does the gradient norm stand out as far as a trigger asks, and every loss of the stretch is ordinary?"""
+        if self.event.peak > ORDINARY * self.event.sigma or self.replayed.last < FEWEST:
             return False
         *before, last = [step.clip.norm for step in self.replayed.trajectory.steps[: self.replayed.last + 1]]
         return robust_z(last, before) > THRESHOLD

@@ -69,12 +69,9 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
         if attrs["group_replaced"]:
             name = f"batches like their own in place of those of steps {steps}"
         return [_without(name, attrs["group_left"], (), np.nan)]
-    if attrs["replaced"]:
-        return [
-            _without(f"batches like its own in place of step {step}'s", left, (), np.nan)
-            for step, left in attrs["replaced"].items()
-        ]
     runs, numbers = [], data["place"].values.tolist()
+    for step, left in attrs["replaced"].items():
+        runs.append(_without(f"batches like its own in place of step {step}'s", left, (), np.nan))
     for step in found.blamed:
         losses, at = data["loss"].values.copy(), numbers.index(step)
         losses[at] = np.nan  # its batch was not seen

@@ -292,13 +292,17 @@ def _look_further(
 
 
 def _replace(runs: _Runs, found: Inquiry, doing: Sequence[Trial], innocent: Sequence[int]) -> None:
-    """Give suspects batches like their own instead; where one removes half, placebos too.
+    """Give suspects batches like their own instead; where one removes half, placebos too, up to half of them of its own
+    rare kind of data.
 
     A batch that was left out teaches nothing, and an event may be there because of that.
     """
     found.replaced = [runs.replaced(t.steps) for t in doing]
-    if any(t.removes for t in found.replaced):
-        found.replaced_placebos = [runs.replaced((i,)) for i in innocent]
+    removing = [t.steps[0] for t in found.replaced if t.removes]
+    if removing:
+        kin = runs.kin(removing, [t.steps[0] for t in found.suspects])[removing[0]]
+        others = [*kin[: len(innocent) // 2], *(i for i in innocent if i not in kin)]
+        found.replaced_placebos = [runs.replaced((i,)) for i in others[: len(innocent)]]
 
 
 def _first(

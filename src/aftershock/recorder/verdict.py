@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
-from .triggers import THRESHOLD, robust_z, usual
+from .instruments import ORDINARY
+from .triggers import robust_z, usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -295,7 +296,7 @@ def _norm_alone(found: FlightExplanation) -> str:
     return (
         f"The gradient norm of step {attrs['step']} stands out, and the loss does not: the norm is {norms[-1]:.4g}, "
         f"{far} robust σ above its median {middle:.4g}; the loss is {attrs['value']:.4g}, {sigmas:.1f} robust σ from "
-        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {THRESHOLD:g}. Causes and treatments "
+        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {ORDINARY:g}. Causes and treatments "
         "are judged by the loss, so that none is named, and nothing is claimed about what would have kept the norm low."
     )
 
