@@ -379,7 +379,7 @@ def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Pat
     said = ak.explain(recorder).verdict
     losses = {record.step: record.loss for record in recorder.recent}
     highest = max(losses, key=losses.__getitem__)
-    assert said.startswith("No event was recorded. The highest of the ")
+    assert said.startswith("No event was recorded. The highest of the last 40 losses is ")
     assert f"losses is {losses[highest]:.4g} at step {highest} (median" in said
     assert "a spike is told from 8 robust σ" in said
 

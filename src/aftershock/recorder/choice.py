@@ -87,13 +87,14 @@ def because(flight: Flight, step: int) -> str:
         return f"Its window was kept because {flight.reason}."
     if flight.trigger is not None:
         return ""
-    losses = {number: record.loss for number, record in flight.records.items() if record.finite}
+    since = flight.last - int(flight.run["window"])
+    losses = {number: record.loss for number, record in flight.records.items() if record.finite and number > since}
     if not losses:
         return "No event was recorded."
     highest = max(losses, key=losses.__getitem__)
     middle, sigma = usual(list(losses.values()))
     return (
-        f"No event was recorded. The highest of the {len(losses)} recorded losses is {losses[highest]:.4g} at step "
+        f"No event was recorded. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
         f"{highest} (median {middle:.4g}, σ {sigma:.2g}); a spike is told from {THRESHOLD:g} robust σ above the losses "
         "before it on. To have a step explained, name it: step=."
     )
