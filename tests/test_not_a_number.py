@@ -120,7 +120,7 @@ def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
     bad = good.clone()
     bad[0, 0] = math.nan
     found = judged(model, bad, [good])
-    assert (found.kind, found.module) == ("batch values", "0")
+    assert (found.kind, found.module, found.operation) == ("batch values", "0", None)  # no operation made it
     assert "itself holds values" in found.sentence
     assert judged(model, good, [good]).kind == "finite"
     model[2].weight.data[0, 0] = math.inf

@@ -189,11 +189,12 @@ def _hyperparameter(found: FlightExplanation) -> str:
 
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    parts = ["No batch did this."]
+    parts, many = ["No batch did this."], attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
+    meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
     if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
             f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
-            "spike, doubles it or moves it: the run is so unstable that a small change makes another run of it."
+            f"spike, doubles it or moves it: {meaning}."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(_treated(found))
