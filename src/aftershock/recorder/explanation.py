@@ -201,7 +201,8 @@ class FlightExplanation:
     def _steps(self) -> str:
         """What each step added to the explained loss; nothing where the verdict is about something else."""
         attrs = self.data.attrs
-        if self.kind == "not a number" or attrs["norm_alone"] or words.nothing_seen(self):
+        nothing_seen = self.kind == "no spike" and attrs["because"].startswith("No event")
+        if self.kind == "not a number" or attrs["norm_alone"] or nothing_seen:
             return ""
         lines = [
             f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g}): "
