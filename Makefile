@@ -15,8 +15,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
-demo: $(VENV)/.installed  ## train a small model with a flight recorder; name what is behind its loss spikes (about 90 s)
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/aftershock demo
+demo: $(VENV)/.installed  ## train a small model with a flight recorder; name what is behind its loss spikes (about a minute)
+	$(BIN)/aftershock demo
 
 test: lint  ## lint, types, import layers, tests
 	$(BIN)/pytest -n 2
@@ -50,4 +50,4 @@ dist: $(VENV)/.installed  ## the wheel and the source archive, in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist site notebooks *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site notebooks aftershock-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.api.ranking import Ranking
+from aftershock.core.footprint import measured as metered
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import free, keep_freed, readable
 from aftershock.core.planning import Plan
-from aftershock.core.planning import measured as metered
 from aftershock.core.responses import ANSWERS
 from aftershock.core.state import Tangent
 from aftershock.errors import OutOfMemory

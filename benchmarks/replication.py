@@ -16,7 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from aftershock.studies.paper import TABLES, Quote
+from aftershock.studies.paper import TABLES
+from aftershock.studies.quotes import Quote
 from aftershock.studies.replication import LOWER, MEDIAN, QUANTILES, UPPER, bounds, draws_of, quantile_draws, saturated
 from aftershock.studies.verdicts import Measure
 

@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 
 import aftershock as ak
 from aftershock.core.memory import keep_freed
-from aftershock.results.certificate import nrmse
+from aftershock.results.fidelity import nrmse
 from aftershock.results.summaries import summarize
 
 from .timing import quiet

@@ -11,9 +11,9 @@ import torch
 from scipy.stats import rankdata
 
 import aftershock as ak
+from aftershock.core.footprint import Curvature
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.loss import LossFunction
-from aftershock.core.planning import Footprint
 from aftershock.errors import HiddenState, InvalidInput
 from aftershock.theory.baselines import STATIC, TRAJECTORIES, readout_null, scores
 
@@ -147,7 +147,7 @@ def test_the_whole_table_costs_little_more_than_its_propagations(steps: int, mon
     path, probe = case.path(steps), case.batch()
     change = path.replace(case.batches(N))
     path.check()
-    Footprint.of(path.trajectory)  # measured once for a path
+    Curvature.of(path.trajectory)  # measured once for a path
     count = counters(monkeypatch)
     scores(change, probe)
     five = 5 * N * (steps - 1)  # full, initial θ, clamped θ, frozen dynamics, endpoint: one product a row and step

@@ -11,18 +11,8 @@ import xarray as xr
 
 import aftershock as ak
 from aftershock.report.figures import loss_figure
-from aftershock.results.certificate import (
-    TRUST,
-    Certificate,
-    Finding,
-    Trust,
-    certify,
-    nrmse,
-    sign_agreement,
-    symmetric_error,
-    trusted_horizon,
-    validity_radius,
-)
+from aftershock.results.certificate import TRUST, Certificate, Finding, Trust, certify
+from aftershock.results.fidelity import nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
 
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("error")  # NumPy's warnings of NaN and overflow are bugs here

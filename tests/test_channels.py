@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aftershock as ak
-from aftershock.core.planning import Footprint
+from aftershock.core.footprint import Curvature
 from aftershock.errors import HiddenState, InvalidInput
 from aftershock.theory.channels import HYBRIDS, channel_responses
 
@@ -118,7 +118,7 @@ def test_horizon_and_memory_do_not_change_the_numbers(monkeypatch: pytest.Monkey
     case = make("clipped")
     change, probe = case.path(5).replace(case.batches(3)), case.batch()
     change.path.check()
-    Footprint.of(change.path.trajectory)  # measured once for a path
+    Curvature.of(change.path.trajectory)  # measured once for a path
     count = counters(monkeypatch)
     whole = channel_responses(change, probe)["response"]
     assert (count["products"], count["__init__"]) == (3 * 3 * 4, 4)  # three blocks of three changes over four steps

@@ -91,13 +91,15 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run", lambda out, seed: calls.append((out, seed)))
     assert call("demo").exit_code == 0
     assert call("demo", "--out", "there", "--seed", 3).exit_code == 0
-    assert calls == [(Path(), 0), (Path("there"), 3)]
+    assert calls == [(Path("aftershock-demo"), 0), (Path("there"), 3)]
 
 
 # --- the demo itself
 
 
-def test_the_demo_tells_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_tells_what_it_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator_before = torch.random.get_rng_state()
     flown = demo.run(tmp_path, quick=True)
     assert torch.equal(torch.random.get_rng_state(), generator_before)
@@ -112,6 +114,11 @@ def test_the_demo_tells_what_it_computed(tmp_path: Path, capsys: pytest.CaptureF
     assert flown.main.verdict in Tags.of(tmp_path / "flight.html").text
     assert str(tmp_path / "flight.html") in re.sub(r"\s", "", printed)
     assert json.loads((tmp_path / "skip.json").read_text()) == flown.main.skip
+
+    monkeypatch.setattr(demo, "FULL", demo.QUICK)
+    (command,) = re.findall(r"aftershock (explain .*:build)$", printed, flags=re.MULTILINE)
+    again = call(*command.split(), "--out", tmp_path / "again.html", "--verify", demo.QUICK.verify)
+    assert again.stdout.startswith(flown.main.verdict)
 
 
 def test_the_demo_is_drawn_from_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -446,10 +446,10 @@ def test_explain_prints_and_writes(flight: Path, found: FlightExplanation, proje
     assert result.stdout.startswith(f"{verdict}\n\nHow far to trust this:\n")
     assert "\n\nWhat would have prevented it" in result.stdout
     name = f"flight-step{SPIKE}.html"
-    assert f"wrote {name}\n" in result.stdout
+    assert f"wrote {name}: the same with its charts, and every step\n" in result.stdout
     assert verdict in Tags.of(project / name).text
     assert (
-        f"wrote {name} over the page that was there\n"
+        f"wrote {name} over the page that was there: the same"
         in call("explain", flight, "--build", "its_training:build", "--verify", 0).stdout
     )
     (project / name).write_text("another run's page")

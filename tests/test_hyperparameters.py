@@ -124,6 +124,8 @@ def test_groups_that_change_together_are_one_change_and_holding_it_is_a_run_with
     bump = [1.0] * 5 + [20.0] + [1.0] * 2
     found = only(hyperparameters(records(lr=[[1e-3 * b for b in bump], [4e-3 * b for b in bump]])))
     assert (found.groups, found.was, found.kind) == ((0, 1), (1e-3, 4e-3), "excursion")
+    assert "lr of parameter groups 0 and 1 was " in found.sentence
+    assert " instead of 0.001 and 0.004 at step" in found.sentence
     batches = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in bump]
     point = ak.capture(model, torch.optim.AdamW(groups), cross_entropy)
     path = point.follow(batches)

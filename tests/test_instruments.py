@@ -225,7 +225,7 @@ def test_where_perturbations_grow_too_fast_predictions_do_not_rank_the_steps(lr:
     runs = run_again(trajectory, [Run(i, {i: None}) for i in range(last)], last)
     true = torch.tensor([trajectory.steps[last].loss - losses[last] for losses in runs])
     found = amplification(trajectory, last)
-    assert found.linear_ok == found.steady == follows
+    assert found.linear_ok == follows
     assert (spearman(predicted, true) > 0.7) == follows
     assert (spearman(predicted, true) < 0.5) != follows
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
-from aftershock.core import planning
+from aftershock.core import playback
 from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language import models, recipe, scene, text
@@ -28,7 +28,6 @@ from aftershock.studies.language.recipe import language_study, measured, require
 from aftershock.studies.language.scene import Protocol, Scene, logits_of, prepare
 from aftershock.studies.results import SystemResults, join_systems
 from aftershock.studies.study import Study
-from aftershock.theory import finite_difference
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,8 +232,7 @@ def test_rows_read_together_are_those_read_alone(folder: Path) -> None:
 def test_recorded_readings_are_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
     for large in (0, 2**40):  # everything is recorded, and nothing
-        for module in (planning, finite_difference):
-            monkeypatch.setattr(module, "LARGE", large)
+        monkeypatch.setattr(playback, "LARGE", large)
         made = one(folder, "neox", "float32", device="cuda")
         change = made.path.replace(made.candidates)
         change.path.point.loss.sharing.wanted = False

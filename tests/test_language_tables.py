@@ -17,6 +17,7 @@ from aftershock.commands.cli import app
 from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
+from aftershock.studies.cells import Cell
 from aftershock.studies.language.candidates import Candidates
 from aftershock.studies.language.conditions import conditions, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
@@ -26,7 +27,7 @@ from aftershock.studies.language.ranks import pooled_ranks
 from aftershock.studies.paper import TABLES
 from aftershock.studies.results import ResultStore, SystemResults
 from aftershock.studies.study import System
-from aftershock.studies.tables import Cell, build, markdown, provenance, verdict
+from aftershock.studies.tables import build, markdown, provenance, verdict
 from aftershock.studies.verdicts import Measure, judge
 
 from .language_results import (

@@ -67,6 +67,22 @@ def test_the_largest_event_of_a_window_is_explained(tmp_path: Path) -> None:
     assert ak.explain(train(tmp_path / "calm", {}, triggers=[AtStep(30)]), **QUICK).data.attrs["step"] == 30
 
 
+def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None:
+    loud = lambda step: "the gradient norm is 9" if step.step == 30 else None  # noqa: E731
+    norm: Any = SimpleNamespace(begin=lambda window: None, fires=loud, end=lambda: None)
+    found = ak.explain(train(tmp_path / "calm", {}, triggers=[norm]), **QUICK)
+    calm, page = str(found), found.report(tmp_path / "calm.html").read_text()
+    assert "Step 30 is no spike" in calm
+    assert "measured" not in calm.split("Earlier steps")[1]  # no columns for what was not looked into
+    assert "<summary>The 16 steps before it: nothing was run again without any</summary>" in page
+    assert "for what it saw at step 30: the gradient norm is 9. An explanation asks about a loss, and none" in calm
+    later = train(tmp_path / "later", {33: 1.1}, triggers=[norm])  # 6.9 robust σ: less than would trigger by itself
+    assert ak.explain(later, **QUICK).data.attrs["step"] == 33
+    assert "The loss rose at step 33: step=33 (--step 33) explains that." in str(ak.explain(later, step=30, **QUICK))
+    none = ak.explain(train(tmp_path / "none", {}, triggers=[]), **QUICK)
+    assert "Nothing has triggered in this run: this is its last step (step= explains another)." in str(none)
+
+
 def test_a_far_higher_spike_in_an_open_window_is_told_and_takes_it_over(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +212,7 @@ def test_a_forgotten_clip_can_be_told_afterwards(tmp_path: Path, monkeypatch: py
     result = call(*words, "--clip", 0.05)
     assert result.exit_code == 0, result.stderr
     assert "which explain() was told" in result.stdout
-    assert "\nwrote flight-step30.html\n" in result.stdout
+    assert "\nwrote flight-step30.html: the same with its charts" in result.stdout
 
 
 # --- not a number

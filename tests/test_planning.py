@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import aftershock as ak
+from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.memory import budget, readable
-from aftershock.core.planning import Footprint, Work, measured, plan_responses, plan_states
+from aftershock.core.planning import Work, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
 from aftershock.core.trajectory import Trajectory
@@ -95,7 +96,7 @@ def ready(name: str, together: bool, **options: object) -> tuple[ak.Path, list, 
     path = point.follow(batches, **options)
     point.loss.sharing = Sharing(together)
     path.check()
-    Footprint.of(path.trajectory)
+    Curvature.of(path.trajectory)
     return path, others, probe
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core import planning
+from aftershock.core import playback
 from aftershock.core.loss import Gradient, LossFunction
 from aftershock.core.playback import Shape
 
@@ -180,7 +180,7 @@ def test_a_scalar_made_on_the_cpu_is_recorded() -> None:
 
 @on_gpu
 def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "LARGE", 0)
+    monkeypatch.setattr(playback, "LARGE", 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 3)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -205,7 +205,8 @@ def test_responses_of_a_large_model_are_played_back(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_recorded_products_are_the_plain_ones(count: int) -> None:
     """Any number of vectors, at another batch and another θ than those that were recorded."""
-    from aftershock.core.graphs import GradientGraph, rehearse_products
+    from aftershock.core.graphs import GradientGraph
+    from aftershock.core.rehearsals import rehearse_products
 
     point, loss = made(plain_loss)
     state, random_state = point.captured.state, point.captured.random
@@ -224,7 +225,8 @@ def test_recorded_products_are_the_plain_ones(count: int) -> None:
 
 @on_gpu
 def test_recorded_products_of_an_overwritten_state_are_refused() -> None:
-    from aftershock.core.graphs import GradientGraph, rehearse_products
+    from aftershock.core.graphs import GradientGraph
+    from aftershock.core.rehearsals import rehearse_products
 
     point, loss = made(plain_loss)
     state = point.captured.state

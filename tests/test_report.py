@@ -24,7 +24,7 @@ import aftershock as ak
 from aftershock.core.responses import ANSWERS
 from aftershock.errors import InvalidInput
 from aftershock.recorder.forecast import Forecast
-from aftershock.report import figures, shell
+from aftershock.report import figures, looks, shell
 from aftershock.report.response_page import write_response_page
 from aftershock.results.certificate import Certificate, Finding, Level
 
@@ -86,8 +86,8 @@ def traces(figure: Any, dash: str, mode: str = "lines") -> list[Any]:
 def test_every_method_is_drawn_in_its_dash_and_every_change_in_its_colour() -> None:
     response = made()
     figure = response.plot()
-    assert set(figures.DASHES) == set(ANSWERS)
-    for answer, dash in figures.DASHES.items():
+    assert set(looks.DASHES) == set(ANSWERS)
+    for answer, dash in looks.DASHES.items():
         drawn = traces(figure, dash)
         assert len(drawn) == len(CURVES)
         assert len({t.line.color for t in drawn}) == len(CURVES)

@@ -32,10 +32,11 @@ from aftershock.api import progress as progress_module
 from aftershock.api.progress import progress
 from aftershock.commands import cli
 from aftershock.errors import AftershockError, InvalidFile, InvalidInput, NotFinite, StudyStopped
-from aftershock.studies import runner
+from aftershock.studies import runner, workers
 from aftershock.studies.carried import CarriedStore, bring_in
 from aftershock.studies.results import ResultStore, digest, load_results, merge_pieces
 from aftershock.studies.runner import machine_kinds, run_study, select
+from aftershock.studies.workers import Workers
 
 from . import toy_study
 
@@ -54,15 +55,15 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Units in this process: quick, where processes are not the subject."""
 
     @contextlib.contextmanager
-    def local(workers: int | None, units: int) -> Iterator[runner.Workers]:
+    def local(workers: int | None, units: int) -> Iterator[Workers]:
         with ThreadPoolExecutor(1) as executor:
             try:
-                yield runner.Workers(executor, lambda: 1, "this machine")
+                yield Workers(executor, lambda: 1, "this machine")
             finally:
                 executor.shutdown(cancel_futures=True)
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(runner, "_local", local)
+    monkeypatch.setattr(runner, "local", local)
     yield
     torch.set_num_threads(threads)
 
@@ -452,8 +453,8 @@ def test_a_cluster_that_loses_a_worker_gives_the_same_bits(tmp_path: Path, log: 
 
 def test_a_scheduler_that_does_not_answer(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = toy_study.study(log)
-    assert runner.PATIENCE <= 10
-    monkeypatch.setattr(runner, "PATIENCE", 0.5)
+    assert workers.PATIENCE <= 10
+    monkeypatch.setattr(workers, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         for address in (f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:1", "nowhere://x"):

@@ -14,7 +14,8 @@ from aftershock.report import study_data
 from aftershock.report.paper_figures import write_figures
 from aftershock.report.study_figures import drawings
 from aftershock.report.study_page import kind_of, write_study_page
-from aftershock.studies.tables import Cell, build, verdict
+from aftershock.studies.cells import Cell
+from aftershock.studies.tables import build, verdict
 
 from .study_results import CHANGES, FUTURES, made, slopes, study_of
 from .test_report import Tags, browser, watched  # noqa: F401  (a fixture)

@@ -50,7 +50,7 @@ class Change:
         return f"Change({self.kind} at step {self.at}, {len(self)} change(s))"
 
     def difference(self, scale: float = 1.0) -> list[Tangent]:
-        """The exact δx = (δθ, δm, δv) after the step, one per change: a gradient per new batch, an elementwise pass.
+        """The exact δx = (δθ, δm, δv) right after the step, one per change. Costs a gradient per new batch.
 
         scale: α between the control (0) and the change (1).
 
@@ -83,9 +83,9 @@ class Change:
         labels: names of the changes in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.
 
-        Costs by change and horizon: exact a gradient and semilinear a Hessian product for each scale, tangent a Hessian
-        product for all scales, and readings of the probe; `estimate` says how much that is. Beside the changes, the
-        control runs once more from a state that differs by one rounding: the noise floor.
+        Costs, per change and horizon: a gradient (exact) and a Hessian product (semilinear) for each scale, one Hessian
+        product for all scales (tangent), and readings of the probe; `estimate` adds it up beforehand. The control runs
+        once more from a state that differs by one rounding: how far its loss moves is the noise floor.
 
         >>> response = change.response(probe, scales=[0.1, 1.0])
         >>> dict(response.exact.sizes)
@@ -138,7 +138,7 @@ class Change:
     # --- inside
 
     def _prove_where_wrong(self, found: Responses, noise: Float[Tensor, " horizon"]) -> None:
-        """Where the best prediction parts grossly from the exact run, a step just before may have a wrong Hessian."""
+        """Check the steps before a state at which the best prediction is grossly wrong: a Hessian there may be."""
         exact = found.values.get("exact")
         predicted = found.values.get("semilinear", found.values.get("tangent"))
         if exact is not None and predicted is not None:

@@ -43,9 +43,10 @@ class Contributions(LabelledResult):
     """What each step of a path adds to one outcome.
 
     `data` has `contribution[step, channel]`, whose channels add up to the whole (`total`), and `measured[step]`: the
-    exact rerun without the step, where it was made. The reruns choose the readout (`readout`) and a factor
-    (`factor`) that contributions are multiplied by; `predicted[step]` is without it, and `held_out[step]` is what
-    the other reruns make of the prediction of each.
+    same by an exact rerun, where one was made. The reruns decide whether the probe is read as a straight line or with
+    its curvature (`readout`: "straight" or "bent"), and give a factor for all contributions (`factor`).
+    `predicted[step]` is before that factor. `held_out[step]` is the prediction for a rerun step calibrated by the
+    other reruns alone: compare it with `measured`.
 
     >>> found = path.explain(probe, verify=2)
     >>> found.total.dims, int(found.off_scale.sum()), found.certificate.level
@@ -62,7 +63,7 @@ class Contributions(LabelledResult):
 
     @property
     def certificate(self) -> Certificate:
-        """How far the explanation may be trusted: by reruns that it was not calibrated with."""
+        """How far the contributions may be trusted: each rerun is compared with what the other reruns predict."""
         return Certificate(tuple(_findings(self)))
 
     @property

@@ -87,8 +87,8 @@ class Path:
         `model` and `optimizer` are those that were captured; k is read from their step counts. Weights, moments,
         counts, buffers, hyperparameters and, where a step draws numbers, the random state are compared. Where they
         differ, the result names the step, the parameter, the quantity and the likely cause. Called after every step it
-        names the first; called once at the end, it tells less. One look at every number; a few gradients where they
-        differ.
+        names the first; called once at the end, it tells less. Costs a comparison of every number, and a few gradients
+        where they differ.
 
         >>> for batch in batches[:4]:
         ...     loss = train_step(batch)
@@ -104,10 +104,10 @@ class Path:
         return found
 
     def check(self) -> Check:
-        """The proof, made once and before the first answer, that this model's Hessian products are right.
+        """Prove that Hessian products of this model are right; made by itself before the first predicted answer.
 
-        Made at the first, a middle and the last step, each with its own batch, state and random state: about 8
-        gradients each. A proof that failed is not made again.
+        It looks at the first, a middle and the last step, each with its own batch, state and random state: about 8
+        gradients each. A path is checked once, and a check that failed is not repeated.
 
         >>> path.check().error < 1e-6, path.check().steps
         (True, (0, 1, 3))
@@ -115,9 +115,8 @@ class Path:
         return self._checked
 
     def check_before(self, at: int, time: int | None) -> None:
-        """The same where a change at step `at` and its prediction have parted at state `time`.
-
-        Made at the last few steps before that state, whose Hessians may have parted them; nothing where it is None.
+        """The same check at the last few steps before state `time`, where the response to a change at step `at` and
+        its prediction disagree: one of their Hessians may be wrong. Nothing where `time` is None.
         """
         for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
             self._check_step(step)
@@ -134,7 +133,7 @@ class Path:
         return watch
 
     def require_linear(self, watch: Watch) -> None:
-        """Prove that Hessian products are right, and refuse predictions where buffers are state outside (θ, m, v)."""
+        """Check Hessian products, and refuse predictions where a loss depends on buffers that training moves."""
         hidden = self.check().hidden or watch.hidden()
         if hidden:
             raise HiddenState(
@@ -333,17 +332,21 @@ class Path:
     ) -> Ranking:
         """Score any number of batches in the place of step `at`'s by one adjoint sweep.
 
-        The response to a batch is the adjoint paired with its gradient, where v is small with AdamW's exact kicks, the
-        probe read half way along what all batches share. Exact reruns of the strongest calibrate the rest, and say how
-        large the error is on reruns that it was not calibrated with. Costs a gradient per batch (less in rows on a
-        GPU), a sweep, and `verify` reruns.
+        A batch's response is predicted by its gradient times the adjoint. Two things are not linearized at the control:
+        AdamW's step where v is small, which is exact, and the probe's slope, which is read half way along the mean
+        displacement of the batches. The strongest batches are rerun exactly: what the reruns add in the mean is added
+        to every prediction, and the certificate says how well that predicts a rerun that was left out. Costs a gradient
+        per batch (less in rows on a GPU), a sweep, and `verify` reruns.
 
         pool: batches, any number.
         probe: what is watched: a batch, `ak.own_loss`, a function of the model.
+        at: the step whose batch they replace.
         horizon: how many states after the step; default: to the end of the path.
         by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
             total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
-        verify: rerun the top k exactly.
+        verify: how many of the strongest are rerun exactly.
+        labels: names of the batches in the result.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> ranking = path.rank(batches, probe, verify=2)
         >>> ranking.order[0], ranking.verified
@@ -356,10 +359,10 @@ class Path:
     ) -> ExampleRanking:
         """Score every single example of a pool at one outcome (`horizon`, default the last).
 
-        A share is what the example's part of its batch's mean gradient would add to the response, from one
-        forward-mode pass over the pool; examples that couple, as in training BatchNorm, are refused.
+        An example's share is what its part of the batch's mean gradient would add to the response. All shares come from
+        one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
-        verify: add the top k examples' parts in exact reruns, which calibrate the rest.
+        verify: for how many of the strongest the part is added in an exact rerun; the reruns calibrate the rest.
 
         >>> ranking = path.rank_examples(batches, probe, verify=2)
         >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]
@@ -372,14 +375,14 @@ class Path:
     ) -> Contributions:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
-        A contribution is the outcome as it is, less the outcome with `change` made at that step; channels say where
-        the step's write waits right after it, in θ, m or v, and add up to the whole. One adjoint sweep of two rows:
-        3–5 gradients a step. Exact reruns of the strongest choose the readout (straight or bent) and a factor, and
-        say how large the error is on reruns that had no part in the choice.
+        A contribution is the outcome as it is, less the outcome with `change` made at that step. Channels say where
+        the step's effect lies right after it, in θ, m or v; they add up to the whole. Costs one adjoint sweep of two
+        rows, 3–5 gradients a step, and `verify` reruns. The reruns decide how the probe is read (as a straight line, or
+        with its curvature) and give a common factor; the certificate says how well they predict each other.
 
-        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. What
-            a reset of v does is no small change: it is only measured, at `verify` steps along the path.
-        verify: rerun k steps exactly: the strongest, and of three or more almost half spread over the rest.
+        change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
+            reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
+        verify: how many steps are rerun exactly: the strongest, and of three or more almost half spread over the rest.
 
         >>> found = path.explain(probe, verify=2)
         >>> [f"{total:+.4f}" for total in found.total.values]

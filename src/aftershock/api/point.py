@@ -144,10 +144,9 @@ class TrainingPoint:
     def check(self, batch: Batch, memory: str | int | None = None) -> Check:
         """Prove on one batch that Hessian products of this model are right; raises where they are not.
 
-        It runs in float64, which autocast leaves alone, whatever the model's own dtype, where `memory` (default: what
-        is free) allows: about 8 gradients. The
-        batch that was checked last is not checked again: many paths may start from one point with it. A model that
-        has failed once has failed: it is not tried again on another batch.
+        Runs in float64, which autocast leaves alone, where `memory` (default: what is free) and the model allow it.
+        Costs about 8 gradients. The batch that was checked last is not checked again, since many paths may start from
+        one point. A model that has failed is refused from then on, with any batch.
 
         >>> point.check(batches[0]).error < 1e-6
         True

@@ -43,7 +43,7 @@ class Tick(Protocol):
 def progress(title: str, total: int, estimate: Estimate | None = None) -> Iterator[Tick]:
     """A function to call once per unit of work; it draws a bar where a person is watching.
 
-    Elsewhere only units that come with a text say it, with the time left: the log of a long run.
+    Elsewhere (a log file) it prints a line for each unit that is given a text, with the time left.
     """
     start, done = time.monotonic(), 0
     bar = _bar(title if estimate is None else f"{title}: {estimate}", total)

@@ -26,7 +26,8 @@ from ..core.scores import (
     pool_scores,
 )
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, Certificate, Finding, nrmse
+from ..results.certificate import TRUST, Certificate, Finding
+from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
@@ -48,8 +49,9 @@ LAST = "response"  # the signed response at the last horizon, which needs one ou
 class Ranking(LabelledResult):
     """Predicted responses of a pool of batches, strongest first, and exact reruns of the strongest.
 
-    `data` has, by change and horizon: `predicted` by the adjoint, `response` with the calibration added (`offset`,
-    the mean of what the reruns found and the adjoint did not), `measured` where it was rerun. `score` sorts them.
+    `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
+    `response`, the prediction plus `offset`, by which reruns differed from their predictions in the mean. `score`
+    sorts them.
     `held_out_error` is the median NRMSE of reruns, each predicted with the calibration of the others.
 
     >>> ranking = path.rank(batches, probe, verify=2)
@@ -78,7 +80,7 @@ class Ranking(LabelledResult):
 
     @property
     def certificate(self) -> Certificate:
-        """How far the ranking may be trusted: by reruns that it was not calibrated with."""
+        """How far the ranking may be trusted: each rerun is compared with what the other reruns predict."""
         return Certificate(tuple(_findings(self)))
 
     def __str__(self) -> str:
@@ -265,7 +267,7 @@ class ExampleRanking(LabelledResult):
 
     @property
     def certificate(self) -> Certificate:
-        """How far the shares may be trusted: by reruns that they were not calibrated with."""
+        """How far the shares may be trusted: each rerun is compared with what the other reruns predict."""
         known = self.data.where(self.data["measured"].notnull(), drop=True)
         count = known.sizes["example"]
         if not count:

@@ -34,7 +34,7 @@ def schedule(
     betas: Betas = None,
     eps: Number = None,
 ) -> list[tuple[Hyper, ...]]:
-    """Every group's hyperparameters at each of the next `steps` steps. What is given by itself beats a scheduler."""
+    """Every group's hyperparameters at each of the next `steps` steps. A value given here overrides a scheduler's."""
     schedulers = _schedulers(lr)
     if schedulers:
         out = _from_schedulers(hypers, schedulers, steps)

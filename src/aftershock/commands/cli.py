@@ -80,13 +80,18 @@ def main(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for flight.html, the recorded flights and skip.json.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Folder for the pages, the recorded flights and skip.json.")] = Path(
+        "aftershock-demo"
+    ),
     seed: Annotated[int, typer.Option(help="Everything is drawn from it.")] = 0,
 ) -> None:
     """Train a small model with a flight recorder; name what is behind each of its loss spikes (about a minute)."""
     with _plain_errors(f"cannot write to {out}"):
+        import torch
+
         from .demo import run
 
+        torch.set_num_threads(1)  # more of them cost a model this small more time than they save
         run(out, seed)
 
 
@@ -308,7 +313,7 @@ def explain(
     flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
     build: Annotated[
         str,
-        typer.Option(help="module:function or train.py:function; it returns what training builds (see below)."),
+        typer.Option(help="module:function or train.py:function; it returns what training builds (see above)."),
     ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
     clip: Annotated[float | None, typer.Option(help="max_norm, where the recorder was not told it.")] = None,
@@ -323,6 +328,9 @@ def explain(
     skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
 ) -> None:
     """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
+
+    The page has what the terminal shows, the charts and every step; it is always written, because asking for it
+    afterwards would take as long again.
 
     `build()` is a function of yours that returns `(model, optimizer, loss_fn)` as training makes them, or a dict of
     them by these names; the doctor takes the same one. A flight is the folder that a FlightRecorder was given.
@@ -350,7 +358,7 @@ def explain(
     again = " over the page that was there" if page.exists() else ""
     with _plain_errors(f"cannot write {page}"):
         try:
-            typer.echo(f"\nwrote {found.report(page)}{again}")
+            typer.echo(f"\nwrote {found.report(page)}{again}: the same with its charts, and every step")
         except MissingPackage as error:  # what was asked for stands above
             typer.echo(f"\nno page: {error}")
     if skip_list is not None:
@@ -362,7 +370,7 @@ def explain(
 def doctor(
     build: Annotated[
         str,
-        typer.Argument(help="module:function or train.py:function; it returns what training builds (see below)."),
+        typer.Argument(help="module:function or train.py:function; it returns what training builds (see above)."),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +158,12 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+def build() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module, Tensor], Tensor]]:
+    """The model, optimizer and loss as the demo makes them, for `aftershock explain --build`."""
+    model = LetterModel(len(Text.of_python(0).letters), FULL)
+    return model, torch.optim.AdamW(model.parameters(), lr=FULL.lr), loss_fn
+
+
 # --- the run
 
 
@@ -233,7 +240,9 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
     flown.main.save_skip_list(out / "skip.json")
     console.print(
-        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}.",
+        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}. "
+        f"A spike again, as you would type it for a run of yours:\n  aftershock explain {out / 'flight'} --step "
+        f"{flown.main.data.attrs['step']} --build aftershock.commands.demo:build",
         soft_wrap=True,
     )
     return flown
@@ -266,14 +275,14 @@ def _fly(training: Training, batches: list[Tensor], text: Text, size: Size, out:
 
 
 def _pages(flown: Flown, out: Path) -> list[str]:
-    """A page for each spike, or what is missing to write them."""
+    """A page for each spike; none where the package that writes them is missing."""
     try:
         return [
             str(each.report(out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html")))
             for each in flown.found
         ]
-    except MissingPackage as error:
-        return [str(error)] * len(flown.found)
+    except MissingPackage:
+        return []
 
 
 # --- the words: every number in them is taken from the run
@@ -316,10 +325,13 @@ def _bars(losses: list[float]) -> str:
 def _found(flown: Flown, pages: list[str]) -> str:
     """A verdict for each spike, and the page that shows why."""
     blocks = ["What was found, each by running the recorded steps again"]
-    for each, page in zip(flown.found, pages):
-        blocks += [_indented(each.verdict, f"  step {each.data.attrs['step']}: "), f"    → {page}"]
-    proof = str(flown.main.certificate).splitlines()[0]
-    return "\n".join([*blocks, _indented(proof)])
+    for each, page in itertools.zip_longest(flown.found, pages):
+        blocks.append(_indented(each.verdict, f"  step {each.data.attrs['step']}: "))
+        blocks += [f"    → {page}"] if page else []
+    blocks.append(_indented(str(flown.main.certificate).splitlines()[0]))
+    if not pages:
+        blocks.append('  Each would have a page with its charts: pip install "aftershock[report]"')
+    return "\n".join(blocks)
 
 
 def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float]) -> str:

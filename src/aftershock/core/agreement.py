@@ -13,7 +13,7 @@ from ..errors import InvalidInput, UnsupportedOptimizer
 from . import gradient_causes as gradient
 from . import state_causes as state
 from .adamw import Hyper
-from .capture import unwrapped
+from .capture import plain_name, unwrapped
 from .evidence import Cause, Evidence, Quantity
 from .layout import Layout
 from .live_optimizer import read_hyper
@@ -92,8 +92,8 @@ def read_live(model: nn.Module, optimizer: Any, trajectory: Trajectory) -> Live:
         optimizer = optimizer.optimizer
     if not all("betas" in group for group in getattr(optimizer, "param_groups", [{}])):
         raise UnsupportedOptimizer(f"matches() compares AdamW and Adam; the optimizer is {type(optimizer).__name__}")
-    parameters = {_plain(name): p for name, p in unwrapped(model).named_parameters()}
-    buffers = {_plain(name): b for name, b in unwrapped(model).named_buffers()}
+    parameters = {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+    buffers = {plain_name(name): b for name, b in unwrapped(model).named_buffers()}
     wanted = trajectory.state(0).buffers
     missing = [name for name in (*layout.names, *loss.constants) if name not in parameters]
     missing += [name for name in wanted if name not in buffers]
@@ -114,11 +114,6 @@ def read_live(model: nn.Module, optimizer: Any, trajectory: Trajectory) -> Live:
     )
 
 
-def _plain(name: str) -> str:
-    """A name without the prefix that a compiled part of the model puts before it."""
-    return name.replace("_orig_mod.", "")
-
-
 def steps_made(trajectory: Trajectory, live: Live) -> int:
     """How many steps the live run has made since capture, by its step counts."""
     made = max(now - then for now, then in zip(live.state.counts, trajectory.state(0).counts))
@@ -131,19 +126,20 @@ def steps_made(trajectory: Trajectory, live: Live) -> int:
     return made
 
 
-def compare(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> Match:
+def compare(trajectory: Trajectory, live: Live, made: int, since: int) -> Match:
     """The live run after `made` steps against the path; `since`: they were equal after that many.
 
     Costs one look at every number; where they differ, a handful of gradients to tell why.
-
-    loss: the live run's loss at its last step, where it is known.
     """
-    parted = differences(trajectory, live, made, since, loss)
+    parted = differences(trajectory, live, made, since)
     return parted[0] if parted else Match(True, made, made)
 
 
 def differences(trajectory: Trajectory, live: Live, made: int, since: int, loss: float | None = None) -> list[Match]:
-    """The same, with all that differs: what comes first may explain the rest."""
+    """The same, with all that differs: what comes first may explain the rest.
+
+    loss: the live run's loss at its last step, where it is known.
+    """
     path, drew = trajectory.state(made), _other_random(trajectory, live, made)
     evidence = Evidence(trajectory, made, since, path, live.state, live.hypers, drew, loss)
     found = [look(evidence, live) for look in (_frozen, _state, _buffers, _settings, _random)]

@@ -103,6 +103,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without the prefix of compiled parts of the model."""
+    return name.replace("_orig_mod.", "")
+
+
 class PrivateCopy:
     """The model's code and configuration with empty tensors in the place of its data.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidFile, UnsupportedOptimizer
-from .capture import Captured, unwrapped
+from .capture import Captured, plain_name, unwrapped
 from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
 from .loss import LossFunction
 from .state import JointState
@@ -104,4 +104,4 @@ def _moment(moments: Mapping[str, Mapping[str, Any]], name: str, shape: torch.Si
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+    return plain_name(name.removeprefix("module."))

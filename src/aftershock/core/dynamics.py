@@ -90,16 +90,13 @@ class Heads:
             )
 
 
-ANY = Heads()
-
-
 class Dynamics:
     """f_s: the exact step map, from any state, and its linearization."""
 
-    def __init__(self, loss: LossFunction, heads: Heads = ANY) -> None:
+    def __init__(self, loss: LossFunction) -> None:
         self.loss = loss
         self.layout = loss.layout
-        self.heads = heads
+        self.heads = Heads()
 
     def advance(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Step, RandomState]:
         """x_{s+1} = f_s(x_s), equal to the bit to training: 1 g and one elementwise pass.

@@ -5,10 +5,13 @@ Each returns a `Cause` where it explains the difference, else `None`.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, Quantity, fit
@@ -173,11 +176,7 @@ def single_parameters(e: Evidence) -> Cause | None:
 def other_mode(e: Evidence) -> Cause | None:
     loss = e.trajectory.dynamics.loss
     training = not loss.model.training
-
-    def in_other_mode(model: torch.nn.Module) -> _Mode:
-        return _Mode(model, training)
-
-    if not e.gives(e.tried(Dynamics(loss.within(in_other_mode)))):
+    if not e.gives(e.tried(Dynamics(loss.within(lambda model: _in_mode(model, training))))):
         return None
     now, then = ("train", "eval") if training else ("eval", "train")
     return Cause(
@@ -187,19 +186,16 @@ def other_mode(e: Evidence) -> Cause | None:
     )
 
 
-class _Mode:
+@contextlib.contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """The model in train or eval mode, then as it was."""
-
-    def __init__(self, model: torch.nn.Module, training: bool) -> None:
-        self.model, self.training = model, training
-
-    def __enter__(self) -> None:
-        self.modes = {module: module.training for module in self.model.modules()}
-        self.model.train(self.training)
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.modes.items():
-            module.training = training
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, before in modes.items():
+            module.training = before
 
 
 def autocast(e: Evidence) -> Cause | None:

@@ -18,7 +18,7 @@ from .clipping import global_norm
 from .derivatives import derivative_error
 from .layout import Layout
 from .loss import Gradient, LossFunction, accumulated
-from .playback import TOGETHER, Program
+from .playback import TOGETHER
 from .randomness import RandomState
 from .reductions import norms
 from .rows import tolerance
@@ -53,7 +53,7 @@ class GradientGraph:
             found = loss.gradient(theta, buffers, batch, random, where)
         else:
             (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
-            self._graph = _edges(grads)
+            self._graph = edges(grads)
             plain = list(map(accumulated, grads, self._leaves))
             found = Gradient(value, after, random, plain, global_norm(plain, loss.layout.model_order))
             loss.refuse_not_finite(found, where)
@@ -79,7 +79,7 @@ class GradientGraph:
             for batch, share in micro_batches(self._batch, self._function.layout.device):
                 _, grads = self._build(model, batch, share)
                 part = torch.zeros_like(vectors)
-                self._write_products(_edges(grads), vectors, part)
+                self._write_products(edges(grads), vectors, part)
                 out.add_(part)
 
         self._run(program)
@@ -153,7 +153,7 @@ class GradientGraph:
         out: Float[Tensor, "change param"],
     ) -> bool:
         with _explained():
-            _write_mapped(self._function.layout, curved, self._leaves, vectors, out)
+            write_mapped(self._function.layout, curved, self._leaves, vectors, out)
         return True
 
     def _agrees(self, curved: Mapping[int, GradientEdge], beside: Float[Tensor, " param"]) -> bool:
@@ -185,40 +185,7 @@ class GradientGraph:
             layout.write(out, places)
 
 
-def rehearse_products(
-    loss: LossFunction,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    random: RandomState,
-) -> None:
-    """Record Hessian products of a few vectors, and the graph that they need, over batches of one shape.
-
-    Only where rows together give what they give alone. Costs about ten products, once.
-    """
-    vectors, layout = loss.player.vectors, loss.layout
-    for i, row in enumerate(vectors):
-        row.copy_(theta)[:: i + 2] *= -1
-    GradientGraph(loss, theta, buffers, batches[0], random, "a recorded pass").products(vectors)
-    if not loss.sharing.tries("product", TOGETHER):
-        return
-
-    def make(theta: Float[Tensor, " param"], batch: Batch) -> tuple[list[Tensor], Program]:
-        leaves = loss.leaves(theta)
-
-        def program(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-            value = loss.raw(model, batch, "a recorded pass")
-            curved = _edges(loss.grad(value, leaves, "a recorded pass", create_graph=True))
-            out = layout.zeros(TOGETHER)
-            _write_mapped(layout, curved, leaves, vectors, out)
-            return out, [], None
-
-        return leaves, program
-
-    loss.player.rehearse(loss, "products", make, theta, buffers, batches, random, derivative=True)
-
-
-def _write_mapped(
+def write_mapped(
     layout: Layout,
     curved: Mapping[int, GradientEdge],
     leaves: Sequence[Tensor],
@@ -242,7 +209,7 @@ def _write_mapped(
         places[i].copy_(values)
 
 
-def _edges(grads: Sequence[Tensor | None]) -> dict[int, GradientEdge]:
+def edges(grads: Sequence[Tensor | None]) -> dict[int, GradientEdge]:
     """Where the graph of each parameter's gradient ends, for those that have one."""
     return {i: get_gradient_edge(grad) for i, grad in enumerate(grads) if grad is not None and grad.requires_grad}
 

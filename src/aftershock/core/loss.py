@@ -118,6 +118,7 @@ class LossFunction:
         self._tried = False  # has a pass been seen to leave the constants as they are?
         self.frozen: list[Mark] = []  # constants that are the live model's own tensors, as they were at capture
         self.noise: float | None = None  # relative difference of a gradient that was run twice
+        self.arithmetic: torch.dtype | None = None  # the coarsest that a pass computes in, once it was seen
         self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)

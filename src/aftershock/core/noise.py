@@ -67,15 +67,15 @@ def read_noise(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor
     return (sum(found) / len(found) + (eps * control) ** 2 / 6) ** 0.5
 
 
-def jitter(layout: Layout, state: JointState, dtype: torch.dtype | None = None) -> Float[Tensor, " param"]:
+def jitter(
+    layout: Layout, state: JointState, dtype: torch.dtype | None = None, *, seed: int = SEED
+) -> Float[Tensor, " param"]:
     """± one rounding of every parameter, with random signs: of its own dtype, or of a coarser one."""
-    generator = torch.Generator(layout.device).manual_seed(SEED)
-    pieces = []
-    for view, own in zip(layout.views(state.theta), layout.dtypes):
-        eps = max(torch.finfo(own).eps, 0.0 if dtype is None else torch.finfo(dtype).eps)
-        signs = torch.randint(0, 2, view.shape, generator=generator, device=view.device).to(view).mul_(2).sub_(1)
-        pieces.append(signs.mul_(view).mul_(eps))
-    return layout.join(pieces)
+    generator = torch.Generator(layout.device).manual_seed(seed)
+    signed = torch.empty_like(state.theta).bernoulli_(generator=generator).mul_(2).sub_(1).mul_(state.theta)
+    coarse = 0.0 if dtype is None else torch.finfo(dtype).eps
+    torch._foreach_mul_(layout.views(signed), [max(torch.finfo(own).eps, coarse) for own in layout.dtypes])
+    return signed
 
 
 def _smoothed(values: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
@@ -86,12 +86,14 @@ def _smoothed(values: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
 
 
 def _arithmetic(watch: Watch) -> torch.dtype:
-    """What the probe computes in: one forward pass, which must be watched and so is none that is played back."""
+    """What the probe computes in: one forward pass, once, which is watched and so is none that is played back."""
     state = watch.trajectory.state(0)
     loss, batch, random, where = watch.probe.arguments(watch.trajectory, watch.at)
-    with Arithmetic() as seen:
-        loss.plain("value", state.theta, state.buffers, batch, random, where, evaluating=watch.probe.evaluating)
-    return seen.dtype
+    if loss.arithmetic is None:
+        with Arithmetic() as seen:
+            loss.plain("value", state.theta, state.buffers, batch, random, where, evaluating=watch.probe.evaluating)
+        loss.arithmetic = seen.dtype
+    return loss.arithmetic
 
 
 class Arithmetic(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import InvalidLoss, UnsupportedModel
-from .uses import Found, reached
+from .uses import Found, used_by
 
 LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
 CONSTANT = "name it in capture(…, constant=[…]) where the loop leaves it as it is"
@@ -59,12 +59,12 @@ class Outside:
     ) -> None:
         self._model = ref(model)
         self._marks: list[Mark] = []
-        reachable = [found for function in functions for found in reached(function)]
-        if not reachable:
+        used = [found for function in functions for found in used_by(function)]
+        if not used:
             return
         live, own = _pointers(model), {id(part) for part in private.modules()}
         spoken_for = {id(part) for module in constant for part in module.modules()}
-        for found in reachable:
+        for found in used:
             if id(found.value) in own:
                 continue
             _refuse_live("loss_fn", found, live)
@@ -76,7 +76,7 @@ class Outside:
         model = self._model()
         if model is not None:
             live = _pointers(model)
-            for found in reached(function):
+            for found in used_by(function):
                 _refuse_live(user, found, live)
 
     def refuse_moved(self) -> None:

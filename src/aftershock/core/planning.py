@@ -6,191 +6,30 @@ the model's own passes hold, which is measured once.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import AftershockError, OutOfMemory
-from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
-from .fused import available
-from .graphs import GradientGraph, rehearse_products
-from .memory import budget, free, readable
-from .playback import TOGETHER, typical
+from ..errors import OutOfMemory
+from .footprint import Curvature, Footprint
+from .memory import budget, readable
+from .playback import TOGETHER
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
-from .rows import AT_ONCE, row_gradients
+from .rows import AT_ONCE
 from .trajectory import Keep, Trajectory
 
-CLOSED_FORM = 15  # pieces of the flat vector that are alive at once where a step is linearized
-COUNTING = 6  # and where coordinates with v = 0 are counted
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
-FEW = 3  # rows whose memory stands for that of many
-# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
-# products are, which takes eleven
-ROOM, PRODUCTS_ROOM = 8, 40
-PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
-LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
-
-
-class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, of those made while it watches: `peak` is their largest sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        new = [x.untyped_storage() for x in _tensors(out)]
-        new = [storage for storage in new if storage._cdata not in self._live]
-        if new:
-            given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-            for storage in new:
-                if storage._cdata not in given:
-                    self._see(storage)
-        return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._live:  # two outputs, one storage
-            return
-        self._live[key] = storage.nbytes()
-        self.now += self._live[key]
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key).atexit = False
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._live.pop(key, 0)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-
-
-def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """Bytes at the peak of a piece of work, and what its result still holds."""
-    with Meter() as meter:
-        result = work()
-        held = meter.now
-    del result
-    return meter.peak, held
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What the model's passes hold at their peak beside θ, in bytes; gradients, of the size of θ, are included."""
-
-    vector: int  # one copy of the flat vector
-    value: int  # of one forward pass
-    gradient: int  # of one row alone
-    row: int  # of each row, where rows run together
-    graph: int  # a gradient with its graph, once it is there
-    build: int  # while it is made
-    product: int  # of one vector alone, beside the graph and the product itself
-    products: int  # of each further one together
-    update: int  # of AdamW's own arithmetic
-    together: bool
-    cpu: bool
-    fused: bool  # predicted steps go through memory once
-    played: bool  # products are recorded, a few rows at a time
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 5 g, and 10 where rows run together."""
-        known: Footprint | None = getattr(trajectory, "footprint", None)
-        if known is None:
-            known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
-        return known
-
-    @property
-    def piece(self) -> int:
-        """What the closed form of a step makes on the way: a dozen pieces of the flat vector, or nothing."""
-        return 0 if self.fused else CLOSED_FORM * self._block
-
-    @property
-    def counting(self) -> int:
-        """The same where coordinates with v = 0 are counted."""
-        return COUNTING * self._block
-
-    @property
-    def _block(self) -> int:
-        return min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
-
-
-def _footprint(trajectory: Trajectory) -> Footprint:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    vector = loss.layout.padded_size * loss.layout.dtype.itemsize
-    given = (step.batch, step.random, step.where)
-    at = (state.theta, state.buffers, *given)
-    room = budget(trajectory.memory, trajectory.device)
-    if loss.sharing.wanted and room < PRODUCTS_TOGETHER * vector:
-        loss.sharing.settle("product", False)
-    if loss.player.wanted and loss.layout.size >= LARGE:
-        _record(trajectory, vector, min(room, free(trajectory.device)))
-    value, _ = measured(lambda: loss.value(*at))
-    gradient, _ = measured(lambda: loss.gradient(*at))
-    few = state.theta[None].expand(FEW, -1)
-
-    def rows() -> object:
-        return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
-
-    if loss.sharing.tries("gradient", FEW):
-        rows()  # now it is known whether they run together
-    together = loss.sharing.tries("gradient", FEW)
-    row = measured(rows)[0] // FEW if together else gradient
-    try:
-        made: list[GradientGraph] = []
-        build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
-        if loss.sharing.tries("product", FEW):
-            made[0].products(few)
-        product = measured(lambda: made[0].products(few[:1]))[0] - vector
-        many = measured(lambda: made[0].products(few))[0] - FEW * vector
-        products = max(many - product, 0) // (FEW - 1)
-    except AftershockError:  # a model without second derivatives has exact answers only
-        build, graph, product, products = gradient, gradient, gradient, gradient
-    zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
-    update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
-    cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
-    played = loss.player.has("products")
-    return Footprint(
-        vector, value, gradient, row, graph, build, product, products, update, together, cpu, fused, played
-    )
-
-
-def _record(trajectory: Trajectory, vector: int, room: int) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. Where
-    there is room, its Hessian products too."""
-    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = typical(step.batch for step in trajectory.steps)
-    if batches is None or room < ROOM * vector:
-        return
-    if loss.rehearse("gradient", state.theta, state.buffers, batches, first.random):
-        loss.sharing.settle("gradient", False)
-    if room >= PRODUCTS_ROOM * vector:
-        with contextlib.suppress(AftershockError):  # a model without second derivatives
-            rehearse_products(loss, state.theta, state.buffers, batches, first.random)
-        loss.player.spare_vectors()
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
-    """The same for the values of a probe."""
+    """Record the values of a probe of a large model."""
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
-    if loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating):
+    recorded = loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
+    if recorded or "value" in loss.player.full:
         loss.sharing.settle("value", False)
 
 
@@ -263,19 +102,32 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     """
     trajectory, probe = work.watch.trajectory, work.watch.probe
     loss = trajectory.dynamics.loss
-    Footprint.of(trajectory)  # what it records is in memory before the rest is planned
-    if not probe.own and loss.player.wanted and loss.layout.size >= LARGE:
+    Footprint.of(trajectory)  # what is recorded is in memory before the rest is planned
+    if tuple(answers) != ("exact",):
+        Curvature.of(trajectory)
+    if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
-    recorded = loss.player.nbytes if memory is not None else 0  # a budget is for what is recorded, too
     try:
-        return _plan(work, answers, budget(memory, trajectory.device) - recorded, park=not loss.player.recordings)
+        return _plan(work, answers, _room(trajectory, memory), park=not loss.player.recordings)
     except OutOfMemory:
         if not loss.player.recordings:
             raise
+    _give_back_recordings(trajectory)
+    return _plan(work, answers, _room(trajectory, memory), park=True)
+
+
+def _room(trajectory: Trajectory, memory: str | int | None) -> int:
+    """What may be used beside recorded passes, which a budget is for, too."""
+    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
+    return budget(memory, trajectory.device) - recorded
+
+
+def _give_back_recordings(trajectory: Trajectory) -> None:
+    loss = trajectory.dynamics.loss
     loss.player.clear()
     loss.sharing.forget()
-    delattr(trajectory, "footprint")  # it was one of recorded passes
-    return _plan(work, answers, budget(memory, trajectory.device), park=True)
+    for known in ("footprint", "curvature"):  # of recorded passes
+        trajectory.__dict__.pop(known, None)
 
 
 def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
@@ -302,15 +154,29 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
 
 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
-    """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one."""
-    available = budget(memory, trajectory.dynamics.layout.device)
+    """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one, for which
+    recorded passes give their memory back."""
+    found = _at_once(trajectory, count, exact, predicted, memory)
+    if found is None and trajectory.dynamics.loss.player.recordings:
+        _give_back_recordings(trajectory)
+        found = _at_once(trajectory, count, exact, predicted, memory)
+    return found or 1
+
+
+def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
+    available = _room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
-    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), 1)
+    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
 
 
 def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
-    """Where so many cotangents of a sweep are kept: beside the model, or in host memory where they do not fit."""
+    """Where so many cotangents of a sweep are kept: beside the model, or in host memory where they do not fit.
+
+    The products of a large model are recorded first.
+    """
+    if trajectory.dynamics.loss.player.pays:
+        Curvature.of(trajectory)
     layout = trajectory.dynamics.layout
     device, vector = layout.device, layout.padded_size * layout.dtype.itemsize
     if device.type == "cpu" or cotangents * vector <= budget(memory, device) // 2:
@@ -367,15 +233,16 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
-    together = f.together and not load.parked and trajectory.dynamics.loss.sharing.tries("gradient", load.exact + 1)
+    loss = trajectory.dynamics.loss
+    together = f.together and not load.parked and loss.sharing.tries("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
     if load.exact:
-        carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         count = load.exact + 1
+        carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
         alone = max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
         work.append(shared if together else alone)
@@ -384,15 +251,15 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     if load.semilinear:
         work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
     if predicted:
-        most = min(max(load.semilinear, load.linear), TOGETHER if f.played else predicted)
-        together = trajectory.dynamics.loss.sharing.tries("product", most)
-        pieces = min(AT_ONCE, most) if together else 1
+        c = Curvature.of(trajectory)
+        most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)
+        pieces = min(AT_ONCE, most) if loss.sharing.tries("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
         closed = f.piece if load.linear else f.piece * 2 // 3
         work += [
-            f.build,
-            f.graph + v * most + max(f.product + (pieces - 1) * f.products, closed, clipped),
+            c.build,
+            c.graph + v * most + max(c.product + (pieces - 1) * c.products, closed, clipped),
         ]
     return carried + max(work)
 
@@ -406,9 +273,10 @@ def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | Non
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
-    sharing, chosen = work.watch.trajectory.dynamics.loss.sharing, []
+    loss, chosen = work.watch.trajectory.dynamics.loss, []
     for each in passes:
-        rows = replace(each, shocks_in_rows=work.by_scale and sharing.tries("pool", 1 + each.at_once))
+        pays = not loss.player.has("gradient") and loss.sharing.tries("pool", 1 + each.at_once)
+        rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available else each)
     return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)
 

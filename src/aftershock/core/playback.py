@@ -12,6 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
+LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
+LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
 SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
 LONG = 32  # steps of a path from which it pays to record its gradient
@@ -105,6 +108,12 @@ class Player:
         self._looked: list[tuple[Shape, Recording | None]] = []  # None: it cannot be recorded
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
         self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
+        self.full = set[str]()  # kinds of passes that keep the GPU busy, as large batches do
+
+    @property
+    def pays(self) -> bool:
+        """Whether passes of this model are recorded, however few there are."""
+        return self.wanted and self.layout.size >= LARGE
 
     @property
     def recordings(self) -> int:
@@ -167,8 +176,8 @@ class Player:
     ) -> bool:
         """Record a pass over batches of this shape, unless that was tried before; says whether it is played back.
 
-        Costs about seven passes, once. `batches` are two of one shape, or the same one twice. derivative: it is
-        differentiated twice.
+        Costs about seven passes, once; two where a pass keeps the GPU busy by itself and is not recorded. `batches` are
+        two of one shape, or the same one twice. derivative: it is differentiated twice.
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
@@ -179,13 +188,18 @@ class Player:
         with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
             work = _Work(loss, make, buffers, random, evaluating, derivative)
             work.plain(theta, placed[0])  # what happens only once is over
-            if not self._theta:
-                self._theta.append(self.layout.zeros())
-            made = Recording(work, self._theta[0], placed[0])
-            if made.faithful(work, theta, placed):
-                recording = made
+            if _launching(self.layout.device, lambda: work.plain(theta, placed[0])) < LAUNCHING:
+                self.full.add(kind)
+            else:
+                recording = self._recorded(work, theta, placed)
         self._looked.append((shape, recording))
         return recording is not None
+
+    def _recorded(self, work: _Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> Recording | None:
+        if not self._theta:
+            self._theta.append(self.layout.zeros())
+        made = Recording(work, self._theta[0], batches[0])
+        return made if made.faithful(work, theta, batches) else None
 
 
 @dataclass(frozen=True)
@@ -323,6 +337,16 @@ def _apart(a: Played, b: Played) -> float:
 
 
 # --- recording
+
+
+def _launching(device: torch.device, work: Callable[[], object]) -> float:
+    """The share of a pass's time that goes by until it is launched: near 1 where the GPU waits for Python."""
+    torch.cuda.synchronize(device)
+    began = perf_counter()
+    work()
+    launched = perf_counter()
+    torch.cuda.synchronize(device)
+    return (launched - began) / (perf_counter() - began)
 
 
 def _recorded(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int]:

@@ -1,7 +1,8 @@
-"""What user code reaches from the model and from loss_fn, and could leave changed: found once per loss.
+"""Everything that user code could leave changed, from the model and from loss_fn: found once per loss.
 
 From the model: the attributes of every module, and what is inside them. From a function: the variables that it closes
-over, the global variables that it names, its defaults and attributes, and what is inside those. Objects of libraries
+over, the global variables that it names, its defaults and attributes, and what is inside those. All of it, whether the
+code uses it or not (that is what `uses` asks): what is missed here would be left changed. Objects of libraries
 (loggers, progress bars, data loaders) that are the user's own are not entered: half of their state put back would
 break them.
 """

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .batches import Batch
 from .loss import LossFunction
-from .playback import Program
 from .randomness import RandomState
 from .rows import apart, mapped_over, tolerance, tried
 
@@ -30,7 +29,7 @@ def row_readings(
     recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
 
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
-        return _read(loss, model, placed, read)
+        return read_off(loss, model, placed, read)
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
         if recorded is not None:
@@ -63,25 +62,7 @@ def row_readings(
     return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
 
 
-def rehearse_reading(
-    loss: LossFunction,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batch: Batch,
-    read: Callable[[nn.Module, Batch], Float[Tensor, " reading"]],
-    random: RandomState,
-) -> None:
-    """Record a reading where it can be: rows are then read one after another, each faster than its share of many."""
-
-    def make(theta: Float[Tensor, " param"], given: Batch) -> tuple[list[Tensor], Program]:
-        return loss.layout.typed_views(theta), lambda model: (_read(loss, model, given[1], read), [], None)
-
-    both = ((read, batch), (read, batch))
-    if loss.player.rehearse(loss, "reading", make, theta, buffers, both, random):
-        loss.sharing.settle("reading", False)
-
-
-def _read(
+def read_off(
     loss: LossFunction, model: nn.Module, batch: Batch, read: Callable[[nn.Module, Batch], Tensor]
 ) -> Float[Tensor, " reading"]:
     with torch.no_grad(), loss.surroundings(model), loss.forward():

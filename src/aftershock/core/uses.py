@@ -1,7 +1,9 @@
-"""What a function holds on to beside its arguments: modules and tensors, each with the words that lead to it.
+"""Which modules and tensors a function uses beside its arguments, each with the words that lead to it.
 
 It reads bytecode for the names that the function uses (`net`, `self.teacher.body`), and follows them through closures,
-globals, defaults, `functools.partial`, methods and the user's own functions that it calls.
+globals, defaults, `functools.partial`, methods and the user's own functions that it calls. Only what is used counts: a
+method of a trainer may use `self.weight` beside a `self.model` that it leaves alone. What could be left changed is
+another question, answered by `reach`, which takes in everything.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Use(NamedTuple):
     is_global: bool
 
 
-def reached(function: Any) -> list[Found]:
+def used_by(function: Any) -> list[Found]:
     """Every module and tensor that a call of `function` may use without being given it."""
     walk = _Walk()
     walk.callable(function, name_of(function), 0)

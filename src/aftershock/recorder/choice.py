@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from .event import SETTLED, Event
+from .instruments import ORDINARY
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
@@ -42,22 +43,31 @@ def chosen_step(flight: Flight, step: int | None) -> int:
 
 
 def _largest(flight: Flight, trigger: int) -> int:
-    """The highest loss from the trigger on, where it is of another spike than the trigger's, or far higher."""
-    numbers = [number for number, record in flight.records.items() if number <= trigger or record.finite]
-    losses = [flight.records[number].loss for number in numbers]
-    at = numbers.index(trigger)
+    """The highest loss from the trigger on, where it is of another spike than the trigger's, or far higher.
+
+    Where the trigger's own loss is usual, as when the gradient norm rose first, any loss that is not will do.
+    """
+    numbers, event = _around(flight, trigger)
+    losses, at = event.losses, event.step
     if not all(map(math.isfinite, losses)):
         return trigger
-    event = Event.of(losses, at)
     highest = max(range(at, len(losses)), key=losses.__getitem__)
     height, own = losses[highest] - event.usual, losses[at] - event.usual
     over = [all(loss <= event.level for loss in losses[i : i + SETTLED]) for i in range(at, highest - SETTLED + 1)]
     another = height > FAR * own or (any(over) and height > own)
-    return numbers[highest] if another and height > THRESHOLD * event.sigma else trigger
+    high = THRESHOLD if event.is_one else ORDINARY
+    return numbers[highest] if another and height > high * event.sigma else trigger
+
+
+def _around(flight: Flight, step: int) -> tuple[list[int], Event]:
+    """The recorded steps that are looked at from this one, and its loss among theirs."""
+    first = step - flight.run["window"]
+    numbers = [n for n, record in flight.records.items() if first <= n and (n <= step or record.finite)]
+    return numbers, Event.of([flight.records[n].loss for n in numbers], numbers.index(step))
 
 
 def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
-    """Which run, window and step this is, where there were others to choose from.
+    """Which run, window and step this is, where there were others to choose from, and what was seen where no loss rose.
 
     asked: what the caller asked for. step: what was chosen. told: the step that is told apart, where one before it
     is not finite.
@@ -73,18 +83,20 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
             f"This is the worst of the {1 + len(flight.others)} windows that the run has kept; {rest} "
             f"(step= explains {'one' if several else 'it'}, --step on the command line)."
         )
+    if asked is None and flight.trigger is None:
+        parts.append("Nothing has triggered in this run: this is its last step (step= explains another).")
     if asked is None and told == step and flight.trigger not in (None, step):
         parts.append(
             f"The window was kept for step {flight.trigger}; step {step} has a larger loss and is explained here. "
             f"For the other: step={flight.trigger} (--step {flight.trigger})."
         )
+    if told == step == flight.trigger and not _around(flight, step)[1].is_one:
+        parts.append(f"The recorder kept this window for what it saw at step {step}: {flight.reason}.{_loss(flight)}")
     return " ".join(parts)
 
 
-def because(flight: Flight, step: int) -> str:
-    """Why this step is explained where none was asked for: what its window was kept for, or that nothing was seen."""
-    if flight.trigger == step:
-        return f"Its window was kept because {flight.reason}."
+def nothing_seen(flight: Flight) -> str:
+    """That nothing was seen in this run, and how high its losses were; nothing where something was."""
     if flight.trigger is not None:
         return ""
     since = flight.last - int(flight.run["window"])
@@ -96,8 +108,17 @@ def because(flight: Flight, step: int) -> str:
     return (
         f"No event was recorded. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
         f"{highest} (median {middle:.4g}, σ {sigma:.2g}); a spike is told from {THRESHOLD:g} robust σ above the losses "
-        "before it on. To have a step explained, name it: step=."
+        "before it on."
     )
+
+
+def _loss(flight: Flight) -> str:
+    """What the losses did, where something else triggered."""
+    trigger = flight.trigger
+    highest = None if trigger is None else _largest(flight, trigger)
+    if highest == trigger:
+        return " An explanation asks about a loss, and none of those recorded from there on is unusual."
+    return f" The loss rose at step {highest}: step={highest} (--step {highest}) explains that."
 
 
 def page_name(flight: Flight, step: int) -> str:

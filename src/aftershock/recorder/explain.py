@@ -24,7 +24,7 @@ from ..errors import (
     UnsupportedModel,
     WrongHessian,
 )
-from .choice import because, chosen_step, find_flight, page_name, said_of, with_clip
+from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
@@ -123,7 +123,7 @@ def explain(
     told = labelled(findings, examples)
     told.attrs |= {
         "which": said_of(found, step, chosen, asked),
-        "because": "" if step is not None else because(found, chosen),
+        "nothing_seen": "" if step is not None else nothing_seen(found),
         "page": page_name(found, asked),
         "run": found.run["id"],
     }

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 OFF_SCALE = 10.0  # times the event: a prediction beyond it has no size
+COLUMNS = {"step": ">8", "delay": ">5", "role": "<8", "predicted": ">10", "measured": ">10", "left": ">6"}
+HEADS = {name: name for name in COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -199,22 +201,35 @@ class FlightExplanation:
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
-        """What each step added to the explained loss; nothing where the verdict is about something else."""
+        """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
         attrs = self.data.attrs
-        nothing_seen = self.kind == "no spike" and attrs["because"].startswith("No event")
-        if self.kind == "not a number" or attrs["norm_alone"] or nothing_seen:
+        shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
+        other = (
+            self.kind == "not a number" or attrs["norm_alone"] or (attrs["nothing_seen"] and self.kind == "no spike")
+        )
+        if not shown or other:  # what happened is not the loss of this step
             return ""
-        lines = [
-            f"Earlier steps and the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g}): "
+        added = (
             f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "
-            "blamed first, then by what is left, then as predicted:",
-            f"{'step':>8}  {'delay':>5}  {'role':<8}  {'predicted':>10}  {'measured':>10}  {'left':>6}",
-        ]
-        for c in self.culprits[:SHOWN]:
-            predicted = (
-                "off scale" if math.isinf(c.predicted) else "" if math.isnan(c.predicted) else f"{c.predicted:+.3g}"
-            )
-            measured = "" if math.isnan(c.measured) else f"{c.measured:+.3g}"
-            left = "" if math.isnan(c.left) else f"{c.left:.0%}" if c.left < OFF_SCALE else "> 10×"
-            lines.append(f"{c.step:>8}  {c.delay:>5}  {c.role:<8}  {predicted:>10}  {measured:>10}  {left:>6}")
-        return "\n".join(lines)
+            "blamed first, then by what is left, then as predicted:"
+            if any(c.role for c in shown)
+            else "what each added, as predicted:"
+        )
+        rows = [_cells(culprit) for culprit in shown]
+        columns = {name: form for name, form in COLUMNS.items() if any(row[name] for row in rows)}
+        lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
+        loss = f"the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
+        return "\n".join([f"Earlier steps and {loss}: {added}", *lines])
+
+
+def _cells(culprit: Culprit) -> dict[str, str]:
+    """A step in words; what is not known is empty."""
+    predicted, measured, left = culprit.predicted, culprit.measured, culprit.left
+    return {
+        "step": str(culprit.step),
+        "delay": str(culprit.delay),
+        "role": culprit.role,
+        "predicted": "" if math.isnan(predicted) else "off scale" if math.isinf(predicted) else f"{predicted:+.3g}",
+        "measured": "" if math.isnan(measured) else f"{measured:+.3g}",
+        "left": "" if math.isnan(left) else f"{left:.0%}" if left < OFF_SCALE else "> 10×",
+    }

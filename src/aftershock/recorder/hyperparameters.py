@@ -19,6 +19,7 @@ RETURNED = 0.1  # of an excursion: what may be left of it where the schedule wen
 MOST = 1e3  # ratios beyond it, such as from zero, are equally unusual
 WEIGHTS = {"excursion": 1.5, "jump": 1.0, "restart": 1.0, "ramp": 0.5, "warm-up": 0.1}
 HARMLESS = 0.3  # weight of a change towards smaller steps
+NAMED = 2  # parameter groups whose values are told, where they differ
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,19 @@ class HyperChange:
     @property
     def sentence(self) -> str:
         first, last = self.steps
-        was, now = _said(self.was[0]), _said(self.now[0])
+        alike = self.groups[0] == 0 and len(set(zip(self.was, self.now))) == 1
+        shown = self.groups[:1] if alike else self.groups[:NAMED]
+        was, now = (" and ".join(map(_said, values[: len(shown)])) for values in (self.was, self.now))
+        several = "s" if len(shown) > 1 else ""
+        name = self.name if alike else f"{self.name} of parameter group{several} {' and '.join(map(str, shown))}"
         if self.kind == "excursion":
-            return f"{self.name} was {now} instead of {was} at {_span(first, last)}"
+            return f"{name} was {now} instead of {was} at {_span(first, last)}"
         if self.kind == "restart":
-            return f"{self.name} was restarted at step {first}: from {was} to {now}"
+            return f"{name} was restarted at step {first}: from {was} to {now}"
         if self.kind == "jump":
-            return f"{self.name} changed from {was} to {now} at step {first}"
+            return f"{name} changed from {was} to {now} at step {first}"
         how = "was warming up" if self.kind == "warm-up" else "changed slowly"
-        return f"{self.name} {how}, from {was} to {now} over {_span(first, last)}"
+        return f"{name} {how}, from {was} to {now} over {_span(first, last)}"
 
 
 def hyperparameters(records: Sequence[Record]) -> list[HyperChange]:

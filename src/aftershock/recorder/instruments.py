@@ -117,15 +117,11 @@ def _squares(
         m_before, m, v, place = (piece[i] for piece in pieces)
         hyper = hypers[layout.groups[i]]
         g = torch.sub(m, m_before, alpha=hyper.beta1).div_(1 - hyper.beta1)
-        root = (v / (1 - hyper.beta2 ** after.counts[i])).sqrt_().clamp_(min=max(hyper.eps, _tiny(v)))
+        root = (v / (1 - hyper.beta2 ** after.counts[i])).sqrt_().clamp_(min=max(hyper.eps, torch.finfo(v.dtype).tiny))
         torch.div(g, root, out=place)
     found = parts(ratio, ratio, layout.padded_sizes).double().cpu()
     out[taken] = found[taken]
     return out
-
-
-def _tiny(x: Tensor) -> float:
-    return torch.finfo(x.dtype).tiny
 
 
 # --- the data

@@ -60,7 +60,7 @@ class NotANumberFinding:
         inside = f"`{self.module}`" if self.module else "loss_fn"
         return (
             f"the loss is {self.loss:.4g}, and the gradient is not finite from `{self.operation}` in {inside} on "
-            f"({len(self.parameters)} parameters: {names})"
+            f"({len(self.parameters)} parameter{'s' if len(self.parameters) > 1 else ''}: {names})"
         )
 
     def _why(self) -> str:

@@ -29,7 +29,7 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 class Observer:
-    """A hook of which a copy or a pickle of what it watches keeps nothing: loops copy models (moving averages)."""
+    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages)."""
 
     def __init__(self, watch: Callable[..., None] | None = None) -> None:
         self.watch = watch

@@ -24,8 +24,10 @@ MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into
 ANOTHER_RUN = Cause(
     "gradient",
     "the model or loss_fn is not the one that was recorded; the loss given to step() is not what loss_fn returns; the "
-    "batch was changed after it was fed; or loss_fn draws random numbers before it calls the model",
-    "give explain() the code of the recorded run, and step() the batch and loss as loss_fn has them",
+    "batch was changed after it was fed; loss_fn reads something else that changes from step to step, such as a weight "
+    "that is annealed; or it draws random numbers before it calls the model",
+    "give explain() the code of the recorded run, and step() the batch and loss as loss_fn has them; what changes from "
+    "step to step belongs into the batch",
 )
 
 

@@ -37,7 +37,7 @@ from .runs import claim, release
 from .snapshot import Snapshots
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
-from .updates import Pending, Update, Updates
+from .updates import Pending, Update, Updates, updates_of
 from .windows import Windows, say
 from .writer import Writer
 
@@ -127,7 +127,7 @@ class FlightRecorder:
         device = first.loss.layout.device
         self.source = Source(device, self.dataset)
         self._order = [p for p in reading.unwrapped(self.model).parameters() if p.requires_grad]
-        counts = {id(p): float(self._count(p)) for p in self._order}
+        counts = {id(p): float(updates_of(p, self.optimizer)) for p in self._order}
         self._updates = Updates(max(first.state.counts), counts, self.clip)
         self._saved = self._updates.step
         self._transfer = Transfer(device)
@@ -247,13 +247,9 @@ class FlightRecorder:
     @guarded
     def before_forward(self) -> None:
         """Read what a step's forward pass begins with, where the pass does not begin with a call of the model."""
-        device = self.source.device
-        self._random = RandomState.now(device)
+        self._random = RandomState.now(self.source.device)
+        self._forward = Forward.now(reading.unwrapped(self.model), self.source.device)
         self._unpaired = False
-        autocast = Autocast.now(device)
-        modules = reading.unwrapped(self.model).named_modules()
-        evaluating = tuple(name for name, part in modules if not part.training)
-        self._forward = Forward(autocast.enabled, autocast.dtype, evaluating)
 
     @guarded
     def take(self, fed: Fed, loss: Tensor | float) -> None:
@@ -340,7 +336,7 @@ class FlightRecorder:
             )
         norm = None if self._told else global_norm(grads, range(len(grads)))
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
-        self._update = Update(norm, first, self._count(first), hypers)
+        self._update = Update(norm, first, updates_of(first, self.optimizer), hypers)
 
     # --- inside
 
@@ -397,12 +393,6 @@ class FlightRecorder:
             self._ring.add_state(self._snapshots.landed(held.pop()))  # let go of as soon as it is on the host
 
         self._writer.put(save)
-
-    def _count(self, parameter: nn.Parameter) -> Tensor | float:
-        """How many updates it has seen; a tensor where reading it would be waiting for the GPU."""
-        count = self.optimizer.state.get(parameter, {}).get("step", 0)
-        on_gpu = isinstance(count, Tensor) and count.device.type != "cpu"
-        return count if on_gpu else float(count)
 
     def _check_writer(self) -> None:
         if self._writer.error is not None and self.recording:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ..core.adamw import Hyper
 from ..core.batches import Accumulated, Batch
 from ..core.capture import dense_stride
+from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..core.structure import fields_of
 from ..errors import InvalidInput
@@ -54,6 +55,13 @@ class Forward:
     autocast: bool
     autocast_dtype: torch.dtype
     evaluating: tuple[str, ...]
+
+    @classmethod
+    def now(cls, model: nn.Module, device: torch.device) -> Forward:
+        """What surrounds a pass that begins now."""
+        autocast = Autocast.now(device)
+        evaluating = tuple(name for name, part in model.named_modules() if not part.training)
+        return cls(autocast.enabled, autocast.dtype, evaluating)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,19 @@ from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
 from ..core.loss import Autocast
+from ..core.noise import jitter
 from ..core.planning import plan_states
 from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
 from .records import Forward, Record, Source
 
-REPLAYS = 4  # more of a run that does not repeat itself
+REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
 LEAP = 10.0  # times the largest difference so far, by which rounding may grow in one step
 SCATTERED = 3.0  # times the spread of the replays so far, within which a recording is one of them
+WIDE = 1e-2  # relative: losses of two replays that differ by more, which may be as much as a spike
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
+AGREE_AUTOCAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def replay(
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
     The explained step is the last but `after`; it, the `window` steps before it and those after it become the path.
-    Costs one gradient per step. A run that does not repeat itself is replayed `REPLAYS` times more, and a recording
-    that differs from a replay no more than replays do from each other is accepted.
+    Costs one gradient per step. A run that does not repeat itself is replayed one to four times more, each time from a
+    state that differs by a rounding: a recording that is as far from the replay as these are is accepted.
 
     states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
     """
@@ -96,13 +99,13 @@ def replay(
     source = Source(captured.loss.layout.device, dataset)
     lead = max(0, len(records) - 1 - after - window)
     before, rest = records[:lead], records[lead:]
-    proof = _Proof(records, state_before)
+    proof = _Proof(captured, records, source, state_before)
     if before:
-        trajectory = proof.follow(captured, before, source)
+        trajectory = proof.follow(captured, before)
         captured = replace(captured, state=trajectory.state(lead))
-    trajectory = proof.follow(captured, rest, source)
+    trajectory = proof.follow(captured, rest)
     path = Path(TrainingPoint(captured), trajectory, None)
-    return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again)
+    return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again(lead))
 
 
 def untaken(
@@ -163,58 +166,91 @@ def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
 
 
 class _Proof:
-    """Replays a stretch and compares it with the record."""
+    """Replays one stretch after another and compares them with the record."""
 
-    def __init__(self, records: Sequence[Record], recorded: Recorded) -> None:
-        self.records, self.recorded = records, recorded
+    def __init__(self, first: Captured, records: Sequence[Record], source: Source, recorded: Recorded) -> None:
+        self.first, self.records, self.source, self.recorded = first, records, source, recorded
+        self.agree = AGREE_AUTOCAST if first.loss.autocast.enabled else AGREE
         self.worst = 0.0
-        self.again: tuple[tuple[float, ...], ...] = ()  # of the last stretch
+        self.steps: list[Step] = []  # replayed so far
+        self.runs: list[tuple[Step, ...]] = []  # of replays of all records that start a rounding away
 
-    def follow(self, captured: Captured, some: Sequence[Record], source: Source) -> Trajectory:
-        trajectory = _follow(captured, some, source, self.records)
+    def again(self, since: int) -> tuple[tuple[float, ...], ...]:
+        """The losses of further replays."""
+        return tuple(tuple(step.loss for step in run[since:]) for run in self.runs)
+
+    def follow(self, captured: Captured, some: Sequence[Record]) -> Trajectory:
+        trajectory = _follow(captured, some, self.source, self.records)
+        self.steps += trajectory.steps
         parted = self._parted(some, trajectory)
-        if parted is not None:
-            # of these only what was seen is kept, no state
-            runs = [_follow(captured, some, source, self.records, keep=False).steps for _ in range(REPLAYS)]
-            self.again = tuple(tuple(step.loss for step in steps) for steps in runs)
-            if not self._within_scatter(some, trajectory, runs):
-                raise ReplayMismatch(parted)
+        if parted is not None and not self._scattered():
+            raise ReplayMismatch(self._words(some, parted, trajectory))
         return trajectory
 
-    def _parted(self, some: Sequence[Record], trajectory: Trajectory) -> str | None:
-        """The first step whose loss or gradient norm is another one, in words."""
+    def _parted(self, some: Sequence[Record], trajectory: Trajectory) -> int | None:
+        """The first step whose loss or gradient norm is another one."""
+        first: int | None = None
         for i, (record, step) in enumerate(zip(some, trajectory.steps)):
-            for name, was, now in _pairs(record, step):
-                off = abs(was - now) / max(abs(was), abs(now), 1e-300)
-                if name == "loss":
-                    self.worst = max(self.worst, off)
-                if off > AGREE:
-                    return (
-                        f"recorded and replayed runs part at step {record.step}, {record.step - self.records[0].step} "
-                        f"step(s) after the state that the replay starts from: its {name} was {was:.6g} and is "
-                        f"{now:.6g} in the replay. {said(parting(some, i, trajectory, self.records, self.recorded))}"
-                    )
-        return None
+            self.worst = max(self.worst, _off(record.loss, step.loss))
+            if first is None and any(_off(was, now) > self.agree for _, was, now in _pairs(record, step)):
+                first = i
+        return first
 
-    def _within_scatter(self, some: Sequence[Record], trajectory: Trajectory, runs: Sequence[Sequence[Step]]) -> bool:
+    def _words(self, some: Sequence[Record], i: int, trajectory: Trajectory) -> str:
+        record = some[i]
+        name, was, now = next(
+            pair for pair in _pairs(record, trajectory.steps[i]) if _off(pair[1], pair[2]) > self.agree
+        )
+        return (
+            f"recorded and replayed runs part at step {record.step}, {record.step - self.records[0].step} step(s) "
+            f"after the state that the replay starts from: its {name} was {was:.6g} and is {now:.6g} in the replay. "
+            f"{said(parting(some, i, trajectory, self.records, self.recorded))}"
+        )
+
+    def _scattered(self) -> bool:
+        """Is the recording one of the replays that start a rounding away? One of them is asked; more where it does not
+        tell, or where losses scatter so widely that their scatter must be known well."""
+        while len(self.runs) < REPLAYS and not (self.runs and self._within() and not self._widely()):
+            try:
+                self.runs.append(self._rounding_away(seed=len(self.runs)))
+            except ReplayMismatch:  # not finite
+                return False
+        return self._within()
+
+    def _widely(self) -> bool:
+        pairs = [(step.loss, other.loss) for run in self.runs for step, other in zip(self.steps, run)]
+        return any(_off(*pair) > WIDE for pair in pairs)
+
+    def _rounding_away(self, seed: int) -> tuple[Step, ...]:
+        """All steps from a first state that differs by a rounding; only what was seen is kept, no state."""
+        state = self.first.state
+        theta = state.theta + jitter(self.first.loss.layout, state, seed=seed)
+        captured = replace(self.first, state=replace(state, theta=theta))
+        return tuple(_follow(captured, self.records, self.source, self.records, keep=False).steps)
+
+    def _within(self) -> bool:
         """Does the recording differ from the replay as replays do from each other, or as rounding that grows?
 
         Rounding grows from step to step; another batch, mask or rule makes a leap.
         """
         widest = {"loss": 0.0, "gradient norm": 0.0}
         largest = 0.0
-        for i, record in enumerate(some):
-            seen = [{name: now for name, _, now in _pairs(record, steps[i])} for steps in (trajectory.steps, *runs)]
+        for i, (record, step) in enumerate(zip(self.records, self.steps)):
+            seen = [{name: now for name, _, now in _pairs(record, run[i])} for run in (self.steps, *self.runs)]
             apart = 0.0
-            for name, was, now in _pairs(record, trajectory.steps[i]):
+            for name, was, now in _pairs(record, step):
                 values = [each[name] for each in seen]
                 widest[name] = max(widest[name], max(values) - min(values))
-                off = abs(was - now) / max(abs(was), abs(now), 1e-300)
+                off = _off(was, now)
                 apart = max(apart, off)
-                if abs(was - now) > SCATTERED * widest[name] and off > max(AGREE, LEAP * largest):
+                if abs(was - now) > SCATTERED * widest[name] and off > max(self.agree, LEAP * largest):
                     return False
             largest = max(largest, apart)
         return True
+
+
+def _off(was: float, now: float) -> float:
+    return abs(was - now) / max(abs(was), abs(now), 1e-300)
 
 
 def _pairs(record: Record, step: Step) -> tuple[tuple[str, float, float], ...]:

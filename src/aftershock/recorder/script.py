@@ -7,12 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-PLACEHOLDER = "train.py"  # where no script is known: a notebook, a test
 
-
-def build_reference() -> str:
-    """Such as train.py:build: the running script, from the working folder where it lies inside."""
-    return f"{_script() or PLACEHOLDER}:build"
+def build_reference() -> str | None:
+    """Such as train.py:build: the running script, from the working folder where it lies inside; None in a notebook."""
+    script = _script()
+    return None if script is None else f"{script}:build"
 
 
 def missing_build() -> str | None:

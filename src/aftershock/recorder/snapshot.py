@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.adamw import Hyper
-from ..core.capture import Captured, read_hyper, unwrapped
+from ..core.capture import Captured, plain_name, read_hyper, unwrapped
 from ..core.layout import Layout
 from ..core.randomness import RandomState
 from ..core.state import JointState
@@ -61,7 +61,7 @@ class Snapshots:
         return replace(self._code, loss=loss, state=state, hypers=hypers, random=snapshot.random)
 
     def _take(self, layout: Layout) -> Snapshot:
-        live = {_plain(name): parameter for name, parameter in self.model.named_parameters()}
+        live = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         originals = [live[name] for name in layout.names]
         moments = [self.optimizer.state.get(parameter, {}) for parameter in originals]
         steps = [moment.get("step", 0) for moment in moments]
@@ -74,7 +74,7 @@ class Snapshots:
                 layout.join([moment.get("exp_avg_sq") for moment in moments]),
             ),
             counts=_stacked(steps, self.layout.device) if on_device else tuple(int(step) for step in steps),
-            buffers={_plain(name): _owned(buffer, layout) for name, buffer in self.model.named_buffers()},
+            buffers={plain_name(name): _owned(buffer, layout) for name, buffer in self.model.named_buffers()},
             constants={name: _owned(parameter, layout) for name, parameter in live.items() if name not in trained},
             hypers=tuple(read_hyper(group, self.optimizer) for group in self.optimizer.param_groups),
             random=RandomState.now(self.layout.device),
@@ -96,11 +96,6 @@ def _stacked(steps: list[Tensor | int], device: torch.device) -> Tensor:
         return torch.full((), float(step), dtype=torch.float64, device=device)
 
     return torch.stack([there(step) for step in steps])
-
-
-def _plain(name: str) -> str:
-    """The name without `torch.compile`'s wrapper of a part."""
-    return name.replace("_orig_mod.", "")
 
 
 def _nothing() -> JointState:

@@ -25,7 +25,6 @@ PRODUCTS = 8  # of the Hessian, for its top eigenvalue
 # Growth per step, on 56 windows of 32 steps of hot and calm runs (MLP, CNN, language model; β2 0.95 and 0.999), with
 # the rank correlation ρ of predicted contributions and exact reruns: ρ ≥ 0.76 in all 25 below 1.13, ρ < 0.5 in 7 of 13
 # between, ρ < 0.5 in all 18 above 1.3.
-STEADY = 1.13
 TOO_FAST = 1.3
 
 
@@ -42,11 +41,6 @@ class Amplification:
     def linear_ok(self) -> bool:
         """May linear contributions follow it? Above the bar none did."""
         return self.per_step <= TOO_FAST
-
-    @property
-    def steady(self) -> bool:
-        """Slow enough that linear contributions followed it in every window that was measured."""
-        return self.per_step <= STEADY
 
     @property
     def sentence(self) -> str:

@@ -59,8 +59,11 @@ class Triggered:
 
     @property
     def command(self) -> str:
-        build = shlex.quote(build_reference())
-        return f"aftershock explain {shlex.quote(str(self.folder))} --step {self.step} --build {build}"
+        """What to type next: a command, or a line of Python where no script runs, as in a notebook."""
+        build = build_reference()
+        if build is None:
+            return f'ak.explain("{self.folder}", step={self.step})'
+        return f"aftershock explain {shlex.quote(str(self.folder))} --step {self.step} --build {shlex.quote(build)}"
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.reason}. Kept in {self.folder}; explain it with: {self.command}"

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ..core.adamw import Hyper
@@ -19,6 +20,13 @@ from .transfer import Landing
 def clip_factor(norm: float, clip: float | None) -> float:
     """c = min(1, max_norm / (n + 1e-6)), as `clip_grad_norm_` has it."""
     return 1.0 if clip is None else min(1.0, clip / (norm + TORCH_EPSILON))
+
+
+def updates_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """How many updates it has seen; a tensor where reading it would be waiting for the GPU."""
+    count = optimizer.state.get(parameter, {}).get("step", 0)
+    on_gpu = isinstance(count, Tensor) and count.device.type != "cpu"
+    return count if on_gpu else float(count)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def verdict(found: FlightExplanation) -> str:
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
     attrs, parts = found.data.attrs, []
-    if found.kind not in CALM and attrs["because"].startswith("No event"):
-        parts.append(f"{attrs['because']} What follows is about the last step, {attrs['step']}.")
+    if found.kind not in CALM and attrs["nothing_seen"]:
+        parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
     if attrs["lost_in_scatter"]:
         parts.append(
             f"Replays of this run, unchanged, differ by {attrs['scatter']:.3g} in the loss of step {attrs['step']}, "
@@ -275,13 +275,12 @@ def _no_spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     if attrs["norm_alone"]:
         return _norm_alone(found)
-    if attrs["because"].startswith("No event"):
-        return str(attrs["because"])
-    said = (
+    if attrs["nothing_seen"]:
+        return str(attrs["nothing_seen"])
+    return (
         f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
         f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
     )
-    return f"{said} {attrs['because']}".strip()
 
 
 def _norm_alone(found: FlightExplanation) -> str:

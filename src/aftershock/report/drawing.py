@@ -1,4 +1,4 @@
-"""A figure with choices: what each choice puts into its traces, and how such figures are begun."""
+"""A figure with choices: what each choice puts into its traces, and how such figures are begun and finished."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .looks import INK, key_above, style
+
 if TYPE_CHECKING:
     import numpy as np
     import xarray as xr
     from plotly.graph_objects import Figure
 
 Frame = dict[str, list[Any]]
+HEIGHT = 320  # two of them fit on a sheet of paper
+PAPER_MARK = {"symbol": "diamond-open", "size": 10, "color": INK}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,19 @@ def add_band(figure: Figure, name: str, found: xr.Dataset, colour: str) -> None:
         marker={"size": 4},
         line={"color": colour, "width": 2},
     )
+
+
+def finish(figure: Figure, x_title: str, y_title: str, height: int = HEIGHT) -> None:
+    style(figure, x_title, y_title, height)
+    key_above(figure)
+
+
+def rows_down(figure: Figure, rows: Sequence[str], texts: Sequence[str]) -> None:
+    """Names down the side, the first at the top; texts: the same in two short lines, for a telephone."""
+    figure.update_yaxes(
+        range=[len(rows) - 0.5, -0.5], type="category", categoryorder="array", categoryarray=list(rows),
+        tickvals=list(rows), ticktext=list(texts),
+    )  # fmt: skip
 
 
 def ramp(count: int) -> list[str]:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..results.certificate import TRUST
 from ..results.summaries import diverged_at, finite
+from .looks import (
+    ANSWER_COLOURS,
+    COLOURS,
+    DASHES,
+    FAINT,
+    HORIZON_TITLE,
+    INK,
+    MARKED,
+    VEIL,
+    WIDE,
+    decades,
+    gaps,
+    key_above,
+    scale_axis,
+    style,
+    whole_horizons,
+    zero_line,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -18,17 +36,8 @@ if TYPE_CHECKING:
     from ..api.response import Response
 
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
-MARKED = 40  # horizons up to which every state has its own dot
-WIDE = 20  # a loss so many times the control's needs a logarithmic axis
 OFF_SCALE = 10.0  # times the frame: a prediction beyond it has no size that could be drawn
 FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
-COLOURS = ("#c8432b", "#2f6db3", "#2e8b6f", "#b07c10", "#7b4fa3", "#4a9cc4", "#a3476b", "#6d7a2c")
-ANSWER_COLOURS = {"semilinear": "#7b4fa3", "tangent": "#b07c10"}
-DASHES = {"exact": "solid", "semilinear": "dashdot", "tangent": "dot"}
-INK, FAINT, RULE = "#24292f", "#6b7280", "#e4e7eb"
-VEIL = "rgba(255, 255, 255, 0.85)"  # behind words that curves may cross
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-HORIZON_TITLE = "states after the change (h)"
 
 
 def response_figure(response: Response, *, changes: Sequence[str] | None = None, scale: float | None = None) -> Figure:
@@ -39,7 +48,7 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     """
     import plotly.graph_objects as go
 
-    scale = pick_scale(response, scale)
+    scale = _pick_scale(response, scale)
     names = response.order if changes is None else _known(response, changes)
     shown = names if changes is not None else names[:SHOWN]
     data = response.data["response"].sel({"scale": scale, "change": shown})
@@ -50,7 +59,7 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     for i, name in enumerate(shown):
         _add_change(figure, response, drawn.sel({"change": name}), COLOURS[i % len(COLOURS)], named=i == 0)
     _add_answer_key(figure, response)
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
+    zero_line(figure)
     style(figure, HORIZON_TITLE, "change of the probe's loss")
     whole_horizons(figure, data.sizes["horizon"])
     figure.update_yaxes(range=frame)
@@ -69,11 +78,11 @@ def response_figure(response: Response, *, changes: Sequence[str] | None = None,
     return figure
 
 
-def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
+def loss_figure(response: Response) -> Figure:
     """The probe's loss along the path, without the change and with the strongest one."""
     import plotly.graph_objects as go
 
-    name, scale, answer = response.order[0], pick_scale(response, scale), response.best_answer
+    name, scale, answer = response.order[0], response.largest_scale, response.best_answer
     control = response.data["control"]
     changed = control + response.data["response"].sel({"answer": answer, "scale": scale, "change": name})
     horizons, whole = control["horizon"].values, bool(finite(changed).all())
@@ -98,17 +107,17 @@ def loss_figure(response: Response, *, scale: float | None = None) -> Figure:
     style(figure, HORIZON_TITLE, "the probe's loss", height=360)
     known = changed.where(finite(changed))
     if float(control.min()) > 0 and float(known.min()) > 0 and float(known.max()) > WIDE * float(control.max()):
-        figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+        decades(figure)
     whole_horizons(figure, len(horizons))
     key_above(figure)
     return figure
 
 
-def error_figure(response: Response, *, scale: float | None = None) -> Figure:
+def error_figure(response: Response) -> Figure:
     """Symmetric error |d − d̂| / (|d| + |d̂|) of each approximate answer by horizon, with the bar of trust."""
     import plotly.graph_objects as go
 
-    errors = _errors(response)["symmetric_error"].sel({"scale": pick_scale(response, scale)})
+    errors = _errors(response)["symmetric_error"].sel({"scale": response.largest_scale})
     figure = go.Figure()
     _add_spread(figure, errors, "horizon", errors["horizon"].values, response.order[:SHOWN])
     _trust_line(figure, TRUST.symmetric_error, f"{TRUST.symmetric_error:.0%}: trusted below")
@@ -132,9 +141,8 @@ def scale_figure(response: Response) -> Figure:
     _trust_line(figure, TRUST.nrmse, f"{TRUST.nrmse:g}: trusted below")
     figure.layout.annotations[-1].y = math.log10(TRUST.nrmse)  # words on a logarithmic axis stand at an exponent
     style(figure, "scale of the change (1 is the whole change)", "error over all horizons (NRMSE)", height=360)
-    ticks = sorted(set(abs(errors["scale"]).values.tolist()))
-    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
-    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    scale_axis(figure, sorted(set(abs(errors["scale"]).values.tolist())))
+    decades(figure)
     key_above(figure)
     return figure
 
@@ -142,7 +150,7 @@ def scale_figure(response: Response) -> Figure:
 # --- what to show
 
 
-def pick_scale(response: Response, scale: float | None) -> float:
+def _pick_scale(response: Response, scale: float | None) -> float:
     """The scale asked for, or the largest that was run."""
     if scale is None:
         return response.largest_scale
@@ -186,11 +194,6 @@ def _diverged(truth: xr.DataArray) -> list[str]:
     first = diverged_at(truth).dropna("change")
     names = [f"{escape(str(at['change'].item()))} at h = {int(at)}" for at in first]
     return [f"no longer finite: {', '.join(names)}"] if names else []
-
-
-def gaps(values: Iterable[float]) -> list[float | None]:
-    """Numbers for a drawing, in which what is not finite is a gap."""
-    return [float(value) if math.isfinite(value) else None for value in values]
 
 
 # --- how to show it
@@ -311,46 +314,6 @@ def _trust_line(figure: Figure, level: float, text: str) -> None:
         line={"color": "#2e8b6f", "width": 1.5, "dash": "dash"},
         annotation={"text": text, "font": {"color": "#1f6b54", "size": 12}, "bgcolor": VEIL},
         annotation_position="top right",
-    )
-
-
-def style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> None:
-    axis = {
-        "gridcolor": RULE,
-        "linecolor": FAINT,
-        "zeroline": False,
-        "ticks": "outside",
-        "tickcolor": FAINT,
-        "automargin": True,
-    }
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 70, "r": 20, "t": 34, "b": 56},
-        font={"family": FONT, "size": 13, "color": INK},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        hovermode="closest",
-        xaxis={**axis, "title": {"text": x_title}},
-        yaxis={**axis, "title": {"text": y_title}},
-    )
-
-
-def whole_horizons(figure: Figure, count: int) -> None:
-    """A dozen ticks at most, and none between two states."""
-    figure.update_xaxes(tick0=0, dtick=-(-count // 12), range=[0.5, count + 0.5])
-
-
-def key_above(figure: Figure) -> None:
-    figure.update_layout(
-        legend={
-            "orientation": "h",
-            "traceorder": "normal",
-            "yanchor": "bottom",
-            "y": 1.02,
-            "xanchor": "left",
-            "x": 0,
-        }
     )
 
 

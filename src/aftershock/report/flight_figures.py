@@ -11,7 +11,7 @@ import numpy as np
 
 from ..recorder.event import BARS
 from ..recorder.explanation import OFF_SCALE
-from .figures import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
+from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -72,13 +72,8 @@ header h2 { font-size: 15px; margin-bottom: 8px; }
 """
 
 
-def write_flight_page(
-    found: FlightExplanation, path: str | Path, *, title: str | None = None, library: Path | None = None
-) -> Path:
-    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file.
-
-    library: a file of the plotting library that several pages share; without it the page carries the library.
-    """
+def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str | None = None) -> Path:
+    """Write verdict and trust, the run's course, treatments, suspects and placebos, instruments as one HTML file."""
     title = _title(found) if title is None else title
     culprits = found.culprits
     sections = [
@@ -90,14 +85,14 @@ def write_flight_page(
         *steps.step_list(found, culprits),
         *_inside(found, culprits),
         *_instruments(found),
-        section("Every step, in numbers", _table(found, culprits)),
+        *_numbers(found, culprits),
         section(
             "Where this comes from",
             provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
         ),
     ]
     style = STYLE + steps.STYLE
-    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT, library=library)
+    return write_page(Path(path), title, sections, style=style, script=steps.SCRIPT)
 
 
 def notebook_view(found: FlightExplanation) -> str:
@@ -302,6 +297,8 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 def _instruments(found: FlightExplanation) -> list[str]:
     attrs = found.data.attrs
     told = [(name, str(attrs[key])) for key, name in INSTRUMENTS.items() if attrs[key]]
+    before = f"Right before the event, at step {max(attrs['stretch'][0] - 1, int(found.data['place'][0]))}: "
+    told = [(name, before + text if name == INSTRUMENTS["update"] else text) for name, text in told]
     if found.kind not in CALM:
         told.append(("Hyperparameters", "; ".join(attrs["changes"]) or "none changed in the window"))
     if not told:
@@ -310,31 +307,40 @@ def _instruments(found: FlightExplanation) -> list[str]:
     return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>")]
 
 
+def _numbers(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
+    """The steps of which there is a number to show."""
+    known = [c for c in culprits if c.role or not math.isnan(c.predicted)]
+    return [section("Every step, in numbers", _table(found, known))] if known else []
+
+
 def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     attrs = found.data.attrs
-    tried = any(c.role for c in culprits)
-    columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else []), "predicted"]
-    channels = inside.CHANNELS if attrs["linear_ok"] else {}  # parts of what means nothing would not either
-    columns += [f"in {label}" for label, _ in channels.values()]
+    tried, predicted = any(c.role for c in culprits), any(not math.isnan(c.predicted) for c in culprits)
+    columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else [])]
+    # parts of what means nothing would not either
+    channels = [name for name in inside.CHANNELS if attrs["linear_ok"]] if predicted else []
+    columns += [*(["predicted"] if predicted else []), *(f"in {inside.CHANNELS[name][0]}" for name in channels)]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
-    rows = "\n".join(_row(culprit, tried, channels) for culprit in culprits[:ROWS])
-    order = "The blamed first, then by what is left of the event, then as predicted." if tried else "As predicted."
+    rows = "\n".join(_row(culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
+    order = ["The blamed first, then by what is left of the event"] if tried else []
+    order += ["then as predicted" if tried else "As predicted"] if predicted else []
     return (
         "<div class='wide'><table class='sortable'>\n<caption>What each step added to the loss of step "
-        f"{attrs['step']}, {COMPARED[attrs['ranked_by']]}; positive numbers raised it. {order} Click a column to "
-        "sort.</caption>\n"
+        f"{attrs['step']}, {COMPARED[attrs['ranked_by']]}; positive numbers raised it. {', '.join(order)}. Click a "
+        "column to sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
 
 
-def _row(culprit: Culprit, tried: bool, channels: Iterable[str]) -> str:
+def _row(culprit: Culprit, tried: bool, predicted: bool, channels: Iterable[str]) -> str:
     link = f'<a href="#step-{culprit.step}">{culprit.step}</a>'
     cells = [f'<td data-value="{culprit.step}" class="number">{link}</td>', number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
         cells += [number(culprit.left, _share(culprit.left)), _number(culprit.measured)]
-    cells += [_number(culprit.predicted), *(_number(culprit.channels[name]) for name in channels)]
+    cells += [_number(culprit.predicted)] if predicted else []
+    cells += [_number(culprit.channels[name]) for name in channels]
     return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
 
 

@@ -54,11 +54,10 @@ def step_list(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Sec
     tried = [_earlier(found, c, culprits) for c in culprits if c.role]
     rest = [_earlier(found, c, culprits) for c in culprits if not c.role]
     parts = [*own, *tried]
-    if rest and tried:
-        rest = [
-            "<details class='more'><summary>The "
-            f"{len(rest)} steps without which nothing was run again</summary>\n{_lines(rest)}\n</details>"
-        ]
+    if rest:
+        which = "without which nothing was run again" if tried else "before it: nothing was run again without any"
+        count = f"The {len(rest)} steps" if len(rest) > 1 else "The step"
+        rest = [f"<details class='more'><summary>{count} {which}</summary>\n{_lines(rest)}\n</details>"]
     return [section("Step by step", _lines([*parts, *rest]))] if parts or rest else []
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .figures import COLOURS, FAINT, style
+from .looks import COLOURS, FAINT, style, zero_line
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -34,7 +34,7 @@ def emergence_figure(found: FlightExplanation, step: int) -> Figure:
         line={"color": RAISES, "width": 2},
         hovertemplate=f"step {step} added %{{y:+.4g}} to the loss of step %{{x}}<extra></extra>",
     )
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
+    zero_line(figure)
     style(figure, "step whose loss it is", "added to that loss", height=340)
     figure.update_xaxes(dtick=-(-len(curve) // 8))  # none between two steps
     return figure
@@ -92,5 +92,5 @@ def example_figure(culprit: Culprit) -> Figure:
         hovertemplate="example %{x}: %{y:+.4g}<extra></extra>",
     )
     style(figure, f"place in the batch of step {culprit.step}", "its share (predicted)", height=320)
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
+    zero_line(figure)
     return figure

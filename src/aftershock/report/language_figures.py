@@ -9,10 +9,10 @@ from ..results.statistics import across_candidates
 from ..studies.language.candidates import FD, PREDICTIONS, Candidates
 from ..studies.language.finite_differences import consistency, step_curve, step_error
 from ..studies.language.measures import SCORES
+from ..studies.measures import CHANNELS
 from ..studies.paper import TABLES
-from .drawing import Drawing, Frame, lines, positive, short
-from .figures import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, key_above, style
-from .study_figures import CHANNELS, HEIGHT, PAPER_MARK
+from .drawing import HEIGHT, PAPER_MARK, Drawing, Frame, finish, lines, positive, rows_down, short
+from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,10 +71,9 @@ def _steps(found: Candidates) -> Drawing:
     for trace, dash in zip(figure.data[count : count + 2], ("dash", "dot")):
         trace.update(mode="lines", line={"dash": dash, "width": 1.5})
     figure.data[-1].update(line={"width": 3}, marker={"size": 7})
-    style(figure, "finite-difference step ε", "error over the exact tangent", HEIGHT + 60)
+    finish(figure, "finite-difference step ε", "error over the exact tangent", HEIGHT + 60)
     figure.update_xaxes(type="log", tickvals=steps.tolist(), ticktext=[f"1/{1 / s:.0f}" for s in steps])
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    key_above(figure)
+    decades(figure)
     caption = (
         "How far the centred finite differences are from the exact tangent, by their step. Truncation would grow as ε² "
         "to the right and float32 noise as 1/ε to the left (guides). The paper has no exact tangent and selects by the "
@@ -96,9 +95,8 @@ def _exponents(found: Candidates) -> Drawing:
         figure.add_scatter(x=x, y=shown, mode="markers", name=NAMES[answer], marker=marker)
     _add_paper(figure, "text:exp3_exponents", NAMES[FD], shown, "paper (its FD)")
     figure.add_vline(x=2, line={"color": FAINT, "width": 1, "dash": "dash"})
-    style(figure, "exponent p of the error ∝ αᵖ, α ≤ 1/4", "", 130 + 34 * len(shown))
-    _rows(figure, shown)
-    key_above(figure)
+    finish(figure, "exponent p of the error ∝ αᵖ, α ≤ 1/4", "", 130 + 34 * len(shown))
+    rows_down(figure, shown, [name.replace(", ", "<br>", 1) for name in shown])
     caption = (
         "A smooth response has 2 with any derivative that is exact; semilinear, which is second-order, may have 3. "
         "An error of the derivative pulls towards 1, float noise of the exact runs towards 0."
@@ -121,10 +119,9 @@ def _validity(found: Candidates) -> Drawing:
     for trace, answer in zip(figure.data, PREDICTIONS):
         trace.update(line={"dash": STROKES[answer], "width": 2})
     figure.data[-1].update(mode="markers", marker=PAPER_MARK)
-    style(figure, "scale α of the shock", "share of valid candidates", HEIGHT)
-    figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
+    finish(figure, "scale α of the shock", "share of valid candidates")
+    scale_axis(figure, scales.tolist())
     figure.update_yaxes(range=[-0.03, 1.05], tickformat=".0%")
-    key_above(figure)
     caption = "Valid: the median over horizons of the symmetric relative error is at most 0.2."
     return Drawing("fd-validity", "Where the prediction holds", caption, figure, ("systems",), frames)
 
@@ -147,10 +144,9 @@ def _scales(found: Candidates) -> Drawing:
     figure = lines(frames, labels, [*(SHADES[a] for a in PREDICTIONS), FAINT, FAINT])
     for trace, dash in zip(figure.data[3:], ("dash", "dot")):
         trace.update(mode="lines", line={"dash": dash, "width": 1.5})
-    style(figure, "scale α of the shock", "error / response at α = 1", HEIGHT)
-    figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    key_above(figure)
+    finish(figure, "scale α of the shock", "error / response at α = 1")
+    scale_axis(figure, scales.tolist())
+    decades(figure)
     caption = "Size of the error over all horizons, medians over candidates. Below the dotted line is float noise."
     return Drawing("lm-scales", "Error against scale", caption, figure, ("system",), frames)
 
@@ -175,10 +171,9 @@ def _curves(found: Candidates) -> Drawing:
     figure = lines(frames, ["exact", *NAMES.values()], [INK, *(SHADES[a] for a in PREDICTIONS)])
     for trace, answer in zip(figure.data, ("exact", *PREDICTIONS)):
         trace.update(line={"dash": STROKES[answer], "width": 3 if answer == "exact" else 2})
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    style(figure, HORIZON_TITLE, "change of the probe's loss", HEIGHT)
+    zero_line(figure)
+    finish(figure, HORIZON_TITLE, "change of the probe's loss")
     figure.update_yaxes(exponentformat="power")
-    key_above(figure)
     caption = (
         "The exact response to one candidate batch, and what each prediction says; a prediction of more than "
         f"{FRAME} times the largest exact response is left out."
@@ -200,11 +195,10 @@ def _ranking(found: Candidates) -> Drawing:
     figure = lines(frames, ["ours", "paper"], [COLOURS[1], INK])
     figure.data[0].update(mode="markers", marker={"size": 10})
     figure.data[1].update(mode="markers", marker=PAPER_MARK)
-    style(figure, "rank correlation ρ with M", "", 130 + 34 * len(shown))
+    finish(figure, "rank correlation ρ with M", "", 130 + 34 * len(shown))
     figure.update_xaxes(range=[-1.05, 1.05])
     figure.add_vline(x=0, line={"color": FAINT, "width": 1})
-    _rows(figure, shown)
-    key_above(figure)
+    rows_down(figure, shown, [name.replace(", ", "<br>", 1) for name in shown])
     caption = "Does the score order the candidates of a system as the largest change M that they really made?"
     return Drawing("lm-ranking", "Who matters most", caption, figure, ("score",), frames)
 
@@ -220,9 +214,8 @@ def _channels(found: Candidates) -> Drawing:
         for i, name in enumerate(names(found))
     }
     figure = lines(frames, list(CHANNELS.values()), [*COLOURS[1:7], INK])
-    style(figure, HORIZON_TITLE, "|change of the probe's loss|", HEIGHT)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    key_above(figure)
+    finish(figure, HORIZON_TITLE, "|change of the probe's loss|")
+    decades(figure)
     caption = (
         "One candidate's difference let into only some of θ, m and v, then run on exactly. m without its v divides new "
         "gradients by an old second moment, which is tiny for rows of rare tokens."
@@ -236,11 +229,3 @@ def _add_paper(figure: Figure, table: str, column: str, rows: list[str], name: s
     if quoted:
         x, y = [value for _, value in quoted], [row for row, _ in quoted]
         figure.add_scatter(x=x, y=y, mode="markers", name=name, marker=PAPER_MARK)
-
-
-def _rows(figure: Figure, rows: list[str]) -> None:
-    """Names down the side, the first at the top, in two short lines for a telephone."""
-    figure.update_yaxes(
-        range=[len(rows) - 0.5, -0.5], type="category", categoryorder="array", categoryarray=rows,
-        tickvals=rows, ticktext=[row.replace(", ", "<br>", 1) for row in rows],
-    )  # fmt: skip

@@ -10,7 +10,8 @@ from ..results.statistics import across_candidates
 from ..studies.language.candidates import FD, PREDICTIONS, Candidates
 from ..studies.language.finite_differences import consistency, step_curve, step_error
 from ..studies.language.measures import SCORES
-from .axes import finish, grid
+from ..studies.measures import CHANNELS
+from .axes import COLOURS, HORIZON, LOSS, SCALE, finish, grid, key, scale_ticks
 from .language_figures import NAMES, names
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOOKS = {FD: ("#D55E00", "--"), "tangent": ("#E69F00", ":"), "semilinear": ("#CC79A7", "-.")}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
-HORIZON, SCALE = "horizon h (states after the change)", "scale α of the shock"
 ACROSS = 3  # panels in a row
 
 
@@ -51,7 +49,7 @@ def _panels(found: Candidates, draw: Callable[[Axes, Candidates, int], None]) ->
         axis.set_title(name, fontsize=9)
     for i in range(len(shown), axes.size):
         axes[i // across][i % across].set_visible(False)
-    axes[0][0].legend(frameon=False, fontsize=7)
+    key(axes[0][0])
     return figure
 
 
@@ -80,7 +78,7 @@ def _responses(axis: Axes, found: Candidates, i: int) -> None:
     for answer, (colour, dash) in LOOKS.items():
         axis.plot(at["horizon"], at.sel({"answer": answer}), dash, color=colour, label=NAMES[answer])
     axis.axhline(0, color="0.6", lw=0.8)
-    finish(axis, "", HORIZON, "change of the probe's loss")
+    finish(axis, "", HORIZON, LOSS)
 
 
 def _scales(axis: Axes, found: Candidates, i: int) -> None:
@@ -89,8 +87,7 @@ def _scales(axis: Axes, found: Candidates, i: int) -> None:
         axis.loglog(
             error["scale"], error.sel({"answer": answer}), dash, color=colour, marker="o", ms=3, label=NAMES[answer]
         )
-    axis.set_xticks(error["scale"].values, [f"{scale:g}" for scale in error["scale"].values])
-    axis.set_xticks([], minor=True)
+    scale_ticks(axis, error["scale"].values)
     finish(axis, "", SCALE, "NRMSE, median over candidates")
 
 
@@ -99,7 +96,7 @@ def _channels(axis: Axes, found: Candidates, i: int) -> None:
     for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
         row = size.sel(channel=channel)
         axis.semilogy(size["horizon"], row.where(row > 0), color=colour, marker="o", ms=3, label=name)
-    finish(axis, "", HORIZON, "|change of the probe's loss|")
+    finish(axis, "", HORIZON, f"|{LOSS}|")
 
 
 def _validity(found: Candidates) -> Figure:
@@ -110,10 +107,9 @@ def _validity(found: Candidates) -> Figure:
         axes[0][0].semilogx(
             share["scale"], share.sel({"answer": answer}), dash, color=colour, marker="o", ms=3, label=NAMES[answer]
         )
-    axes[0][0].set_xticks(share["scale"].values, [f"{scale:g}" for scale in share["scale"].values])
-    axes[0][0].set_xticks([], minor=True)
+    scale_ticks(axes[0][0], share["scale"].values)
     axes[0][0].set_ylim(-0.03, 1.03)
-    axes[0][0].legend(frameon=False, fontsize=7)
+    key(axes[0][0])
     finish(axes[0][0], "", SCALE, "share of valid candidates")
     return figure
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import study_data
-from .drawing import Drawing, Frame, lines, short
-from .figures import ANSWER_COLOURS, COLOURS, FAINT, HORIZON_TITLE, INK, RULE, key_above, style
+from .drawing import Drawing, Frame, finish, lines, short
+from .looks import ANSWER_COLOURS, COLOURS, FAINT, HORIZON_TITLE, INK, RULE, style
 from .memory_figure import memory_figure
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SOURCES = {"write_in": "write into the state", "smooth": "smooth curvature", "switching": "switched gates"}
 PANELS = ("through one memory alone", "the whole effect, and its prediction", "the same shock under other futures")
-HEIGHT = 660
+TALL = 660  # three panels
 MEMORY_HORIZONS = 40
 
 
@@ -71,7 +71,7 @@ def _overview_figure(frames: Mapping[str, Frame]) -> Figure:
     for i, (look, row) in enumerate(zip(looks, (1, 1, 1, 2, 2, 2, 3))):
         options = {"mode": "lines", **look, "name": first["name"][i]}
         figure.add_scatter(x=first["x"][i], y=first["y"][i], row=row, col=1, **options)
-    style(figure, "", "", HEIGHT)
+    style(figure, "", "", TALL)
     axis = {"gridcolor": RULE, "linecolor": FAINT, "zeroline": True, "zerolinecolor": FAINT, "automargin": True}
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis, exponentformat="power")
@@ -94,9 +94,8 @@ def sources(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     if not frames:
         return
     figure = lines(frames, list(SOURCES.values()), [COLOURS[1], COLOURS[2], COLOURS[3]])
-    style(figure, HORIZON_TITLE, "share of the error", 320)
+    finish(figure, HORIZON_TITLE, "share of the error")
     figure.update_yaxes(range=[-0.02, 1.02])
-    key_above(figure)
     scale = next(iter(settings.values())).attrs["sources_at"]
     caption = (
         f"Sizes of the three parts of the tangent's error at α = {scale:g}, medians over all candidates and systems "

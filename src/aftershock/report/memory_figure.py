@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .figures import COLOURS, FAINT, FONT, HORIZON_TITLE, INK, MARKED, RULE
+from .looks import COLOURS, FAINT, FONT, HORIZON_TITLE, INK, MARKED, RULE
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

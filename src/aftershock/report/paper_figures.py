@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS
+from ..studies.measures import ANSWERS, CHANNELS
 from . import study_data
-from .axes import finish as _finish
-from .axes import grid as _grid
+from .axes import COLOURS, HORIZON, LOSS, SCALE, finish, grid, key, scale_ticks
 from .language_files import language_files
 from .mechanism_figures import SOURCES
 
@@ -23,12 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours can be told apart with every kind of colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LOOKS = {"tangent": ("#E69F00", ":"), "endpoint": ("#0072B2", "--"), "semilinear": ("#CC79A7", "-.")}
-CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
 DOTS = 200  # per inch
-HORIZON, LOSS = "horizon h (states after the change)", "change of the probe's loss"
 CLOUD_SYSTEMS = 12
 
 
@@ -86,7 +81,7 @@ def _figures(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Figure]]:
 
 def _overview(settings: Mapping[str, xr.Dataset]) -> Figure:
     """One shock of one real run: through each memory alone, whole with its prediction, and under other futures."""
-    figure, axes = _grid(len(settings), 3, height=2.3)
+    figure, axes = grid(len(settings), 3, height=2.3)
     for row, (setting, data) in zip(axes, settings.items()):
         one = study_data.overview(data)
         for colour, (name, curve) in zip(COLOURS, one.alone.items()):
@@ -103,9 +98,9 @@ def _overview(settings: Mapping[str, xr.Dataset]) -> Figure:
         titles = ("through one memory alone", "the whole effect", f"{len(one.futures)} other futures")
         for axis, title in zip(row, titles):
             axis.axhline(0, color="0.6", lw=0.8)
-            _finish(axis, f"{setting}: {title}", HORIZON, LOSS if axis is row[0] else "")
+            finish(axis, f"{setting}: {title}", HORIZON, LOSS if axis is row[0] else "")
         for axis in row[:2]:
-            axis.legend(frameon=False, fontsize=7)
+            key(axis)
     return figure
 
 
@@ -113,12 +108,12 @@ def _sources(axis: Axes, data: xr.Dataset) -> None:
     for colour, (part, share) in zip(COLOURS, study_data.source_shares(data).items()):
         axis.plot(share["horizon"], share, color=colour, marker="o", ms=3, label=SOURCES[part])
     axis.set_ylim(-0.02, 1.02)
-    _finish(axis, "", HORIZON, "share of the tangent's error")
+    finish(axis, "", HORIZON, "share of the tangent's error")
 
 
 def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
     """The first candidate of the first system, at a local scale and at full scale."""
-    figure, axes = _grid(2, len(settings), share_y=False)
+    figure, axes = grid(2, len(settings))
     for column, (setting, data) in enumerate(settings.items()):
         scales = data["scale"].values
         for row, scale in enumerate((scales[scales <= 0.125].max(initial=scales.min()), scales.max())):
@@ -127,8 +122,8 @@ def _responses(settings: Mapping[str, xr.Dataset]) -> Figure:
             for answer, (colour, dash) in _answers(data):
                 axis.plot(one["horizon"], one["predicted"].sel({"answer": answer}), dash, color=colour, label=answer)
             axis.axhline(0, color="0.6", lw=0.8)
-            _finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
-    axes[0][0].legend(frameon=False, fontsize=7)
+            finish(axis, f"{setting}, α = {scale:g}", HORIZON, LOSS if column == 0 else "")
+    key(axes[0][0])
     return figure
 
 
@@ -141,9 +136,8 @@ def _error_by_scale(axis: Axes, data: xr.Dataset) -> None:
         axis.loglog(scales, row["error"], dash, color=colour, marker="o", ms=3, label=label)
     start = float(found["error"].sel({"answer": "tangent"})[0])
     axis.loglog(scales, start * (scales / scales[0]) ** 2, color="0.6", lw=0.8, label="slope 2")
-    axis.set_xticks(scales, [f"{scale:g}" for scale in scales])
-    axis.set_xticks([], minor=True)
-    _finish(axis, "", "scale α of the shock", "error over the response at α = 1")
+    scale_ticks(axis, scales)
+    finish(axis, "", SCALE, "error over the response at α = 1")
 
 
 def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
@@ -151,18 +145,18 @@ def _error_by_horizon(axis: Axes, data: xr.Dataset) -> None:
     for answer, (colour, dash) in _answers(data):
         row = found.sel({"answer": answer})
         axis.semilogy(found["horizon"], row.where(row > 0), dash, color=colour, label=answer)
-    _finish(axis, "", HORIZON, "error over the response's size, α = 1")
+    finish(axis, "", HORIZON, "error over the response's size, α = 1")
 
 
 def _exponents(settings: Mapping[str, xr.Dataset]) -> Figure:
-    figure, axes = _grid(1, 1)
+    figure, axes = grid(1, 1)
     for colour, (setting, data) in zip(COLOURS, settings.items()):
         found = study_data.exponents_by_horizon(data)
         axes[0][0].plot(found["horizon"], found["median"], color=colour, marker="o", ms=3, label=setting)
         axes[0][0].fill_between(found["horizon"], found["q25"], found["q75"], color=colour, alpha=0.15, lw=0)
     axes[0][0].axhline(2, color="0.6", lw=0.8, ls="--")
-    axes[0][0].legend(frameon=False, fontsize=7)
-    _finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
+    key(axes[0][0])
+    finish(axes[0][0], "", HORIZON, "exponent p of the tangent's error")
     return figure
 
 
@@ -171,14 +165,14 @@ def _switches(axis: Axes, data: xr.Dataset) -> None:
     for colour, scale in zip(_ramp(found.sizes["scale"]), found["scale"].values):
         row = found.sel(scale=scale)
         axis.semilogy(found["horizon"], row.where(row > 0), color=colour, marker="o", ms=3, label=f"α = {scale:g}")
-    _finish(axis, "", HORIZON, "share of gates that differ")
+    finish(axis, "", HORIZON, "share of gates that differ")
 
 
 def _channels(axis: Axes, data: xr.Dataset, variable: str) -> None:
     size = study_data.typical_size(data[variable])
     for colour, (channel, name) in zip(COLOURS, CHANNELS.items()):
         axis.plot(size["horizon"], size.sel(channel=channel), color=colour, label=name)
-    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+    finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
 def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str, ending: str = "") -> None:
@@ -187,13 +181,13 @@ def _persistence(axis: Axes, data: xr.Dataset, channel: str, number: str, ending
     for colour, decay in zip(_ramp(len(decays)), decays):
         row = size.sel({f"decay_{channel}": decay})
         axis.semilogy(size["horizon"], row.where(row > 0), color=colour, label=f"{number} = {decay:g}")
-    _finish(axis, "", HORIZON, f"median |{LOSS}|")
+    finish(axis, "", HORIZON, f"median |{LOSS}|")
 
 
 def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
     """Full ISO and endpoint-exact against M, a row per family of candidates."""
     families = list(dict.fromkeys(str(f) for data in settings.values() for f in data["family"].values))
-    figure, axes = _grid(len(families), len(settings))
+    figure, axes = grid(len(families), len(settings))
     for column, (setting, data) in enumerate(settings.items()):
         for row, family in enumerate(families):
             axis = axes[row][column]
@@ -206,9 +200,9 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
                     cloud = clouds[answer]
                     label = f"{ANSWERS[answer]}: ρ = {cloud.rho:.3f}"
                     axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
-            axis.legend(frameon=False, fontsize=7)
+            key(axis)
             _plain_decades(axis)
-            _finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
+            finish(axis, f"{setting}, {family}", "score over its system's median", "M over its system's median")
     return figure
 
 
@@ -221,7 +215,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
     names = list(dict.fromkeys(getattr(point, rows) for point in points))
     across = min(len(panels), 4)
     down = math.ceil(len(panels) / across)
-    figure, axes = _grid(down, across, height=1.2 + 0.28 * len(names))
+    figure, axes = grid(down, across, height=1.2 + 0.28 * len(names))
     for i, panel in enumerate(panels):
         axis = axes[i // across][i % across]
         some = [p for p in points if getattr(p, by) == panel and not math.isnan(p.middle)]
@@ -233,7 +227,7 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
         axis.plot([q for q, _ in quoted], [place for _, place in quoted], "D", mfc="none", mec="black", label="paper")
         axis.set_yticks(range(len(names)), names if i % across == 0 else [""] * len(names))
         axis.set_ylim(len(names) - 0.5, -0.5)
-        _finish(axis, panel, title, "")
+        finish(axis, panel, title, "")
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
     )
@@ -245,11 +239,11 @@ def _dots(points: Sequence[study_data.Point], by: str, rows: str, title: str) ->
 
 def _panels(settings: Mapping[str, xr.Dataset], draw: Any) -> Figure:
     """One panel per setting, the key in each: slopes differ."""
-    figure, axes = _grid(1, len(settings))
+    figure, axes = grid(1, len(settings))
     for axis, (setting, data) in zip(axes[0], settings.items()):
         draw(axis, data)
         axis.set_title(setting, fontsize=9)
-        axis.legend(frameon=False, fontsize=7)
+        key(axis)
     return figure
 
 

@@ -34,12 +34,10 @@ def write_response_page(
     *,
     title: str = "What the change did to the run",
     story: Sequence[str] | str | None = None,
-    library: Path | None = None,
 ) -> Path:
     """Write verdict, curves, summaries, certificate and provenance as one HTML file, whole or not at all.
 
     story: paragraphs to show under the verdict; one that has line breaks is shown as it stands.
-    library: a file of the plotting library that several pages share; without it the page carries the library.
     """
     told = [story] if isinstance(story, str) else list(story or [])
     sections = [
@@ -50,7 +48,7 @@ def write_response_page(
         section("How far to trust it", findings(response.certificate), *_error_plots(response)),
         section("Where this comes from", _provenance(response)),
     ]
-    return write_page(Path(path), title, sections, library=library)
+    return write_page(Path(path), title, sections)
 
 
 def _paragraph(text: str) -> str:

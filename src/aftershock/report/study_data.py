@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..results.statistics import across_systems, error_exponents
+from ..results.fidelity import error_exponents
+from ..results.statistics import across_systems
 from ..results.summaries import summarize
 from ..studies.cifar.measures import output_shares
 from ..studies.future_measures import futures
-from ..studies.measures import LOCAL, NAMES, exponents, nested, rankings
+from ..studies.measures import ALONE, LOCAL, NAMES, Results, exponents, nested, rankings
 from ..studies.paper import TABLES
 from ..studies.verdicts import spread
 from ..theory.frozen import FrozenMemory
@@ -18,9 +19,6 @@ from ..theory.frozen import FrozenMemory
 if TYPE_CHECKING:
     import xarray as xr
 
-Results = Mapping[str, "xr.Dataset"]
-
-ALONE = {"θ": "100", "m": "010", "v": "001"}
 WHOLE = ("exact", "predicted", "channel_exact", "future_response")  # what the overview is drawn from
 PREDICTIONS = ("tangent", "endpoint", "semilinear")  # endpoint-exact is an ablation of the quadratic study alone
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS
+from ..studies.measures import ANSWERS, CHANNELS
 from . import mechanism_figures, study_data
-from .drawing import Drawing, Frame, add_band, lines, positive, ramp, short
-from .figures import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, key_above, style
+from .drawing import PAPER_MARK, Drawing, Frame, add_band, finish, lines, positive, ramp, rows_down, short
+from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,17 +24,6 @@ LINEAR = {
     "endpoint": "endpoint-exact only the propagation",
     "semilinear": "semilinear only the network's gradient",
 }
-CHANNELS = {
-    "100": "θ",
-    "010": "m",
-    "001": "v",
-    "110": "θ, m",
-    "101": "θ, v",
-    "011": "m, v",
-    "111": "θ, m, v",
-}
-PAPER_MARK = {"symbol": "diamond-open", "size": 10, "color": INK}
-HEIGHT = 320  # two of them fit on a sheet of paper
 
 
 def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
@@ -88,10 +77,9 @@ def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
         del frame["x"]  # the same horizons for every choice
     for trace in figure.data:
         trace.update(line={"dash": PREDICTION_DASHES[trace.name], "width": 3 if trace.name == "exact" else 2})
-    figure.add_hline(y=0, line={"color": FAINT, "width": 1})
-    style(figure, HORIZON_TITLE, "change of the probe's loss", HEIGHT)
+    zero_line(figure)
+    finish(figure, HORIZON_TITLE, "change of the probe's loss")
     figure.update_yaxes(exponentformat="power")
-    key_above(figure)
     caption = (
         "The exact response to one candidate and what each answer predicts. Choose the probe or network, the system, "
         f"the candidate and the scale α of the shock ({SHOWN_SYSTEMS} systems and {SHOWN_CHANGES} candidates are here)."
@@ -119,10 +107,9 @@ def _scales(settings: Mapping[str, xr.Dataset]) -> Drawing:
         }
     figure = lines(frames, [*answers, "slope 2"], [*(PREDICTION_COLOURS[m] for m in answers), FAINT])
     figure.data[-1].update(line={"dash": "dash", "width": 1.5}, mode="lines")
-    style(figure, "scale α of the shock", "error over the response at α = 1", HEIGHT)
-    figure.update_xaxes(type="log", tickvals=scales.tolist(), ticktext=[f"{s:g}" for s in scales])
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    key_above(figure)
+    finish(figure, "scale α of the shock", "error over the response at α = 1")
+    scale_axis(figure, scales.tolist())
+    decades(figure)
     caption = (
         "Size of the error over all horizons, medians over candidates and systems; slopes are fitted over α ≤ 1/4. "
         "A second-order remainder has slope 2."
@@ -142,9 +129,8 @@ def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
                 "y": [positive(at.sel({"answer": m}).values) for m in answers],
             }
     figure = lines(frames, answers, [PREDICTION_COLOURS[m] for m in answers])
-    style(figure, HORIZON_TITLE, "error over the response's size", HEIGHT)
+    finish(figure, HORIZON_TITLE, "error over the response's size")
     figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
-    key_above(figure)
     caption = f"Where the error comes from: {'; '.join(LINEAR[m] for m in answers)}."
     return Drawing("sources", "Where the error comes from", caption, figure, ("setting", "scale"), frames)
 
@@ -157,8 +143,7 @@ def _exponents(settings: Mapping[str, xr.Dataset]) -> Drawing:
         found = study_data.exponents_by_horizon(data)
         add_band(figure, setting, found, COLOURS[i])
     figure.add_hline(y=2, line={"color": FAINT, "width": 1, "dash": "dash"})
-    style(figure, HORIZON_TITLE, "exponent p of the tangent's error ∝ αᵖ", HEIGHT)
-    key_above(figure)
+    finish(figure, HORIZON_TITLE, "exponent p of the tangent's error ∝ αᵖ")
     caption = "Medians over systems with their quartiles. A smooth system has 2; switching gates pull it down."
     return Drawing("exponents", "Error exponent by horizon", caption, figure)
 
@@ -174,9 +159,8 @@ def _switches(settings: Mapping[str, xr.Dataset]) -> Drawing:
             "y": [positive(found.sel(scale=s).values) for s in scales],
         }
     figure = lines(frames, [f"α = {s:g}" for s in scales], ramp(len(scales)))
-    style(figure, HORIZON_TITLE, "share of gates that differ", HEIGHT)
+    finish(figure, HORIZON_TITLE, "share of gates that differ")
     figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
-    key_above(figure)
     caption = "Share of ReLU gates that the shock has switched, median over candidates and systems."
     choices = ("setting",) if len(frames) > 1 else ()
     return Drawing("switches", "Switched gates", caption, figure, choices, frames if choices else {})
@@ -195,10 +179,9 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
                 }
     figure = lines(frames, [""], [COLOURS[1]])
     figure.data[0].update(mode="markers", marker={"size": 6, "opacity": 0.6}, showlegend=True)
-    style(figure, "score over its system's median", "M over its system's median", HEIGHT)
+    finish(figure, "score over its system's median", "M over its system's median")
     figure.update_xaxes(type="log", dtick="D2")
     figure.update_yaxes(type="log", dtick="D2")
-    key_above(figure)
     caption = (
         f"Every candidate of {CLOUD_SYSTEMS} systems: its score against the largest change M that it really made. "
         "ρ is the median over all systems of the rank correlation inside each."
@@ -218,9 +201,8 @@ def _channels(settings: Mapping[str, xr.Dataset]) -> Drawing:
                     "y": [short(size.sel(channel=c).values) for c in CHANNELS],
                 }
     figure = lines(frames, list(CHANNELS.values()), [*COLOURS[1:7], INK])
-    style(figure, HORIZON_TITLE, "median |change of the probe's loss|", HEIGHT)
+    finish(figure, HORIZON_TITLE, "median |change of the probe's loss|")
     figure.update_yaxes(exponentformat="power")
-    key_above(figure)
     caption = (
         "The shock's difference let into only some of θ, m and v, then run on exactly: the parameters act early, "
         "the first moment later, the second moment longest."
@@ -247,9 +229,8 @@ def _persistence(settings: Mapping[str, xr.Dataset]) -> Drawing:
         frame["x"], frame["y"] = frame["x"] + [[]] * missing, frame["y"] + [[]] * missing
         frame["name"] += [" "] * missing
     figure = lines(frames, [""] * most, ramp(most))
-    style(figure, HORIZON_TITLE, "median |change of the probe's loss|", HEIGHT)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
-    key_above(figure)
+    finish(figure, HORIZON_TITLE, "median |change of the probe's loss|")
+    decades(figure)
     caption = (
         "The same first displacement under another decay: a longer memory makes the effect larger and later. "
         "How the paper matches the displacement of v is not known."
@@ -309,11 +290,7 @@ def _dot_plot(frames: Mapping[str, Frame], rows: Sequence[str], title: str, exte
         error_x={"type": "data", "symmetric": False, "thickness": 1.5, "width": 4, **ends},
     )
     figure.data[1].update(mode="markers", marker=PAPER_MARK)
-    style(figure, title, "", 130 + 38 * len(rows))
+    finish(figure, title, "", 130 + 38 * len(rows))
     figure.update_xaxes(range=list(extent))
-    figure.update_yaxes(range=[len(rows) - 0.5, -0.5], type="category", categoryorder="array", categoryarray=rows)
-    # two short lines leave a telephone some room for the dots
-    broken = [row.replace("; ", "<br>").replace(" (ours)", "<br>(ours)") for row in rows]
-    figure.update_yaxes(tickvals=list(rows), ticktext=broken)
-    key_above(figure)
+    rows_down(figure, rows, [row.replace("; ", "<br>").replace(" (ours)", "<br>(ours)") for row in rows])
     return figure

@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..studies.cells import Cell
 from ..studies.paper import TABLES
 from ..studies.replication import CALIBRATION
-from ..studies.tables import LEGEND, Cell, agreement, by_table, mark, provenance, table_line, verdict
+from ..studies.tables import LEGEND, agreement, by_table, mark, provenance, table_line, verdict
 from ..studies.verdicts import RULES
 from .drawing import Drawing
 from .language_figures import language_drawings
@@ -57,7 +58,7 @@ def write_study_page(
 def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     """Partial runs, the machine and the seed, in a line."""
     found = agreement(cells)
-    parts = [f"{made['systems']} systems", f"seeds {made['seeds']}"]
+    parts = [f"{made['systems']} systems ({made['systems_of_each']})", f"seeds {made['seeds']}"]
     machines = made.get("machines")
     if isinstance(machines, list):
         names = {str(m.get("gpu") or m.get("processor") or m.get("machine")) for m in machines}

@@ -1,4 +1,4 @@
-"""How far each answer may be trusted: errors against the exact pair, thresholds, and findings as data and words.
+"""How far each answer may be trusted: its errors against thresholds, and findings as data and words.
 
 A finding is data first: its level, and the number that decided it beside its threshold. Pages and terminals take
 their colours from the level; the sentence is for people, and no code reads it.
@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from .fidelity import TINY, VALID, nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
 from .summaries import diverged_at, finite
 
 if TYPE_CHECKING:
     import xarray as xr
 
 Level = Literal["note", "ok", "care", "bad"]  # from harmless to bad
-TINY = 1e-30
 SHOWN = 4  # names in one sentence
 
 
@@ -29,7 +29,7 @@ class Trust:
     0.1
     """
 
-    symmetric_error: float = 0.2  # the paper's bar for a valid horizon or scale (eq:app_validity_radius)
+    symmetric_error: float = VALID  # the paper's bar
     # The paper has no bar for the numbers below; they are our judgement.
     nrmse: float = 0.2  # the same fifth, over all horizons together: sizes can be read off
     careful_nrmse: float = 0.5  # beyond it half of the response is error, and only its rough size is left
@@ -100,115 +100,6 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-# --- errors of a prediction
-
-
-def symmetric_error(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """Error of each number between 0 (equal) and 1 (another sign, or infinitely far off).
-
-    e = |d − d̂| / (|d| + |d̂| + 1e−30)    (eq:app_relative_error)
-
-    NaN where the exact number is not finite, or a prediction is missing (NaN): there is nothing to compare.
-
-    exact, predicted: d and d̂, of shapes that fit each other.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([1.0, 2.0, -4.0, float("inf")], dims="horizon")
-    >>> predicted = xr.DataArray([1.0, 1.0, 4.0, 8.0], dims="horizon")
-    >>> symmetric_error(exact, predicted).round(2).values.tolist()
-    [0.0, 0.33, 1.0, nan]
-    """
-    exact, bounded = exact.where(finite(exact)), predicted.where(finite(predicted))
-    error = abs(exact - bounded) / (abs(exact) + abs(bounded) + TINY)
-    return error.where(abs(predicted) != math.inf, 1.0).where(exact.notnull())
-
-
-def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """Error over all horizons together, relative to the size of the exact response: 0 is equal, 1 is as bad as zero.
-
-    (Σ_h (d − d̂)² / Σ_h d²)^½ over the horizons at which d is finite    (eq:app_nrmse)
-
-    NaN where the exact response is zero throughout, and where a prediction is missing (NaN) at one of the horizons.
-
-    exact, predicted: d and d̂ with a dimension `horizon`.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([3.0, 4.0], dims="horizon")
-    >>> float(nrmse(exact, 1.5 * exact))
-    0.5
-    """
-    return relative_error(exact, predicted, ["horizon"])
-
-
-def relative_error(exact: xr.DataArray, predicted: xr.DataArray, over: list[str]) -> xr.DataArray:
-    """(Σ (d − d̂)² / Σ d²)^½ with both sums over the dimensions `over`, where d is finite.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
-    >>> float(relative_error(exact, exact + 1.0, ["change", "horizon"]))
-    0.4
-    """
-    import numpy as np
-
-    known = finite(exact)
-    exact = exact.where(known)
-    with np.errstate(over="ignore"):  # a prediction that has run away is infinitely wrong
-        miss = ((exact - predicted) ** 2).where(known, 0.0).sum(over, skipna=False)
-        size = (exact**2).sum(over)
-        return (miss / size.where(size > 0)) ** 0.5
-
-
-def sign_agreement(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:
-    """Share of horizons at which the predicted sign is the exact one.
-
-    Counted are the horizons at which the exact response is finite and above float noise; NaN where there is none.
-
-    exact, predicted: with a dimension `horizon`. noise: the size below which a response has no sign.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([1.0, -1.0, 1e-9], dims="horizon")
-    >>> predicted = xr.DataArray([0.5, 0.5, -1.0], dims="horizon")
-    >>> float(sign_agreement(exact, predicted, xr.DataArray(1e-6)))
-    0.5
-    """
-    counted = (abs(exact) > noise) & finite(exact)
-    return ((exact * predicted > 0) & counted).sum("horizon") / counted.sum("horizon")
-
-
-def trusted_horizon(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> xr.DataArray:
-    """The last horizon up to which every symmetric error stays within the bar; 0 where the first fails.
-
-    error: of `symmetric_error`, with a dimension and coordinate `horizon`.
-
-    >>> import xarray as xr
-    >>> error = xr.DataArray([0.1, 0.15, 0.5, 0.1], dims="horizon", coords={"horizon": [1, 2, 3, 4]})
-    >>> int(trusted_horizon(error))
-    2
-    """
-    good = (error <= bar).astype(int).cumprod("horizon")
-    return (good * error["horizon"]).max("horizon")
-
-
-def validity_radius(error: xr.DataArray, bar: float = TRUST.symmetric_error) -> xr.DataArray:
-    """The largest scale run whose median symmetric error over horizons is within the bar; 0 where none is.
-
-    α* = max {α : median_h e_h(α) ≤ 0.2}, on the grid of scales that were run (eq:app_validity_radius)
-
-    error: of `symmetric_error`, with dimensions `horizon` and `scale` and the scales as a coordinate.
-
-    >>> import xarray as xr
-    >>> error = xr.DataArray([[0.01, 0.1], [0.2, 0.6]], dims=("scale", "horizon"), coords={"scale": [0.5, 1.0]})
-    >>> float(validity_radius(error))
-    0.5
-    """
-    known = error.notnull().any("horizon")  # a scale with nothing to compare is not valid
-    valid = error.where(known, math.inf).median("horizon") <= bar
-    return (valid * error["scale"]).max("scale")
-
-
-# --- the certificate of a response
 
 
 def certify(data: xr.Dataset, trust: Trust = TRUST) -> Certificate:
@@ -344,8 +235,8 @@ def _refused(data: xr.Dataset) -> list[Finding]:
     return [Finding("note", "refused", "answers", None, None, sentence)] if reason else []
 
 
-def is_noise(exact: xr.DataArray, floor: xr.DataArray, trust: Trust = TRUST) -> xr.DataArray:
-    """Where an exact response is not clearly above what rounding does, so that it has no sign; an exact 0 is none.
+def is_noise(exact: xr.DataArray, floor: xr.DataArray) -> xr.DataArray:
+    """Where an exact response is not clearly above what rounding does, so that it has no sign. 0 itself is not noise.
 
     exact: with a dimension `horizon`. floor: the scatter of rounding, by horizon or one number.
 
@@ -353,7 +244,7 @@ def is_noise(exact: xr.DataArray, floor: xr.DataArray, trust: Trust = TRUST) -> 
     >>> is_noise(xr.DataArray([0.0, 1e-9, 1.0], dims="horizon"), xr.DataArray(1e-9)).values.tolist()
     [False, True, False]
     """
-    return (abs(exact) <= trust.noise_margin * floor) & (exact != 0)
+    return (abs(exact) <= TRUST.noise_margin * floor) & (exact != 0)
 
 
 def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from ..errors import InvalidInput
 from .files import load_dataset, save_dataset
 
 if TYPE_CHECKING:
@@ -47,3 +48,11 @@ class LabelledResult:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def require_dimension(values: xr.DataArray, dim: str) -> None:
+    """Refuse values that have nothing along a dimension that is to be reduced."""
+    if dim not in values.dims:
+        raise InvalidInput(f"these values have no dimension {dim!r}; they have {', '.join(map(str, values.dims))}")
+    if values.sizes[dim] == 0:
+        raise InvalidInput(f"there is nothing along {dim!r}")

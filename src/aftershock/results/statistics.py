@@ -13,18 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
-from .certificate import nrmse, relative_error, symmetric_error, validity_radius
-from .summaries import summarize
+from .labelled import require_dimension
 
 if TYPE_CHECKING:
     import numpy as np
     import xarray as xr
-
-__all__ = [
-    "across_candidates", "across_systems", "aggregate", "coefficient_of_variation", "compare_answers",
-    "error_exponents", "extremum_sign_accuracy", "holm", "median_interval", "nrmse", "pooled_nrmse", "spearman",
-    "symmetric_error", "validity_radius", "variance",
-]  # fmt: skip
 
 FEWEST = 3  # candidates below which a rank correlation says nothing
 ROUNDING = 1e-9  # numbers that differ by less than this share of their size are tied
@@ -43,7 +36,7 @@ def across_candidates(values: xr.DataArray) -> xr.DataArray:
     >>> across_candidates(xr.DataArray([[1.0, 5.0, 2.0], [4.0, 4.0, 9.0]], dims=("system", "change"))).values.tolist()
     [2.0, 4.0]
     """
-    _need(values, "change")
+    require_dimension(values, "change")
     return _median(values, "change")
 
 
@@ -59,7 +52,7 @@ def across_systems(values: xr.DataArray) -> xr.Dataset:
     """
     import xarray as xr
 
-    _need(values, "system")
+    require_dimension(values, "system")
     low, high = (_quiet(values.quantile, q, "system").drop_vars("quantile") for q in (0.25, 0.75))
     counted = values.notnull().sum("system")
     return xr.Dataset(
@@ -92,17 +85,6 @@ def aggregate(values: xr.DataArray) -> xr.Dataset:
     return across_systems(across_candidates(values) if "change" in values.dims else values)
 
 
-def variance(values: xr.DataArray, dim: str) -> xr.DataArray:
-    """Population variance along a dimension, Σ (x − x̄)² / n.
-
-    >>> import xarray as xr
-    >>> float(variance(xr.DataArray([1.0, 3.0], dims="future"), "future"))
-    1.0
-    """
-    _need(values, dim)
-    return values.var(dim, ddof=0)
-
-
 def coefficient_of_variation(values: xr.DataArray, dim: str) -> xr.DataArray:
     """How much values spread, relative to their size: population standard deviation over |mean|.
 
@@ -112,78 +94,12 @@ def coefficient_of_variation(values: xr.DataArray, dim: str) -> xr.DataArray:
     >>> float(coefficient_of_variation(xr.DataArray([1.0, 3.0], dims="future"), "future"))
     0.5
     """
+    require_dimension(values, dim)
     mean = abs(values.mean(dim))
-    return variance(values, dim) ** 0.5 / mean.where(mean > 0)
+    return values.var(dim, ddof=0) ** 0.5 / mean.where(mean > 0)
 
 
-# --- errors
-
-
-def pooled_nrmse(exact: xr.DataArray, predicted: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
-    """(Σ (d − d̂)² / Σ d²)^½ with both sums over all of `over`: ("scale", "horizon"), ("change", "horizon"), …
-
-    Large responses weigh more than in a mean of `nrmse`. Where d is not finite it is left out of both sums. NaN where
-    every exact response is zero, or a prediction is missing (NaN) where there is an exact response.
-
-    exact, predicted: d and d̂. over: the dimensions of the sums.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
-    >>> float(pooled_nrmse(exact, exact + 1.0, ("change", "horizon")))
-    0.4
-    """
-    for dim in over:
-        _need(exact, dim)
-    return relative_error(exact, predicted, list(over))
-
-
-def error_exponents(exact: xr.DataArray, predicted: xr.DataArray, limit: float) -> xr.Dataset:
-    """p_h of |d(α) − d̂(α)| ∝ α^p: least squares of log|error| on log α over the scales 0 < α ≤ `limit`.
-
-    2 where the remainder is quadratic. Gives `exponent`, `intercept`, `r_squared`, the number of `scales` fitted and
-    `reason`. Undefined where an error is exactly zero or not finite; R² also where all errors are equal.
-
-    exact, predicted: d and d̂ with a dimension and coordinate `scale`. limit: the largest scale that is fitted.
-
-    >>> import xarray as xr
-    >>> scale = xr.DataArray([0.125, 0.25, 1.0], dims="scale", coords={"scale": [0.125, 0.25, 1.0]})
-    >>> found = error_exponents(scale + 3 * scale**2, scale, limit=0.25)
-    >>> round(float(found["exponent"]), 6), int(found["scales"])
-    (2.0, 2)
-    """
-    import numpy as np
-    import xarray as xr
-
-    _need(exact, "scale")
-    scales = exact["scale"].values
-    local = np.flatnonzero((scales > 0) & (scales <= limit))
-    if len(np.unique(scales[local])) < 2:
-        raise InvalidInput(f"an exponent needs two scales at least in (0, {limit:g}]; got {scales.tolist()}")
-    error = abs(exact - predicted).isel(scale=local).transpose("scale", ...)
-    flat = error.values.reshape(len(local), -1)
-    usable = (np.isfinite(flat) & (flat > 0)).all(0)
-    fits = np.full((3, flat.shape[1]), np.nan)
-    if usable.any():
-        fits[:, usable] = _line(np.log(scales[local]), np.log(flat[:, usable]))
-    rest, sizes = error.dims[1:], error.shape[1:]
-    reason = np.where(usable, "", "an error is exactly zero or not finite: it has no logarithm")
-    found = {name: (rest, row.reshape(sizes)) for name, row in zip(("exponent", "intercept", "r_squared"), fits)}
-    coords = {name: c for name, c in error.coords.items() if "scale" not in c.dims}
-    return xr.Dataset({**found, "reason": (rest, reason.reshape(sizes)), "scales": len(local)}, coords)
-
-
-def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Slope, intercept and R² of each column of y on x."""
-    import numpy as np
-
-    slope, intercept = np.polyfit(x, y, 1)
-    left = ((y - intercept - np.outer(x, slope)) ** 2).sum(0)
-    spread = ((y - y.mean(0)) ** 2).sum(0)
-    flat = spread <= (1e-14 * abs(y).max(0)) ** 2  # equal but for rounding
-    return np.stack([slope, intercept, np.where(flat, np.nan, 1 - left / np.where(flat, 1.0, spread))])
-
-
-# --- rankings and signs
+# --- rankings
 
 
 def rank_correlation(a: np.typing.ArrayLike, b: np.typing.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -246,34 +162,13 @@ def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
     import xarray as xr
 
     for values in (score, target):
-        _need(values, "change")
+        require_dimension(values, "change")
         if values.sizes["change"] < FEWEST:
             raise InvalidInput(f"a rank correlation needs {FEWEST} candidates at least; got {values.sizes['change']}")
     rho, reason = xr.apply_ufunc(
         rank_correlation, score, target, input_core_dims=[["change"], ["change"]], output_core_dims=[[], []]
     )
     return xr.Dataset({"rho": rho, "reason": reason.astype(str)})
-
-
-def extremum_sign_accuracy(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
-    """Share of candidates whose predicted sign is the exact one, each at its own peak horizon.
-
-    Candidates whose exact response is zero throughout have no sign, and ones with a NaN are not known: they are left
-    out, and the share is NaN where none remains.
-
-    exact, predicted: with dimensions `change` and `horizon`.
-
-    >>> import xarray as xr
-    >>> horizon = {"horizon": [1, 2]}
-    >>> exact = xr.DataArray([[0.1, -2.0], [1.0, 0.5]], dims=("change", "horizon"), coords=horizon)
-    >>> predicted = xr.DataArray([[-3.0, 0.1], [-1.0, 0.5]], dims=("change", "horizon"), coords=horizon)
-    >>> float(extremum_sign_accuracy(exact, predicted))
-    0.5
-    """
-    _need(exact, "change")
-    signs = [summarize(response.fillna(0.0))["peak_sign"] for response in (exact, predicted)]
-    known = exact.notnull().all("horizon") & predicted.notnull().all("horizon") & (signs[0] != 0)
-    return (signs[0] == signs[1]).where(known).mean("change").rename("extremum_sign_accuracy")
 
 
 # --- comparisons over systems
@@ -298,8 +193,8 @@ def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str 
     import numpy as np
     from scipy import stats
 
-    _need(values, "system")
-    _need(values, "answer")
+    require_dimension(values, "system")
+    require_dimension(values, "answer")
     names = values["answer"].values.tolist()
     if reference not in names or len(names) < 2:
         raise InvalidInput(f"nothing to compare {reference!r} with: the answers are {', '.join(map(str, names))}")
@@ -355,7 +250,7 @@ def median_interval(values: xr.DataArray, generator: np.random.Generator, level:
     import numpy as np
     from scipy import stats
 
-    _need(values, "system")
+    require_dimension(values, "system")
     if not 0 < level < 1:
         raise InvalidInput(f"the level of an interval lies between 0 and 1; got {level}")
 
@@ -372,13 +267,6 @@ def median_interval(values: xr.DataArray, generator: np.random.Generator, level:
 
 
 # --- labels
-
-
-def _need(values: xr.DataArray, dim: str) -> None:
-    if dim not in values.dims:
-        raise InvalidInput(f"these values have no dimension {dim!r}; they have {', '.join(map(str, values.dims))}")
-    if values.sizes[dim] == 0:
-        raise InvalidInput(f"there is nothing along {dim!r}")
 
 
 def _median(values: xr.DataArray, dim: str) -> xr.DataArray:

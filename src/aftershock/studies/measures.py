@@ -10,8 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ..results.certificate import nrmse, sign_agreement, symmetric_error, validity_radius
-from ..results.statistics import across_candidates, error_exponents, extremum_sign_accuracy, spearman
+from ..results.fidelity import (
+    error_exponents,
+    extremum_sign_accuracy,
+    nrmse,
+    sign_agreement,
+    symmetric_error,
+    validity_radius,
+)
+from ..results.statistics import across_candidates, spearman
 from ..results.summaries import summarize
 from .verdicts import Measure
 
@@ -43,6 +50,8 @@ ANSWERS = {
     "endpoint": "Endpoint-exact (ours)",
     "semilinear": "Semilinear (ours)",
 }
+CHANNELS = {"100": "θ", "010": "m", "001": "v", "110": "θ, m", "101": "θ, v", "011": "m, v", "111": "θ, m, v"}
+ALONE = {"θ": "100", "m": "010", "v": "001"}
 OURS = ("endpoint", "semilinear")
 SHARE_OF_SIGNS, SHARE_OF_HORIZONS = "Right extremum signs (ours)", "Right signs over horizons (ours)"
 LOCAL = 0.25  # the prespecified local range of scales

@@ -1,11 +1,12 @@
-"""The paper's tables with our numbers beside them, a verdict per cell, as JSON and as Markdown."""
+"""The paper's tables with our numbers beside them: how many replicate, as JSON and as Markdown."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..results.files import write_whole
+from .cells import Cell, cell_of
 from .cifar.measures import cifar_measures
 from .language.conditions import POOLED, conditions, described
 from .language.measures import language_measures
-from .paper import TABLES, Quote
+from .paper import TABLES
 from .quadratic.measures import quadratic_measures
-from .replication import CALIBRATION, COUNT, Replication, replications
-from .verdicts import RULES, TRIVIAL, Measure, Spread, judge, replicable, spread
+from .replication import CALIBRATION, Replication
+from .verdicts import RULES, TRIVIAL
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,7 +41,6 @@ LEGEND = (
 )
 MARKS = {True: "✓", False: "✗", None: ""}
 SHOWN_SEEDS = 4
-UNEXPLAINED = "not known why"
 # What was tried where the paper leaves its protocol open. Ratios of ours to the paper's are geometric means over the
 # M and ARE of a table, on 192 systems; the paper's own medians of 32 systems vary by about 0.15 in the logarithm.
 OBSERVED = {
@@ -59,141 +60,14 @@ OBSERVED = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One number: ours with its quartiles over systems, the paper's, whether they agree and by which rule.
-
-    replications: the verdict on the paper's median, and on its quartiles where it prints them; none where the number
-    is no median of systems. agrees: by the weaker rule named in `rule`; None where nothing can be said.
-    paper is None where the paper has none (`ours_only`) or prints "--".
-    known: whether the paper's protocol for this number is known. The texts are the numbers as a table shows them.
-    values: what the number is made of, one per system.
-    """
-
-    table: str
-    row: str
-    column: str
-    ours: float
-    iqr_low: float
-    iqr_high: float
-    paper: float | None
-    replications: tuple[Replication, ...]
-    agrees: bool | None
-    rule: str
-    known: bool
-    note: str
-    systems: int
-    ours_only: bool
-    ours_text: str
-    paper_text: str
-    values: tuple[float, ...] = field(repr=False)
-
-    @property
-    def counted(self) -> bool:
-        """Whether the cell is one of the numbers that the share of agreement is about."""
-        return self.agrees is not None and self.rule not in TRIVIAL
-
-    @property
-    def holds(self) -> bool | None:
-        """The verdict that comes first: whether the number replicates, and where it is no median, whether it agrees."""
-        return all(one.holds for one in self.replications) if self.replications else self.agrees
-
-
-def build(study_name: str, results: Mapping[str, xr.Dataset], seed: int = 0) -> list[Cell]:
-    """Every cell that these results can fill, in the paper's order; seed: of the bootstrap."""
+def build(study_name: str, results: Mapping[str, xr.Dataset]) -> list[Cell]:
+    """Every cell that these results can fill, in the paper's order."""
     if study_name not in MEASURES:
         raise InvalidInput(f"there are no tables for the study {study_name!r}; choose from {', '.join(MEASURES)}")
     order = {label: i for i, label in enumerate(TABLES)}
     quotes = {label: table.quotes() for label, table in TABLES.items()}
     measures = sorted(MEASURES[study_name](results), key=lambda m: order[m.table])
-    return [_cell(m, quotes[m.table].get((m.row, m.column)), seed) for m in measures]
-
-
-def _cell(measure: Measure, quote: Quote | None, seed: int) -> Cell:
-    import numpy as np
-
-    ours, generator = spread(measure), np.random.default_rng(seed)
-    agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
-    numbers = replications(measure.values, quote, seed) if quote and replicable(measure, quote) else ()
-    return Cell(
-        table=measure.table,
-        row=measure.row,
-        column=measure.column,
-        ours=ours.middle,
-        iqr_low=ours.low,
-        iqr_high=ours.high,
-        paper=None if quote is None else quote.value,
-        replications=numbers,
-        agrees=agrees,
-        rule=rule,
-        known=measure.known,
-        note=_note(measure, quote, ours, agrees, numbers),
-        systems=measure.systems,
-        ours_only=quote is None,
-        ours_text=_ours_text(measure, quote, ours),
-        paper_text="" if quote is None else quote.text,
-        values=tuple(measure.values.astype(float).tolist()),
-    )
-
-
-def _note(
-    measure: Measure, quote: Quote | None, ours: Spread, agrees: bool | None, replicated: Sequence[Replication]
-) -> str:
-    """What is special about the cell; of a disagreement, its size and why, or that nobody knows."""
-    wrong = [one for one in replicated if not one.holds]
-    if quote is None or not (agrees is False or wrong):
-        return measure.note
-    parts = [measure.note] if measure.note else []
-    if quote.kind == "value" and not math.isnan(ours.middle):
-        parts.append(_distance(ours.middle, float(quote.value or 0.0)))
-    parts += [_missed(one) for one in wrong]
-    if quote.kind == "value" and quote.low is not None and quote.high is not None:
-        inside = quote.low <= ours.middle <= quote.high
-        parts.append(f"our median lies {'inside' if inside else 'outside'} the paper's own quartiles")
-    if measure.known:
-        parts.append(UNEXPLAINED)
-    return "; ".join(parts)
-
-
-# --- words for numbers
-
-
-def _distance(ours: float, paper: float) -> str:
-    """A ratio where it tells something; correlations near zero have none."""
-    if ours * paper > 0 and 0.2 <= ours / paper <= 5:
-        return f"ours is {ours / paper:.2f} times the paper's"
-    return f"ours less the paper's is {number(ours - paper)}"
-
-
-def _missed(one: Replication) -> str:
-    word = "share" if one.number == COUNT else one.number
-    return f"the {word}, ours less the paper's, is between {number(one.low)} and {number(one.high)}"
-
-
-def number(value: float) -> str:
-    """Four digits, as the paper prints its numbers; "--" where there is none."""
-    if math.isnan(value):
-        return "--"
-    if value == 0:
-        return "0"
-    if 0.999 <= value < 1:  # a cosine: what matters is how far it is from 1
-        return f"{value:.5f}"
-    if 1e-3 <= abs(value) < 1e4:
-        return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
-    return f"{value:.2e}"
-
-
-def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
-    if measure.kind == "count":
-        return f"{ours.middle:.0f} of {len(measure.values)}"
-    if quote is not None and quote.kind == "statement":
-        return "yes" if ours.middle else "no"
-    if math.isnan(ours.low):
-        return number(ours.middle)
-    return f"{number(ours.middle)} [{number(ours.low)}, {number(ours.high)}]"
-
-
-# --- the whole
+    return [cell_of(m, quotes[m.table].get((m.row, m.column))) for m in measures]
 
 
 def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -264,8 +138,11 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
     systems = {str(name) for data in results.values() for name in data["system"].values}
     seeds = sorted({name.rsplit("-", 2)[1] for name in systems})
     shown = ", ".join(seeds) if len(seeds) <= SHOWN_SEEDS else f"{seeds[0]} … {seeds[-1]} ({len(seeds)})"
+    counts = Counter(name.rsplit("-", 2)[0] for name in sorted(systems))
+    each = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     models = {"models": described(conditions(results["language"]))} if "language" in results else {}
-    return {"study": study.name, "systems": len(systems), "seeds": shown, **models, **dict(study.attrs), **attrs}
+    named = {"study": study.name, "systems": len(systems), "systems_of_each": each, "seeds": shown}
+    return {**named, **models, **dict(study.attrs), **attrs}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:

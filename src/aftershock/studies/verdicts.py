@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..results.statistics import median_interval
-from .paper import Quote
+from .quotes import Quote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +36,7 @@ RULES = {
     "fisher": "Fisher's exact test of our share and the paper's does not tell them apart",
     "other model": "other weights, other texts or fewer systems than the paper's: its number stands beside ours and is "
     "not judged",
+    "weaker test": "a test of fewer systems than the paper's: not judged",
     "one number": "one number without a spread of its own: not judged",
     "run time": "seconds on another machine: not judged",
     "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",

@@ -10,16 +10,23 @@ what will it do in an unknown future? repeated_futures, prospective_structure, s
 what do many systems say together?    aggregate, error_exponents, spearman, compare_answers
 """
 
-from ..results.certificate import certify, nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
+from ..results.certificate import certify
+from ..results.fidelity import (
+    error_exponents,
+    extremum_sign_accuracy,
+    nrmse,
+    pooled_nrmse,
+    sign_agreement,
+    symmetric_error,
+    trusted_horizon,
+    validity_radius,
+)
 from ..results.statistics import (
     aggregate,
     coefficient_of_variation,
     compare_answers,
-    error_exponents,
-    extremum_sign_accuracy,
     holm,
     median_interval,
-    pooled_nrmse,
     spearman,
 )
 from ..results.summaries import crossing, spike_margin, summarize

@@ -1,4 +1,4 @@
-"""The paper's scores beside each other: Full ISO, what is left when a part of it is taken away, static norms.
+"""The paper's scores side by side: Full ISO (the tangent response), its ablations, and static norms.
 
 Every score of the table comes from one sweep; the readout permutations need nothing but its products.
 """

@@ -93,8 +93,7 @@ def _read_controls(read: Reader, watch: Watch) -> None:
 
 
 class _Starts:
-    """Some changes right after their step: the control's state, theirs and their tangents. What it took to make them
-    is gone."""
+    """Some changes right after their step: the control's state, theirs, their tangents; nothing else is kept."""
 
     def __init__(self, watch: Watch, edits: Sequence[Edit], scale: float, tangents: bool) -> None:
         self.ends, self.tangents = list[JointState](), list[Tangent]()

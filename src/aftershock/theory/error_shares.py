@@ -1,7 +1,7 @@
 """Where the tangent's error comes from, for all changes of a step at once (paper, section 3.6, appendix D).
 
 `remainder.decompose` splits one exact pair in every detail. Here many pairs share each step's linearization, and of
-each only what a study tells is kept: the shares of the three sources, and how well they sum to the error.
+each only what a study reports is kept: the shares of the three sources, and how well they sum to the error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The paper's ISO Tangent (FD): the tangent response from reruns alone, by centred differences of logits.
 
-Nothing is differentiated twice, so that it runs on any model whose probe has logits; how far it may be trusted, its
-steps ε tell, or the exact tangent beside it.
+Nothing is differentiated twice, so that it runs on any model whose probe has logits. How far it may be trusted is
+seen by comparing several steps ε, or the exact tangent.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
+from ..core.footprint import Footprint
 from ..core.memory import budget, readable
-from ..core.planning import LARGE, Footprint, Load, rollout_bytes
+from ..core.planning import Load, rollout_bytes
 from ..core.probe import Watch
-from ..core.readings import rehearse_reading, row_readings
+from ..core.readings import row_readings
 from ..core.reductions import norms
+from ..core.rehearsals import rehearse_reading
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
@@ -103,7 +105,7 @@ class LogitReader:
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
-            if moment.time == watch.first and self._loss.layout.size >= LARGE:
+            if moment.time == watch.first and self._loss.player.pays:
                 rehearse_reading(
                     self._loss, state.theta, state.buffers, self._given(moment.time), read_both, self._random
                 )

@@ -197,7 +197,7 @@ def reference_surrogate(
     by: str = "peak",
     **follow: Any,
 ) -> xr.Dataset:
-    """The response along a future made of nothing but the references, over and over. `app:exp2_predictability`.
+    """The response along a future that repeats the references. `app:exp2_predictability`.
 
     references: run through in turn; default: the control batch alone, their mean. answer: of `change.response`; the
     paper's is the tangent. Others: as in `present_frozen`. Costs a path and its response.
@@ -231,8 +231,8 @@ def sampled_future(
 
     sampler: where futures come from, see `sample_futures`. generator: default seeded with 0.
     answer: of `change.response`. Tangents misrank at full scale: median ρ with μ on six GELU networks 0.76, against
-        1.00 (endpoint) and 1.00 (semilinear), on six correlated quadratics 0.92, 0.98 and 0.98. Of the two,
-        semilinear costs the same and also keeps its bounds where v is small.
+        1.00 (endpoint) and 1.00 (semilinear), on six correlated quadratics 0.92, 0.98 and 0.98. The last two cost
+        the same; semilinear also stays bounded where v is small.
     Gives `response[change, future, horizon]` and `score[change]`; costs `samples` times a path's response.
 
     >>> found = theory.sampled_future(point, batches[0], batches[4:], batches[:4], probe, horizon=3, samples=2)

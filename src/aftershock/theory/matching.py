@@ -179,7 +179,7 @@ def calibrate(
 ) -> Float[Tensor, " change"]:
     """γ_i ≥ 0 with excess_i(γ_i) = 0, to the last bit that 64 halvings give; NaN where none of 1, 2, 4 … 64 reaches it.
 
-    A candidate's evaluation may be NaN where its γ is: those not bracketed, or done, are asked for no more.
+    Candidates that are done, or that no γ reaches, are asked with γ = NaN and may answer NaN.
     """
     low, high = torch.zeros(count, dtype=torch.float64), torch.full((count,), math.nan, dtype=torch.float64)
     gamma = 1.0
@@ -217,7 +217,7 @@ def persistence(
     scale: float = 0.25,
     horizon: int | None = None,
 ) -> xr.Dataset:
-    """How long the share of m (or v) lasts when β1 (or β2) is another, its first displacement being equal.
+    """How long a change acts through m (or v) under another β1 (or β2), with an equal first displacement.
 
     For each `beta` control and hybrid run on exactly from the state after the change with that β at
     every later step. The hybrid carries Δm alone, rescaled so that the first future displacement, ∝ β1 Δm/ρ1,

@@ -35,14 +35,20 @@ def _cnn() -> nn.Sequential:
 
 
 class Convolution(nn.Conv2d):
-    """3×3, padded, as a product of matrices."""
+    """3×3, padded, as one product of matrices: the images lie one below another, a row of zeros under each.
+
+    `F.unfold` starts a kernel for each image that it is given, and so gets one; nothing is transposed on the way.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
 
     def forward(self, x: Float[Tensor, "image i y x"]) -> Float[Tensor, "image o y x"]:
-        patches = F.unfold(x, 3, padding=1)
-        return F.linear(patches.mT, self.weight.flatten(1), self.bias).mT.unflatten(2, x.shape[2:])
+        assert self.bias is not None
+        apart = F.pad(x.transpose(0, 1), (0, 0, 0, 1))
+        patches = F.unfold(apart.flatten(1, 2), 3, padding=1)
+        found = (self.weight.flatten(1)[None] @ patches[None]).squeeze(0).unflatten(1, apart.shape[1:])
+        return (found[:, :, :-1] + self.bias[:, None, None, None]).transpose(0, 1)
 
 
 class Halve(nn.Module):

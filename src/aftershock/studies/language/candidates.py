@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...results.certificate import TRUST, nrmse, symmetric_error
-from ...results.statistics import error_exponents, spearman
+from ...results.certificate import TRUST
+from ...results.fidelity import error_exponents, nrmse, symmetric_error
+from ...results.statistics import spearman
 from ...results.summaries import summarize
 from ..measures import LOCAL
 from .conditions import Condition, conditions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...results.certificate import TINY
+from ...results.fidelity import TINY
 from ...results.statistics import across_candidates
 
 if TYPE_CHECKING:

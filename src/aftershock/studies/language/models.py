@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ...core.derivatives import first_line
 from ...errors import InvalidFile, InvalidInput
 
 Weights = Literal["pretrained", "fresh", "quantized"]
@@ -166,7 +167,7 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
                 # nothing is unpickled
                 model = AutoModelForCausalLM.from_pretrained(source.place, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise InvalidFile(f"{source.name} cannot be loaded from {source.place}: {_first_line(error)}") from error
+        raise InvalidFile(f"{source.name} cannot be loaded from {source.place}: {first_line(error)}") from error
     return model.to(device).eval().requires_grad_(True)
 
 
@@ -239,7 +240,7 @@ def load_encoder(source: ModelSource, tokenizer: Path | None) -> Encode:
         found = AutoTokenizer.from_pretrained(str(place), **options)
     except Exception as error:  # every format has its own way to say that there is none
         raise InvalidInput(
-            f"no tokenizer could be loaded from {place} ({_first_line(error)}); give one with --tokenizer FILE"
+            f"no tokenizer could be loaded from {place} ({first_line(error)}); give one with --tokenizer FILE"
         ) from error
     return lambda texts: found(list(texts), add_special_tokens=False)["input_ids"]
 
@@ -250,9 +251,5 @@ def _from_file(path: Path) -> Encode:
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain exceptions
-        raise InvalidFile(f"{path} is not a tokenizer.json ({_first_line(error)})") from error
+        raise InvalidFile(f"{path} is not a tokenizer.json ({first_line(error)})") from error
     return lambda texts: [one.ids for one in found.encode_batch(list(texts), add_special_tokens=False)]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

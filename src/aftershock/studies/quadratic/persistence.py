@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from ...results.statistics import across_candidates
 from ...results.summaries import summarize
-from ..measures import NAMES, Results, has, measured, nested
+from ..measures import ALONE, NAMES, Results, has, measured, nested
 from ..verdicts import Measure
 
 if TYPE_CHECKING:
     import xarray as xr
 
 TABLE, PROBES = "text:exp1_long", ("standard", "anisotropic")
-ALONE = {"θ": "100", "m": "010", "v": "001"}
 MEASURED = 32  # horizons of the paper's tables
 NEAR = "the paper's text rounds the medians of its table over both probes; its selected candidates are not defined"
 

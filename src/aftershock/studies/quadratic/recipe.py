@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.state import JointState, Tangent, difference
 from ...theory.baselines import readout_null
+from ...theory.remainder import minus
 from ...theory.samplers import fit_process, sample_futures
 from ..study import Study, System, systems_of
 from .family import HYPER, Probe, Quadratic, mean_loss, stacked, values_of
@@ -123,7 +124,7 @@ def identity_residual(scene: Scene) -> float:
     """
     exact = difference(scene.after(scene.xi), rows_of(scene.control, len(scene.xi)))
     tangent = scene.written(scene.xi)
-    summed = _minus(exact, tangent)
+    summed = minus(exact, tangent)
     worst = 0.0
     for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
         linear = linear_step(before, batch.gradient(before.theta), HYPER)
@@ -132,17 +133,13 @@ def identity_residual(scene: Scene) -> float:
         predicted = exact.clone()
         for dx in (predicted, tangent, summed):
             linear.absorb_(dx, batch.products(dx.theta))
-        remainder = _minus(stepped, predicted)
+        remainder = minus(stepped, predicted)
         for name in ("theta", "m", "v"):
             getattr(summed, name).add_(getattr(remainder, name))
             error = getattr(stepped, name) - getattr(tangent, name) - getattr(summed, name)
             worst = max(worst, float(error.abs().max()))
         exact = stepped
     return worst
-
-
-def _minus(a: Tangent, b: Tangent) -> Tangent:
-    return Tangent(a.theta - b.theta, a.m - b.m, a.v - b.v)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,210 @@
+"""What the passes of a model hold in memory: measured once, by counting the tensors that are alive."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import AftershockError
+from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
+from .fused import available
+from .graphs import GradientGraph
+from .memory import budget, free
+from .playback import typical
+from .rehearsals import rehearse_products
+from .rows import row_gradients
+from .trajectory import Trajectory
+
+CLOSED_FORM = 15  # pieces of the flat vector that are alive at once where a step is linearized
+COUNTING = 6  # and where coordinates with v = 0 are counted
+FEW = 3  # rows whose memory stands for that of many
+# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
+# products are, which takes eleven
+ROOM, PRODUCTS_ROOM = 8, 40
+PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, of those made while it watches: `peak` is their largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        new = [x.untyped_storage() for x in _tensors(out)]
+        new = [storage for storage in new if storage._cdata not in self._live]
+        if new:
+            given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            for storage in new:
+                if storage._cdata not in given:
+                    self._see(storage)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live:  # two outputs, one storage
+            return
+        self._live[key] = storage.nbytes()
+        self.now += self._live[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._live.pop(key, 0)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+
+
+def measured(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes at the peak of a piece of work, and what its result still holds."""
+    with Meter() as meter:
+        result = work()
+        held = meter.now
+    del result
+    return meter.peak, held
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the model's passes hold at their peak beside θ, in bytes; gradients, of the size of θ, are included."""
+
+    vector: int  # one copy of the flat vector
+    value: int  # of one forward pass
+    gradient: int  # of one row alone
+    row: int  # of each row, where rows run together
+    update: int  # of AdamW's own arithmetic
+    together: bool
+    cpu: bool
+    fused: bool  # predicted steps go through memory once
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Footprint:
+        """Measured once on the first step: about 3 g, and 6 where rows run together."""
+        known: Footprint | None = getattr(trajectory, "footprint", None)
+        if known is None:
+            known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
+        return known
+
+    @property
+    def piece(self) -> int:
+        """What the closed form of a step makes on the way: a dozen pieces of the flat vector, or nothing."""
+        return 0 if self.fused else CLOSED_FORM * self._block
+
+    @property
+    def counting(self) -> int:
+        """The same where coordinates with v = 0 are counted."""
+        return COUNTING * self._block
+
+    @property
+    def _block(self) -> int:
+        return min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
+
+
+def _footprint(trajectory: Trajectory) -> Footprint:
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    vector = loss.layout.padded_size * loss.layout.dtype.itemsize
+    given = (step.batch, step.random, step.where)
+    at = (state.theta, state.buffers, *given)
+    if loss.player.pays and _room(trajectory) >= ROOM * vector:
+        _record_gradient(trajectory)
+    value, _ = measured(lambda: loss.value(*at))
+    gradient, _ = measured(lambda: loss.gradient(*at))
+    few = state.theta[None].expand(FEW, -1)
+
+    def rows() -> object:
+        return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
+
+    if loss.sharing.tries("gradient", FEW):
+        rows()  # now it is known whether they run together
+    together = loss.sharing.tries("gradient", FEW)
+    row = measured(rows)[0] // FEW if together else gradient
+    zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
+    update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
+    cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
+    return Footprint(vector, value, gradient, row, update, together, cpu, fused)
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The same of a gradient with its graph, and of Hessian products."""
+
+    graph: int  # once it is there
+    build: int  # while it is made
+    product: int  # of one vector alone, beside the graph and the product itself
+    products: int  # of each further one together
+    played: bool  # products are recorded, a few rows at a time
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Curvature:
+        """Measured once on the first step, where something is predicted: about 6 g; 20 where they are recorded."""
+        known: Curvature | None = getattr(trajectory, "curvature", None)
+        if known is None:
+            known = trajectory.curvature = _curvature(trajectory)  # type: ignore[attr-defined]
+        return known
+
+
+def _curvature(trajectory: Trajectory) -> Curvature:
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    f = Footprint.of(trajectory)
+    if loss.sharing.wanted and budget(trajectory.memory, trajectory.device) < PRODUCTS_TOGETHER * f.vector:
+        loss.sharing.settle("product", False)
+    if loss.player.pays and loss.player.has("gradient") and _room(trajectory) >= PRODUCTS_ROOM * f.vector:
+        _record_products(trajectory)
+    few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
+    at = (state.theta, state.buffers, step.batch, step.random, step.where)
+    try:
+        build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
+        if loss.sharing.tries("product", FEW):
+            made[0].products(few)
+        product = measured(lambda: made[0].products(few[:1]))[0] - f.vector
+        many = measured(lambda: made[0].products(few))[0] - FEW * f.vector
+        products = max(many - product, 0) // (FEW - 1)
+    except AftershockError:  # a model without second derivatives has exact answers only
+        build, graph, product, products = f.gradient, f.gradient, f.gradient, f.gradient
+    return Curvature(graph, build, product, products, loss.player.has("products"))
+
+
+def _room(trajectory: Trajectory) -> int:
+    return min(budget(trajectory.memory, trajectory.device), free(trajectory.device))
+
+
+def _record_gradient(trajectory: Trajectory) -> None:
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. So they
+    do where a batch is large enough to keep the GPU busy, and nothing is recorded."""
+    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    batches = typical(step.batch for step in trajectory.steps)
+    if batches is None:
+        return
+    recorded = loss.rehearse("gradient", state.theta, state.buffers, batches, first.random)
+    if recorded or "gradient" in loss.player.full:
+        loss.sharing.settle("gradient", False)
+    if "gradient" in loss.player.full:
+        loss.sharing.settle("product", False)
+
+
+def _record_products(trajectory: Trajectory) -> None:
+    """The same for its Hessian products."""
+    loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    batches = typical(step.batch for step in trajectory.steps)
+    if batches is not None:
+        with contextlib.suppress(AftershockError):  # a model without second derivatives
+            rehearse_products(loss, state.theta, state.buffers, batches, first.random)
+        loss.player.spare_vectors()

@@ -1,0 +1,85 @@
+"""A run recorded with other kernels than it is replayed with, as on a GPU: rounding that grows is no mismatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.errors import ReplayMismatch
+from aftershock.recorder.replay import AGREE
+
+WIDTH, STEPS, WINDOW = 32, 80, 40
+EDITED = 8  # where rounding is still far smaller than an edit of one in a hundred
+Batch = tuple[Tensor, Tensor]
+
+
+class Turned(nn.Module):
+    """A deep network whose sums run backwards where `turned`: the same numbers, rounded otherwise."""
+
+    turned = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x.flip(1) @ weight.flip(0) if Turned.turned else x @ weight).tanh()
+        return x
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def recorded(folder: Path, *, edit: float = 1.0) -> tuple[ak.FlightRecorder, list[float]]:
+    """At a rate at which rounding grows; edit: what the gradients of one step are multiplied with, untold."""
+    torch.manual_seed(0)
+    Turned.turned = False
+    model = Turned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    losses = []
+    with ak.FlightRecorder(model, optimizer, loss_fn, folder, window=WINDOW, triggers=()) as recorder:
+        for i in range(STEPS):
+            batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH).tanh())
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            if i == EDITED:
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad *= edit
+            optimizer.step()
+            recorder.step(batch, loss)
+            losses.append(float(loss.detach()))
+    return recorder, losses
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> object:
+    yield
+    Turned.turned = False
+
+
+def replayed(recorder: ak.FlightRecorder) -> ak.FlightExplanation:
+    Turned.turned = True
+    return ak.explain(recorder, step=STEPS - 1, verify=0, references=0, examples=0)
+
+
+def test_rounding_that_grows_is_accepted_and_told(tmp_path: Path) -> None:
+    recorder, losses = recorded(tmp_path)
+    found = replayed(recorder)  # steps lie between the state and the window
+    away = abs(float(found.data["loss"][-1]) - losses[-1])
+    assert away > AGREE * losses[-1], "the runs did not part: the test shows nothing"
+    assert "as rounding that grows" in str(found.certificate)
+    assert found.data.attrs["scatter"] >= away
+
+
+def test_an_edit_is_no_rounding(tmp_path: Path) -> None:
+    recorder, _ = recorded(tmp_path, edit=0.99)
+    with pytest.raises(ReplayMismatch, match=f"part at step {EDITED}"):
+        replayed(recorder)
