@@ -1,7 +1,8 @@
 """The truth about a spike, from plain torch alone: the run without each step, and with each treatment.
 
 An event is measured over a stretch: from the first high loss before the trigger to the window's end. `left` is what
-remains of it in another run: the larger of the shares of its area and of its peak.
+remains of it in another run: the larger of the shares of its area and of its peak. An event that came sooner is not
+gone: a loss before the stretch counts, too, where the recorded one was usual.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class Event:
         area = sum(max(0.0, x - SIGMAS * self.sigma) for x in high)
         return max(area / self.area, max(high) / self.peak)
 
+    def sooner(self, path: Losses, losses: Losses) -> float:
+        """Of its peak: how high another run rises before the stretch, where the path is usual."""
+        calm = [n for n in losses if n < self.onset and path[n] <= self.usual + SIGMAS * self.sigma]
+        high = [losses[n] - self.usual for n in calm]
+        return max((x if math.isfinite(x) else math.inf for x in high), default=0.0) / self.peak
+
+    def departs(self, path: Losses, losses: Losses) -> float:
+        """Of its peak: how far another run's losses are from the path's in the stretch, at most."""
+        apart = [abs(losses[n] - path[n]) for n in range(self.onset, self.last + 1) if n in losses]
+        return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / self.peak
+
     def prevented(self, losses: Losses) -> bool:
         high = [losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses]
         return all(map(math.isfinite, high)) and max(high) <= max(SIGMAS * self.sigma, LITTLE * self.peak)
@@ -75,13 +87,14 @@ def without(loop: Loop, first: int, last: int, steps: Sequence[int]) -> dict[int
     return {number: loop.step(number) for number in range(first, last + 1) if number not in steps}
 
 
-def leave_one_out(window: Window, loop: Loop, event: Event) -> dict[int, float]:
-    """What is left of the event without each step up to the trigger."""
+def leave_one_out(window: Window, loop: Loop, event: Event) -> dict[int, tuple[float, float]]:
+    """What is left of the event without each step up to the trigger, and how far that run departs from the path."""
     found = {}
     for number in range(window.start, window.trigger + 1):
         losses = {n: window.losses[n - window.start] for n in range(event.onset, number)}
         losses |= without(loop.twin(), number, event.last, [number])
-        found[number] = event.left(losses)
+        path = window.by_step
+        found[number] = max(event.left(losses), event.sooner(path, losses)), event.departs(path, losses)
         assert loop.step(number) == window.losses[number - window.start], "the plain loop does not repeat itself"
     return found
 
@@ -197,12 +210,15 @@ def truth(window: Window, loop: Loop) -> dict[str, Any]:
     without(early, window.start, first - 1, [])
     for treatment in treatments(window, loop.twin(), event):
         losses = treated(early.twin(), first, window.last, treatment)
-        cures[treatment.name] = {"left": event.left(losses), "prevents": event.prevented(losses)}
+        sooner = event.sooner(window.by_step, losses)
+        prevents = event.prevented(losses) and sooner <= max(SIGMAS * event.sigma / event.peak, LITTLE)
+        cures[treatment.name] = {"left": max(event.left(losses), sooner), "prevents": prevents}
     left = leave_one_out(window, loop.twin(), event)
     return {
         "event": {"onset": event.onset, "usual": event.usual, "sigma": event.sigma, "peak": event.peak},
-        "left": {str(number): value for number, value in left.items()},
-        "share": statistics.mean(value <= HALF for value in left.values()),
+        "left": {str(number): value for number, (value, _) in left.items()},
+        "departs": {str(number): value for number, (_, value) in left.items()},
+        "share": statistics.mean(value <= HALF for value, _ in left.values()),
         "treatments": cures,
     }
 

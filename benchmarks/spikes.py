@@ -101,12 +101,14 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
 
 def guilty(facts: dict[str, Any]) -> list[int]:
     """Steps to blame: few, without which less than half of the event is left, and less than half of what is left
-    without nine in ten of the others. Where more than a few remove half, or where leaving out any step makes another
-    event of it, no batch did it."""
+    without nine in ten of the others. Where more than a few remove half, or where leaving out many a step makes another
+    event of it, larger, smaller or elsewhere, no batch did it."""
     left = {int(n): value for n, value in facts["left"].items()}
     if sum(value <= HALF for value in left.values()) > FEW:
         return []
-    kept = statistics.mean(HALF < value < 1 / HALF for value in left.values())
+    kept = statistics.mean(
+        HALF < value < 1 / HALF and departs <= HALF for value, departs in zip(left.values(), facts["departs"].values())
+    )
     others = sorted(left.values())[len(left) // 10]
     removing = [n for n, value in left.items() if value <= HALF * min(1.0, max(others, HALF))]
     return removing if kept >= 1 - THIRD else []
@@ -119,7 +121,8 @@ def specific(blamed: tuple[int, ...], window: Window, loop: Loop, facts: dict[st
     event, draw = Event.of(window.by_step, window.trigger), random.Random(0)
     others = [n for n in range(window.start, window.trigger + 1) if n not in blamed]
     groups = [blamed, *(tuple(draw.sample(others, len(blamed))) for _ in range(PLACEBOS))]
-    left = [event.left(without(loop.twin(), window.start, window.last, group)) <= HALF for group in groups]
+    runs = [without(loop.twin(), window.start, window.last, group) for group in groups]
+    left = [max(event.left(losses), event.sooner(window.by_step, losses)) <= HALF for losses in runs]
     return left[0] and statistics.mean(left[1:]) <= THIRD
 
 
@@ -147,7 +150,7 @@ def _training(window: Window, cache: Path, data: Data) -> float:
 
 
 def known_truth(window: Window, cache: Path, data: Data) -> dict[str, Any]:
-    path = cache / f"{window.name}.truth.json"
+    path = cache / f"{window.name}.facts.json"
     if not path.is_file():
         path.write_text(json.dumps(truth(window, window.loop(cache, data)), indent=1))
     return json.loads(path.read_text())

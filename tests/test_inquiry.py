@@ -15,7 +15,7 @@ from aftershock.core.dynamics import Step
 from aftershock.recorder import explain, suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
-from aftershock.recorder.neighbours import stand_in
+from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.suspects import Inquiry, Trial, inquire
 
@@ -34,36 +34,43 @@ def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None
 
 
 class Runs:
-    """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out."""
+    """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out, or `instead` of
+    those that it gives other batches; two steps later where `moves` says so."""
 
-    def __init__(self, left: Left, instead: Callable[[int], float]) -> None:
-        self.left, self.instead, self.ends = left, instead, dict[frozenset[int], str]()
+    def __init__(self, left: Left, instead: Left, moves: Callable[[frozenset[int]], bool]) -> None:
+        self.left, self.instead, self.moves = left, instead, moves
+        self.ends = dict[frozenset[int], str]()
 
     def __call__(
         self, trajectory: Any, runs: Sequence[Run], last: int, tick: Any, done: Callable[..., bool]
     ) -> list[dict[int, float]]:
         self.ends |= {run.left_out: done.__name__ for run in runs}
-        return [
-            {i: 1.0 + SPIKE * self._left(run) if i == STEP else LOSSES[i] for i in range(run.at, len(LOSSES))}
-            for run in runs
-        ]
+        return [self._losses(run) for run in runs]
 
-    def _left(self, run: Run) -> float:
-        return self.left(run.left_out) if run.left_out else self.instead(run.at)
+    def _losses(self, run: Run) -> dict[int, float]:
+        left = self.left(run.left_out) if run.left_out else self.instead(frozenset(run.steps))
+        high = STEP + 2 * self.moves(run.left_out)
+        return {i: 1.0 + SPIKE * left if i == high else min(LOSSES[i], 1.02) for i in range(run.at, len(LOSSES))}
 
 
 def asked_of(
     left: Left,
     suspected: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
-    instead: Callable[[int], float] = lambda step: 1.0,
+    instead: Left = lambda steps: 1.0,
+    *,
+    moves: Callable[[frozenset[int]], bool] = lambda out: False,
+    rare: Sequence[int] = (),
     **options: Any,
 ) -> Inquiry:
-    """instead: what is left with batches like its own in a step's place."""
+    """instead: what is left with batches like their own in place of some. rare: steps with another kind of data."""
     draw = torch.Generator().manual_seed(0)
-    steps = [Step(i, torch.randn(4, 3, generator=draw), None, (), None) for i in range(len(LOSSES))]  # type: ignore[arg-type]
+    inputs = [
+        torch.randn(64, 3, generator=draw) * torch.tensor([1.0, 1.0, 9.0 if i in rare else 1.0]) for i in range(29)
+    ]
+    steps = [Step(i, x, None, (), None) for i, x in enumerate(inputs)]  # type: ignore[arg-type]
     trajectory: Any = SimpleNamespace(steps=steps)
-    monkeypatch.setattr(suspects, "run_again", Runs(left, instead))
+    monkeypatch.setattr(suspects, "run_again", Runs(left, instead, moves))
     return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)
 
 
@@ -179,15 +186,85 @@ def test_a_step_whose_batch_is_missed_is_blamed_for_what_batches_like_it_do_not_
     def left(out: frozenset[int]) -> float:
         return 1.0 - 0.3 * len(out & {3, 4})
 
-    found = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2 if step == 3 else 0.9)
+    found = asked_of(left, [3, 4, 5], monkeypatch, lambda steps: 0.2 if steps == {3} else 0.9)
     assert found.blamed == found.blamed_by_replacing == (3,)
     assert [t.steps for t in found.replaced] == [(3,), (4,)]  # those that do more than any placebo
     assert len(found.replaced_placebos) == 8
-    anybody = asked_of(left, [3, 4, 5], monkeypatch, lambda step: 0.2)
+    anybody = asked_of(left, [3, 4, 5], monkeypatch, lambda steps: 0.2)
     assert anybody.blamed_by_replacing == ()
     assert anybody.blamed == (3, 4)  # together
-    once = asked_of(lambda out: 0.2 if out == {3} else left(out), [3, 4, 5], monkeypatch, lambda step: 0.2)
+    once = asked_of(lambda out: 0.2 if out == {3} else left(out), [3, 4, 5], monkeypatch, lambda steps: 0.2)
     assert (once.blamed, once.replaced) == ((3,), [])
+
+
+RARE = (2, 5, 8, 11, 14, 17)
+
+
+def test_a_sound_step_of_a_rare_kind_of_data_is_not_blamed_for_what_its_kind_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without any step of the rare kind half is gone, because less of it is learnt; the batch of step 5 is bad."""
+
+    def left(out: frozenset[int]) -> float:
+        return 0.3 if out & set(RARE) else 1.0
+
+    found = asked_of(left, [5, 8, 11], monkeypatch, lambda steps: 0.1 if steps == {5} else 1.0, rare=RARE)
+    assert found.blamed == found.blamed_by_replacing == (5,)
+    assert {(8,), (11,)} <= {t.steps for t in found.cleared}
+    assert {t.steps[0] for t in found.replaced_placebos} <= set(RARE)
+    nobody = asked_of(left, [5, 8, 11], monkeypatch, lambda steps: 1.0, rare=RARE)
+    assert nobody.blamed == ()
+    anybody = asked_of(left, [5, 8, 11], monkeypatch, lambda steps: 0.1, rare=RARE)
+    assert anybody.blamed == ()  # so do batches like theirs in place of any of their kind
+
+
+def test_a_group_of_a_rare_kind_holds_no_sound_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three left out together remove it; the own batch of the third, put back beside sound ones, adds nothing."""
+
+    def left(out: frozenset[int]) -> float:
+        return 0.3 if len(out & {2, 5, 8}) == 3 else 0.9 - 0.05 * len(out & {2, 5, 8})
+
+    def instead(steps: frozenset[int]) -> float:
+        return 1.0 - 0.4 * len(steps & {2, 5})
+
+    found = asked_of(left, [2, 5, 8], monkeypatch, instead, rare=RARE)
+    assert found.group is not None
+    assert found.blamed == found.group.steps == (2, 5)
+    assert {i for t in found.group_placebos for i in t.steps} <= set(RARE) - {2, 5}
+    assert asked_of(left, [2, 5, 8], monkeypatch, lambda steps: 1.0, rare=RARE).blamed == ()
+    assert asked_of(left, [2, 5, 8], monkeypatch, instead).blamed == (2, 5, 8)  # where data are of one kind
+
+
+@pytest.mark.parametrize(("scale", "among", "wanted"), [(9.0, 20, 5), (1.0, 20, 0), (9.0, 9, 0)])
+def test_kin_are_the_rarer_of_two_kinds(scale: float, among: int, wanted: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    rare = set(RARE) if among == 20 else {0, 1, 2, 3, 4}
+    scales = [torch.tensor([1.0, scale if i in rare else 1.0, 1.0]) for i in range(20)]
+    inputs = [torch.randn(64, 3, generator=draw) * one for one in scales]
+    steps = [Step(i, x, None, (), None) for i, x in enumerate(inputs)]  # type: ignore[arg-type]
+    found = Likeness(steps).kin(2, range(among))
+    assert (len(found), set(found) <= rare - {2}) == (wanted, True)
+    signs = [Step(i, 3.0 * (-1) ** (i % 4 == 0) + x, None, (), None) for i, x in enumerate(inputs)]  # type: ignore[arg-type]
+    assert scale > 1 or set(Likeness(signs).kin(4, range(20))) == {0, 8, 12, 16}
+
+
+def test_nobody_is_blamed_where_leaving_out_any_step_moves_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its height stays without the others, and so a height alone would let step 1 be blamed."""
+
+    def left(out: frozenset[int]) -> float:
+        return 0.1 if out == {1} else 1.0
+
+    assert asked_of(left, [1], monkeypatch).blamed == (1,)
+    found = asked_of(left, [1], monkeypatch, moves=lambda out: out != {1})
+    assert (found.blamed, found.changing) == ((), len(found.placebos))
+
+
+def test_an_event_that_came_sooner_is_not_gone() -> None:
+    sooner = dict.fromkeys(range(5, len(LOSSES)), 1.0) | {STEP - 4: 1.0 + 0.8 * SPIKE}
+    assert EVENT.left(sooner) == pytest.approx(0.8, abs=0.01)
+    assert not EVENT.prevented(sooner)
+    odd = Event.of([*LOSSES[: STEP - 4], 1.6, *LOSSES[STEP - 3 :]], STEP)  # a batch that is odd in the path, too
+    assert odd.left(sooner) == 0.0
 
 
 def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
@@ -199,23 +276,28 @@ def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:
     rare = [torch.randn(3, 4, generator=draw) * scale for _ in range(3)]
     usual = [torch.randn(3, 4, generator=draw) * scale.flip(0) for _ in range(3)]
     steps = [step(i, x, i % 2) for i, x in enumerate([rare[0], *usual, rare[1], rare[2], rare[2]])]
-    batch = stand_in(steps, 5).batch  # step 6 saw the same inputs, and is none
+    batch = Likeness(steps).stand_in(5, range(7)).batch  # step 6 saw the same inputs, and is none
     assert isinstance(batch, Accumulated)
     assert {id(part) for part in batch.batches} == {id(steps[0].batch), id(steps[4].batch)}
     letters = [step(i, torch.tensor([[0, 1, 2], [n, n, n], [n, 2, 1]]), 0) for i, n in enumerate((7, 3, 3, 7, 9, 7))]
     letters[3] = step(3, torch.tensor([[0, 1, 2], [7, 7, 7], [7, 1, 1]]), 1)
     letters[5] = step(5, torch.tensor([[0, 1, 1], [7, 7, 7], [7, 7, 1]]), 1)
-    batch = stand_in(letters, 0).batch
+    batch = Likeness(letters).stand_in(0, range(6)).batch
     assert isinstance(batch, Accumulated)
     assert {id(part) for part in batch.batches} == {id(letters[3].batch), id(letters[5].batch)}
 
 
 def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    def left(out: frozenset[int]) -> float:
+        return 0.3 if len(out) > 1 else 0.8 if out == {3} else 0.9
+
+    found = asked_of(left, [3, 4], monkeypatch)
     assert found.group is not None
     assert len(found.group_placebos) == 2  # more than an eighth of eight
     assert found.blamed == ()
-    assert asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch, groups=False).group is None
+    assert asked_of(left, [3, 4], monkeypatch, groups=False).group is None
+    nothing = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
+    assert nothing.group is None  # no suspect does more than a placebo: nothing speaks for a group of them
 
 
 # --- the explained step itself

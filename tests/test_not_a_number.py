@@ -110,8 +110,8 @@ def test_a_loss_that_is_not_finite_names_the_module_and_not_the_mask() -> None:
     bad[1] = 1e5 * torch.sign(model.body.weight.detach()[0])
     found = judged(model, bad, [good])
     assert not found.loss_finite
-    assert (found.kind, found.module) == ("batch", "grow")
-    assert "module `grow`" in found.sentence
+    assert (found.kind, found.module, found.operation) == ("batch", "grow", "exp")
+    assert "comes out of `exp` in module `grow`" in found.sentence
 
 
 def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
@@ -120,7 +120,7 @@ def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
     bad = good.clone()
     bad[0, 0] = math.nan
     found = judged(model, bad, [good])
-    assert (found.kind, found.module) == ("batch values", "0")
+    assert (found.kind, found.module, found.operation) == ("batch values", "0", None)  # no operation made it
     assert "itself holds values" in found.sentence
     assert judged(model, good, [good]).kind == "finite"
     model[2].weight.data[0, 0] = math.inf
@@ -135,5 +135,5 @@ def test_a_loss_function_that_divides_by_zero_is_no_module() -> None:
     found = not_a_number(
         point.captured.loss, point.captured.state, torch.zeros(3, 2), point.captured.random, [torch.ones(3, 2)]
     )
-    assert (found.kind, found.module) == ("batch", None)
-    assert "loss_fn, after the model's last module" in found.sentence
+    assert (found.kind, found.module, found.operation) == ("batch", None, "div")
+    assert "`div` in loss_fn, after the model's last module" in found.sentence

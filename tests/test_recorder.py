@@ -9,6 +9,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,21 @@ def test_triggers_keep_windows(tmp_path: Path) -> None:
     assert names == ["step-000005", "step-000014", "step-000025"]
     assert open_flight(tmp_path / "step-000025").reason == "the loss is nan and the gradient norm nan"
     assert open_flight(tmp_path, 14).reason == "signal SIGUSR1"
+
+
+def test_numbers_that_are_not_finite_are_told_once_and_then_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    trigger = NotANumber()
+    trigger.begin(16)
+    records = [
+        SimpleNamespace(loss=x, norm=1.0, finite=math.isfinite(x)) for x in (1.0, math.nan, 1.0, math.inf, math.nan)
+    ]
+    fired = [trigger.fires(record) for record in records]  # type: ignore[arg-type]
+    assert fired == [None, "the loss is nan and the gradient norm 1", None, None, None]
+    trigger.end()
+    assert "after the first, 2 more step(s) had a loss or gradient norm that is not finite" in capsys.readouterr().err
+    trigger.begin(16)
+    trigger.end()
+    assert not capsys.readouterr().err
 
 
 def test_a_trigger_fires_once_per_spike() -> None:

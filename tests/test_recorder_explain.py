@@ -156,7 +156,7 @@ def test_measured_is_what_a_loop_without_the_step_gives(run: Run, found: Any) ->
 def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
     """Half the rate, Adam anew, another β2, clipping and bounded updates, each by a plain torch loop."""
     found = ak.explain(run.recorder, step=SPIKE, verify=0)  # nobody is blamed, so that all of them are tried
-    data, first = found.data, found.data.attrs["stretch"][0]
+    data, (first, last) = found.data, found.data.attrs["stretch"]
     outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_loss"].sel(place=SPIKE).values))
 
     def halved(step: int, model: nn.Module, optimizer: Any) -> bool:
@@ -187,10 +187,10 @@ def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
         return True
 
     names = {
-        "half the learning rate for the 2 steps before it": halved,
-        "Adam restarted 8 steps before it (m, v and count)": anew,
-        "β2 = 0.95 from 8 steps before it": another,
-        "updates bounded by their RMS (StableAdamW) from 8 steps before it": bounded,
+        f"half the learning rate at steps {first - 2}–{first - 1}, 2 before it": halved,
+        f"Adam restarted at step {first - 8}, 8 before it (m, v and count)": anew,
+        f"β2 = 0.95 at steps {first - 8}–{last}, from 8 before it": another,
+        f"updates bounded by their RMS (StableAdamW) at steps {first - 8}–{last}, from 8 before it": bounded,
     }
     for name, change in names.items():
         assert outcome[name] == pytest.approx(run.again(first - 8, SPIKE, change), rel=1e-6), name
@@ -217,11 +217,23 @@ def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
         "replaced_placebos": 8,
         "replaced_placebos_change": 1,
     }
-    assert type(found)(data).verdict == (
+    said = type(found)(data).verdict
+    assert said.startswith(
         f"Step {CULPRIT} did it: with batches like its own in place of step {CULPRIT}'s, 43% of the spike is left "
         f"({found.culprits[0].left:.0%} without any batch there); and it stays with such batches in place of those of "
-        "7 of 8 other steps."
+        f"7 of 8 other steps. It raised the loss at step {SPIKE} by "
     )
+    first, last = data.attrs["stretch"]
+    assert said.endswith(
+        f"The event is the spike of {data.attrs['peak']:.3g} (steps {first}–{last}, usual loss "
+        f"{data.attrs['usual']:.3g})."
+    )
+    data.attrs |= {"replaced_kin": True, "cleared": [CULPRIT - 4, CULPRIT - 8]}
+    said = type(found)(data).verdict
+    assert (
+        "those of 7 of 8 other steps of the same kind of data, and without any of 8 other steps it stays. With" in said
+    )
+    assert f"Without steps {CULPRIT - 4} and {CULPRIT - 8} half of it would be gone, too, but not with batches" in said
 
 
 def test_a_blame_leaves_few_treatments_to_try_and_the_mildest_come_first(run: Run, found: Any) -> None:
@@ -336,6 +348,51 @@ def test_a_batch_that_is_itself_the_spike(run: Run) -> None:
     assert found.skip == [CULPRIT - WARM]
 
 
+def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
+    """Noise of either sign in the targets; at step 60 of one sign, so that the gradient is large and the loss usual."""
+    torch.manual_seed(0)
+    model = mlp(6, 8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with ak.FlightRecorder(model, optimizer, squares, directory, window=40, **options) as recorder:
+        for step in range(70):
+            signs = torch.ones(64, 1) if step == 60 else torch.randint(2, (64, 1)) * 2.0 - 1
+            batch = torch.randn(64, 6), 0.5 * signs + 0.02 * torch.randn(64, 1)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    return recorder
+
+
+def test_an_event_of_the_gradient_norm_alone_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ak.explain(one_sided(tmp_path))
+    assert "step 60: the gradient norm is" in capsys.readouterr().err
+    assert (found.data.attrs["step"], found.kind, found.blamed, found.treatment) == (60, "no spike", (), None)
+    assert found.verdict.startswith("The gradient norm of step 60 stands out, and the loss does not: the norm is ")
+    assert "nothing is claimed about what would have kept the norm low" in found.verdict
+    assert "prevent" not in str(found)
+
+
+def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Path) -> None:
+    recorder = one_sided(tmp_path, triggers=())
+    found = ak.explain(recorder)
+    said = found.verdict
+    assert "what each added" not in str(found)
+    losses = {record.step: record.loss for record in recorder.recent}
+    highest = max(losses, key=losses.__getitem__)
+    assert said.startswith("No event was recorded. The highest of the last 40 losses is ")
+    assert f"losses is {losses[highest]:.4g} at step {highest} (median" in said
+    assert "a spike is told from 8 robust σ" in said
+
+
+def test_the_last_step_is_explained_where_nothing_was_seen_and_it_stands_out(tmp_path: Path) -> None:
+    run = regression(tmp_path, bad=WARM + 33, triggers=())
+    said = ak.explain(run.recorder, verify=1, placebos=1, treatments=False).verdict
+    assert said.startswith("No event was recorded. The highest of the last 16 losses is ")
+    assert f"What follows is about the last step, {WARM + 33}. " in said
+
+
 def test_an_ordinary_step_is_called_ordinary(run: Run) -> None:
     assert "is no spike" in ak.explain(run.recorder, step=WARM + 20, verify=1).verdict
 
@@ -355,6 +412,7 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     assert found.kind == "not a number"
     assert found.verdict.startswith("The loss or gradient of step 420 is not finite; step 419 is the last finite one")
     assert "The batch itself holds values that are not finite" in found.verdict
+    assert "what each added" not in str(found)
     assert found.skip == [20]
     with pytest.raises(InvalidInput, match="not recorded"):
         ak.explain(run.recorder, step=999)

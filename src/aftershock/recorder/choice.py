@@ -12,7 +12,7 @@ from .instruments import ORDINARY
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
-from .triggers import FAR, THRESHOLD
+from .triggers import FAR, THRESHOLD, usual
 from .updates import clip_factor
 
 
@@ -93,6 +93,23 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
     if told == step == flight.trigger and not _around(flight, step)[1].is_one:
         parts.append(f"The recorder kept this window for what it saw at step {step}: {flight.reason}.{_loss(flight)}")
     return " ".join(parts)
+
+
+def nothing_seen(flight: Flight) -> str:
+    """That nothing was seen in this run, and how high its losses were; nothing where something was."""
+    if flight.trigger is not None:
+        return ""
+    since = flight.last - int(flight.run["window"])
+    losses = {number: record.loss for number, record in flight.records.items() if record.finite and number > since}
+    if not losses:
+        return "No event was recorded."
+    highest = max(losses, key=losses.__getitem__)
+    middle, sigma = usual(list(losses.values()))
+    return (
+        f"No event was recorded. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
+        f"{highest} (median {middle:.4g}, σ {sigma:.2g}); a spike is told from {THRESHOLD:g} robust σ above the losses "
+        "before it on."
+    )
 
 
 def _loss(flight: Flight) -> str:

@@ -15,8 +15,9 @@ class Bars:
 
     gone: float = 3.0  # robust σ above the usual loss, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone
+    slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it
-    specific: float = 0.125  # of the placebos: if more of them do the same, the step is nothing special
+    specific: float = 0.125  # of the placebos: if more of them change the event, the step is nothing special
     unspecific: float = 1 / 3  # of the placebos: from here on no more of them are asked
     clear: float = 0.5  # of what the mildest placebo leaves: a culprit leaves less than that
     together: int = 3  # steps that may be blamed at once: more are no culprits but a run that anything changes
@@ -39,9 +40,10 @@ class Event:
     losses: tuple[float, ...]  # of the whole path
     usual: float
     sigma: float
+    first: int = 0  # the number of the path's first step
 
     @classmethod
-    def of(cls, losses: Sequence[float], step: int) -> Event:
+    def of(cls, losses: Sequence[float], step: int, first: int = 0) -> Event:
         """The stretch begins where the losses before the explained one rose above what was usual until then."""
         onset = step
         for _ in range(2):  # the usual loss by all before the step, then by those before the onset
@@ -50,7 +52,7 @@ class Event:
             onset = step
             while onset > FEWEST and losses[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
-        return cls(step, onset, tuple(losses), middle, spread)
+        return cls(step, onset, tuple(losses), middle, spread, first)
 
     @property
     def last(self) -> int:
@@ -78,32 +80,49 @@ class Event:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
 
         run: its losses by place in the path; where it has none, before it begins and after it was ended, it is the
-        path. without: steps that it did not take, whose losses it does not have.
+        path. without: steps that it did not take, or took with another batch, whose losses it does not have.
         """
-        return self._share(self._stretch(run, without, self.last), self._stretch({}, frozenset(), self.last))
+        return self._share(run, without, self.last, self.last)
 
     def left_by_then(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """The same of the event up to where the run was ended."""
-        return self._share(self._stretch(run, without, max(run)), self._stretch({}, frozenset(), max(run)))
+        return self._share(run, without, max(run), max(run))
 
-    def _share(self, theirs: Sequence[float], ours: Sequence[float]) -> float:
+    def _share(self, run: Mapping[int, float], without: frozenset[int], until: int, ours_until: int) -> float:
+        theirs, ours = self._stretch(run, without, until), self._stretch({}, frozenset(), ours_until)
         peak = max(ours, default=self.usual) - self.usual
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, self.level), BARS.half * peak)
         pairs = (
             (_excess(theirs, self.level), whole),
             (max(theirs, default=self.usual) - self.usual, peak),
+            (self._earlier(run, without), peak),
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
 
     def _so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
         """Of the whole event, what a run has of it until now: it can only become more."""
-        return self._share(self._stretch(run, without, max(run)), self._stretch({}, frozenset(), self.last))
+        return self._share(run, without, max(run), self.last)
+
+    def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
+        path is not, an odd batch may be, whose own loss says nothing of an event."""
+        places = [i for i in run if i < self.onset and i not in without and self.losses[i] <= self.level]
+        return max((run[i] - self.usual if math.isfinite(run[i]) else math.inf for i in places), default=0.0)
+
+    def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """How far a run's losses are from the path's in the stretch, at most, as a share of the peak.
+
+        Where leaving out almost any step makes another run of it, an event of the same size is another one: of 40 steps
+        left out, 15 to 40 depart by half in windows of unstable runs, and 1 in those of calm ones.
+        """
+        apart = [abs(run[i] - self.losses[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in without]
+        return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / max(self.peak, 1e-300)
 
     def prevented(self, run: Mapping[int, float]) -> bool:
-        """No event is left anywhere in the stretch, nor a new one."""
-        highest = max(self._stretch(run, frozenset(), max(run)))
-        return highest - self.usual <= max(BARS.gone * self.sigma, BARS.little * self.peak)
+        """No event is left anywhere in the stretch, nor a new one, nor one that came sooner."""
+        highest = max(self._stretch(run, frozenset(), max(run))) - self.usual
+        return max(highest, self._earlier(run)) <= max(BARS.gone * self.sigma, BARS.little * self.peak)
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained loss is usual."""

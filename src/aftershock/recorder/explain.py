@@ -24,7 +24,7 @@ from ..errors import (
     UnsupportedModel,
     WrongHessian,
 )
-from .choice import chosen_step, find_flight, page_name, said_of, with_clip
+from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
 from .event import Event
 from .explanation import FlightExplanation
@@ -110,10 +110,10 @@ def explain(
     chosen = chosen_step(found, step)
     asked, target = _asked(found, chosen)
     replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
-    event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last)
+    event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last, replayed.records[0].step)
     nan = _not_a_number(found, replayed, asked, code) if asked != target else None
     findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), asked, nan=nan)
-    asking = nan is None and event.is_one and not findings.lost_in_scatter
+    asking = nan is None and event.is_one and not findings.lost_in_scatter and not findings.norm_alone
     if target is None:
         findings.refused = "the first recorded step is not finite"
     else:
@@ -123,6 +123,7 @@ def explain(
     told = labelled(findings, examples)
     told.attrs |= {
         "which": said_of(found, step, chosen, asked),
+        "nothing_seen": "" if step is not None else nothing_seen(found),
         "page": page_name(found, asked),
         "run": found.run["id"],
     }

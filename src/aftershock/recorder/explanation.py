@@ -204,7 +204,10 @@ class FlightExplanation:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
         attrs = self.data.attrs
         shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
-        if not shown or self.kind == "not a number":  # the loss before it is not what happened
+        other = (
+            self.kind == "not a number" or attrs["norm_alone"] or (attrs["nothing_seen"] and self.kind == "no spike")
+        )
+        if not shown or other:  # what happened is not the loss of this step
             return ""
         added = (
             f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "

@@ -17,7 +17,7 @@ from ..results.provenance import provenance
 from .event import BARS, FEWEST, Event
 from .examples import example_shares
 from .hyperparameters import HyperChange
-from .instruments import DataFinding, UpdateSizes
+from .instruments import ORDINARY, DataFinding, UpdateSizes
 from .not_a_number import NotANumberFinding
 from .replay import Replay
 from .stability import Amplification, Sharpness
@@ -25,6 +25,7 @@ from .store import Flight
 from .suspects import Inquiry
 from .sweep import CHANGES, Swept
 from .treatments import Outcome, sufficient
+from .triggers import THRESHOLD, robust_z
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -60,6 +61,8 @@ class Findings:
         """What kind of event it was."""
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
+        if self.norm_alone:
+            return "no spike"
         if not self.event.is_one:
             return "no spike" if self.event.onset >= FEWEST else "unknown"
         if self.lost_in_scatter:
@@ -83,6 +86,14 @@ class Findings:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
         step, scatter = self.event.step, self.replayed.scatter
         return bool(scatter) and self.event.is_one and scatter[step] >= self.event.losses[step] - self.event.usual
+
+    @property
+    def norm_alone(self) -> bool:
+        """Does the gradient norm stand out as far as a trigger asks, and every loss of the stretch is ordinary?"""
+        if self.event.peak > ORDINARY * self.event.sigma or self.replayed.last < FEWEST:
+            return False
+        *before, last = [step.clip.norm for step in self.replayed.trajectory.steps[: self.replayed.last + 1]]
+        return robust_z(last, before) > THRESHOLD
 
     @property
     def explained(self) -> int:
@@ -212,6 +223,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "sigma": event.sigma,
         "peak": event.peak,
         "highest": numbers[event.highest],
+        "norm_alone": f.norm_alone,
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
         "ranked_by": f.main,
@@ -220,10 +232,13 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "replaced": {str(numbers[t.steps[0]]): t.left for t in inquiry.replaced if t.steps[0] in replaced},
         "replaced_placebos": len(inquiry.replaced_placebos),
         "replaced_placebos_change": sum(not t.keeps for t in inquiry.replaced_placebos),
+        "replaced_kin": inquiry.kin,
+        "cleared": [numbers[t.steps[0]] for t in inquiry.cleared],
         "group": [] if group is None else [numbers[i] for i in group.steps],
+        "group_replaced": inquiry.group_replaced,
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
-        "placebos_change": sum(not t.keeps for t in inquiry.placebos),
+        "placebos_change": inquiry.changing,
         "group_placebos": len(inquiry.group_placebos),
         "group_placebos_change": sum(not t.keeps for t in inquiry.group_placebos),
         "treatment": None if best is None else best.treatment.name,

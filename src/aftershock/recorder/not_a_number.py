@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from ..core.batches import Batch, micro_batches
 from ..core.layout import Layout
@@ -31,7 +33,7 @@ class NotANumberFinding:
     kind: str
     loss: float
     module: str | None  # where NaN or infinity first appears: on the way to a loss, or back to a gradient
-    operation: str | None  # in it; known for gradients
+    operation: str | None  # in it
     parameters: tuple[str, ...]  # whose gradient is not finite; whose value is, for "weights values"
     others: tuple[bool, ...]  # for each other batch: are loss and gradient finite on the same weights?
 
@@ -51,7 +53,8 @@ class NotANumberFinding:
             return f"the weights before the step are not finite: {names}"
         if not self.loss_finite:
             place = f"module `{self.module}`" if self.module else "loss_fn, after the model's last module"
-            return f"the loss is {self.loss}; the first value that is not finite comes out of {place}"
+            of = f"`{self.operation}` in " if self.operation else ""
+            return f"the loss is {self.loss}; the first value that is not finite comes out of {of}{place}"
         if self.operation is None:
             return f"the loss is {self.loss:.4g}, and the gradient of {names} is not finite"
         inside = f"`{self.module}`" if self.module else "loss_fn"
@@ -84,7 +87,7 @@ def not_a_number(
         return NotANumberFinding("weights values", math.nan, None, None, bad, ())
     seen = _watched(loss, state, batch, random)
     beside = [_watched(loss, state, other, random) for other in others]
-    innocent = {module for other in beside if other.finite for module in other.modules}
+    innocent = {made for other in beside if other.finite for made in (*other.modules, *other.values)}
     if seen.finite:
         kind = "finite"
     elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
@@ -96,6 +99,8 @@ def not_a_number(
     module, operation = None, None
     if not math.isfinite(seen.loss):
         module = next((module for module in seen.modules if module not in innocent), None)
+        made = next((made for made in seen.values if made not in innocent), None)
+        operation = made[0] if made is not None and made[1] == module else None
     elif not seen.finite:
         module, operation = seen.module_of(seen.operations[0]) if seen.operations else (None, None)
     return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tuple(o.finite for o in beside))
@@ -107,6 +112,9 @@ class _Seen:
 
     loss: float = math.nan
     modules: list[str] = field(default_factory=list)  # with such an output; inner ones are done first
+    values: list[tuple[str, str | None]] = field(
+        default_factory=list
+    )  # operations that made one of finite values, where
     operations: list[tuple[str, int]] = field(default_factory=list)  # with such a gradient; name and number of the node
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # the numbers of the nodes that each module made
     parameters: tuple[str, ...] = ()
@@ -130,7 +138,8 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
         totals: list[Tensor] = []
         bad: set[str] = set()
         for micro, share in micro_batches(batch, loss.layout.device):
-            with _watching_modules(model, seen):
+            inside: list[str] = []
+            with _watching_modules(model, seen, inside), _Operations(seen, inside):
                 value = share(loss.raw(model, micro, WHERE))
             totals.append(value.detach())
             with _watching_gradients(value, seen):
@@ -148,8 +157,8 @@ def _not_finite(layout: Layout, tensors: Sequence[Tensor | None]) -> tuple[str, 
 
 
 @contextlib.contextmanager
-def _watching_modules(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Note each module whose output is not finite, and which nodes of the graph it made."""
+def _watching_modules(model: nn.Module, seen: _Seen, inside: list[str]) -> Iterator[None]:
+    """Note each module whose output is not finite, and which nodes of the graph it made. inside: those that run now."""
     begun: dict[str, int] = {}
     handles = []
     for name, module in model.named_modules():
@@ -158,9 +167,11 @@ def _watching_modules(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
         def before(module: nn.Module, inputs: object, name: str = name) -> None:
             begun[name] = _node_number()
+            inside.append(name)
 
         def after(module: nn.Module, inputs: object, output: object, name: str = name) -> None:
             seen.spans.append((name, begun[name], _node_number()))
+            inside.pop()
             tensors = [x for x in flatten(output)[0] if isinstance(x, Tensor)]
             if not all(bool(torch.isfinite(x.detach()).all()) for x in tensors):
                 seen.modules.append(name)
@@ -171,6 +182,30 @@ def _watching_modules(model: nn.Module, seen: _Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Operations(TorchFunctionMode):
+    """Notes each operation that makes a value that is not finite of values that are."""
+
+    def __init__(self, seen: _Seen, inside: list[str]) -> None:
+        super().__init__()
+        self._seen, self._inside = seen, inside
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _values((args, kwargs))
+        sound = bool(given) and _finite(given)  # before the call, which may write in place
+        made = func(*args, **kwargs)
+        if sound and not _finite(_values(made)):
+            name = getattr(func, "__name__", str(func)).strip("_")
+            self._seen.values.append((name, self._inside[-1] if self._inside else None))
+        return made
+
+
+def _values(found: object) -> list[Tensor]:
+    return [x.detach() for x in flatten(found)[0] if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _node_number() -> int:

@@ -64,9 +64,14 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     if found.kind not in ("batch", "group"):
         return []
     if attrs["group"]:
-        name = f"the batches of steps {', '.join(map(str, found.blamed))} left out together"
+        steps = ", ".join(map(str, found.blamed))
+        name = f"the batches of steps {steps} left out together"
+        if attrs["group_replaced"]:
+            name = f"batches like their own in place of those of steps {steps}"
         return [_without(name, attrs["group_left"], (), np.nan)]
     runs, numbers = [], data["place"].values.tolist()
+    for step, left in attrs["replaced"].items():
+        runs.append(_without(f"batches like its own in place of step {step}'s", left, (), np.nan))
     for step in found.blamed:
         losses, at = data["loss"].values.copy(), numbers.index(step)
         losses[at] = np.nan  # its batch was not seen

@@ -176,9 +176,9 @@ class FlightRecorder:
     ) -> None:
         for handle in [*self._handles, *self._part_handles]:
             handle.remove()
+        self._settle_all()
         for trigger in self.triggers:
             trigger.end()
-        self._settle_all()
         if self._windows is not None:
             self._windows.close()
         self._writer.close()

@@ -117,20 +117,19 @@ def possible(trajectory: Trajectory, event: Event) -> Iterator[Treatment]:
         if count <= onset:
             some = range(onset - count, onset)
             yield Treatment(
-                f"half the learning rate for the {_counted(count)} before it",
+                f"half the learning rate at {_numbers(event, onset - count, onset - 1)}, {count} before it",
                 Run(onset - count, {i: _with(steps[i], lambda h: h.with_lr(float(h.lr) / 2)) for i in some}),
                 count,
             )
     for back in RESTARTS:
         if back <= onset:
-            when = "the step" if back == 1 else f"{back} steps"
-            yield Treatment(
-                f"Adam restarted {when} before it (m, v and count)", Run(onset - back, start=_restarted), 10 + back
-            )
+            name = f"Adam restarted at {_numbers(event, onset - back, onset - back)}, {back} before it (m, v and count)"
+            yield Treatment(name, Run(onset - back, start=_restarted), 10 + back)
     first = max(0, onset - BACK)
     for name, change in _rules(trajectory, event):
         run = Run(first, {i: change(steps[i]) for i in range(first, event.last + 1)})
-        yield Treatment(f"{name} from {onset - first} steps before it", run, 20 + onset - first)
+        since = f"{_numbers(event, first, event.last)}, from {onset - first} before it"
+        yield Treatment(f"{name} at {since}", run, 20 + onset - first)
 
 
 def _rules(trajectory: Trajectory, event: Event) -> Iterator[tuple[str, Callable[[Step], Step]]]:
@@ -155,5 +154,7 @@ def _restarted(state: JointState) -> JointState:
     return replace(state, m=zeros, v=zeros.clone(), counts=(0,) * len(state.counts))
 
 
-def _counted(count: int) -> str:
-    return "step" if count == 1 else f"{count} steps"
+def _numbers(event: Event, first: int, last: int) -> str:
+    """Such as: steps 312–319."""
+    first, last = event.first + first, event.first + last
+    return f"step {first}" if first == last else f"steps {first}–{last}"

@@ -7,6 +7,7 @@ import math
 import shlex
 import signal
 import statistics
+import sys
 import threading
 import warnings
 from collections import deque
@@ -31,6 +32,11 @@ FAR = 2.0  # times: two heights within this factor are one height
 OFTEN = 4  # times that a height is told
 MEMORY = 4  # windows
 HIGHER = 1.25  # times the highest of them: a new worst spike is news, however often one nearly as high came
+
+
+def say(message: object) -> None:
+    """A line that is seen by default, and breaks nothing that reads the script's output."""
+    print(f"aftershock: {message}", file=sys.stderr, flush=True)
 
 
 class Trigger(Protocol):
@@ -215,20 +221,23 @@ class Drift:
 
 @dataclass
 class NotANumber:
-    """A loss or gradient norm that is NaN or infinite, the first of a row."""
+    """A loss or gradient norm that is NaN or infinite: the first is told, further ones are counted, and their number is
+    told at the end."""
 
-    _seen: bool = field(default=False, init=False, repr=False)
+    _seen: int = field(default=0, init=False, repr=False)  # steps
 
     def begin(self, window: int) -> None:
-        self._seen = False
+        self._seen = 0
 
     def fires(self, record: Record) -> str | None:
-        was, self._seen = self._seen, not record.finite
-        return (
-            f"the loss is {record.loss:.4g} and the gradient norm {record.norm:.4g}" if self._seen and not was else None
-        )
+        self._seen += not record.finite
+        if record.finite or self._seen > 1:
+            return None
+        return f"the loss is {record.loss:.4g} and the gradient norm {record.norm:.4g}"
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        if self._seen > 1:
+            say(f"after the first, {self._seen - 1} more step(s) had a loss or gradient norm that is not finite")
 
 
 @dataclass(frozen=True)

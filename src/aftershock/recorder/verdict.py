@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
+from .instruments import ORDINARY
+from .triggers import robust_z, usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,17 +19,23 @@ if TYPE_CHECKING:
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
 ENOUGH = 8  # placebos, below which a blame is weak
+CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
 
 def verdict(found: FlightExplanation) -> str:
-    """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it."""
-    return " ".join(part for part in (_opening(found), SAID[found.kind](found)) if part)
+    """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it; and over
+    which steps it was measured."""
+    said = SAID[found.kind](found)
+    span = "" if found.kind in CALM or _span(found) in said else f"The event is {_spike(found)}."
+    return " ".join(part for part in (_opening(found), said, span) if part)
 
 
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
     attrs, parts = found.data.attrs, []
+    if found.kind not in CALM and attrs["nothing_seen"]:
+        parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
     if attrs["lost_in_scatter"]:
         parts.append(
             f"Replays of this run, unchanged, differ by {attrs['scatter']:.3g} in the loss of step {attrs['step']}, "
@@ -63,42 +71,61 @@ def _short(found: FlightExplanation) -> list[str]:
 
 def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    first, last = attrs["stretch"]
-    return f"the spike of {attrs['peak']:.3g} (steps {first}–{last}, usual loss {attrs['usual']:.3g})"
+    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual loss {attrs['usual']:.3g})"
+
+
+def _span(found: FlightExplanation) -> str:
+    first, last = found.data.attrs["stretch"]
+    return f"steps {first}–{last}"
 
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
-    if attrs["replaced"]:
-        return _replaced(found)
     if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
         return (
             f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
             f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
         )
-    return " ".join(
-        [
-            f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}. It raised the loss at "
-            f"step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}.",
-            *_inside(found, best),
-        ]
+    said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
+    raised = (
+        f"It raised the loss at step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}."
     )
+    return " ".join([_replaced(found) if attrs["replaced"] else said, raised, *_inside(found, best)])
 
 
 def _replaced(found: FlightExplanation) -> str:
-    """Where leaving a step out is not enough, because its batch then teaches nothing."""
+    """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
     each = [
         f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
         f"({left[step]:.0%} without any batch there)"
         for step in found.blamed
+        if str(step) in attrs["replaced"]
+    ]
+    each += [
+        f"without step {step}, {_without(left[step])}" for step in found.blamed if str(step) not in attrs["replaced"]
     ]
     count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
-    names = _listed(found.blamed)
+    others = f"with such batches in place of those of {count - other} of {count} other steps"
+    if attrs["replaced_kin"]:
+        others += f" of the same kind of data, {_placebos(attrs)}"
+    return f"{_steps(found.blamed)} did it: {'; '.join(each)}; and it stays {others}.{_cleared(found)}"
+
+
+def _cleared(found: FlightExplanation) -> str:
+    """Steps without which the event is gone as well, and whose batches are sound."""
+    steps = found.data.attrs["cleared"]
+    if not steps:
+        return ""
+    whose = "its own in place of it" if len(steps) == 1 else "their own in place of any of them"
     return (
-        f"Step{'s' if len(found.blamed) > 1 else ''} {names} did it: {'; '.join(each)}; and it stays with such batches "
-        f"in place of those of {count - other} of {count} other steps."
+        f" Without {_steps(steps).lower()} half of it would be gone, too, but not with batches like {whose}: what is "
+        "missed there is the kind of data, and the batch is sound."
     )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"Step{'s' if len(steps) > 1 else ''} {_listed(steps)}"
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -126,6 +153,12 @@ def _group(found: FlightExplanation) -> str:
     if attrs["group"]:
         others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
         kept = attrs["group_placebos"] - attrs["group_placebos_change"]
+        if attrs["group_replaced"]:
+            return (
+                f"Steps {names} did it together: with batches like their own in place of theirs "
+                f"{attrs['group_left']:.0%} of {_spike(found)} is left, the own batch of each of them adds to it, and "
+                f"it stays with such batches in place of those of {kept} of {others}."
+            )
         return (
             f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
             f"without one of them most of it stays, and it stays without {kept} of {others}."
@@ -158,11 +191,12 @@ def _hyperparameter(found: FlightExplanation) -> str:
 
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    parts = ["No batch did this."]
+    parts, many = ["No batch did this."], attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
+    meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
     if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
             f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
-            "spike or doubles it: the run was so unstable that any change moves it."
+            f"spike, doubles it or moves it: {meaning}."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(_treated(found))
@@ -205,6 +239,8 @@ def _unknown(found: FlightExplanation) -> str:
     seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
+        if attrs["cleared"]:
+            seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
     return (
         f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
@@ -237,9 +273,28 @@ def _not_a_number(found: FlightExplanation) -> str:
 
 def _no_spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
+    if attrs["norm_alone"]:
+        return _norm_alone(found)
+    if attrs["nothing_seen"]:
+        return str(attrs["nothing_seen"])
     return (
         f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
         f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+    )
+
+
+def _norm_alone(found: FlightExplanation) -> str:
+    """The trigger's quantity has an event, and that by which everything here is judged has none."""
+    attrs, places = found.data.attrs, found.data["place"].values.tolist()
+    norms = found.data["norm"].values[: places.index(attrs["step"]) + 1].tolist()
+    middle, z = usual(norms[:-1])[0], robust_z(norms[-1], norms[:-1])
+    far = f"{z:.0f}" if z < 1000 else "more than 1000"
+    sigmas = (attrs["value"] - attrs["usual"]) / attrs["sigma"]
+    return (
+        f"The gradient norm of step {attrs['step']} stands out, and the loss does not: the norm is {norms[-1]:.4g}, "
+        f"{far} robust σ above its median {middle:.4g}; the loss is {attrs['value']:.4g}, {sigmas:.1f} robust σ from "
+        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {ORDINARY:g}. Causes and treatments "
+        "are judged by the loss, so that none is named, and nothing is claimed about what would have kept the norm low."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from .records import Record
 from .ring import Ring
 from .script import missing_build
 from .store import Seen
-from .triggers import FAR, Trigger, Triggered, robust_z, usual
+from .triggers import FAR, Trigger, Triggered, robust_z, say, usual
 from .writer import Writer
 
 
@@ -27,11 +26,6 @@ class _Open:
     first: int  # the step that opened it
     until: int  # the last step that it takes
     limit: int  # further triggers do not move `until` beyond this
-
-
-def say(message: object) -> None:
-    """A line that is seen by default, and breaks nothing that reads the script's output."""
-    print(f"aftershock: {message}", file=sys.stderr, flush=True)
 
 
 class Windows:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..recorder.event import BARS
 from ..recorder.other_runs import OtherRun, idle_in_words, loss_after, other_runs, with_an_effect
-from ..recorder.verdict import right
+from ..recorder.verdict import CALM, right
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation
 
 ROWS = 30  # steps in the page's table
-CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 COMPARED = {
     "replace": "against the mean of the ordinary batches around it",
     "skip": "against no step",
