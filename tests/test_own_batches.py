@@ -1,4 +1,4 @@
-"""Several bad batches in a row, as a broken file gives them: each is the spike by itself, and they are told together."""
+"""Several bad batches in a row, as a broken file gives them: each is the spike, and they are told together."""
 
 from __future__ import annotations
 
