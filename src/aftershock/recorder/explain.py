@@ -30,7 +30,7 @@ from .event import Event
 from .explanation import FlightExplanation
 from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
-from .instruments import data, update_sizes
+from .instruments import data, own_batches, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
 from .recorder import FlightRecorder
 from .records import Record, Source
@@ -158,7 +158,8 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     suspected, reserve = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
         least = LEAST if isinstance(verify, int) else len(suspected)
-        own, repeated = f.data.kind == "own batch", _one_batch(replayed.records, [i for i in suspected if i < last])
+        own = own_batches(trajectory, event) if f.data.kind == "own batch" else ()
+        repeated = _one_batch(replayed.records, [i for i in suspected if i < last])
         f.inquiry = inquire(
             trajectory,
             event,
@@ -169,7 +170,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
             repeated=repeated,
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
             least=least,
-            own_batch=own,
+            own=own,
             tick=tick,
         )
     steps_left = math.inf if not f.inquiry.blamed else RERUN * len(steps) - f.inquiry.steps

@@ -74,8 +74,9 @@ class Findings:
         if self.hyperparameter(("ramp",)) is not None:
             return "hyperparameter"
         if self._guilty:
-            alone = "own batch" if self._guilty == (self.replayed.last,) else "batch"
-            return alone if len(self._guilty) == 1 else "group"
+            if self._guilty in ((self.replayed.last,), self._own):
+                return "own batch"
+            return "batch" if len(self._guilty) == 1 else "group"
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
@@ -121,10 +122,18 @@ class Findings:
         """Whom the inquiry blames. Without the explained step its own loss is gone, whoever raised it: it is blamed
         only where no earlier step is, and its batch is high on earlier weights too."""
         last, blamed = self.replayed.last, self.inquiry.blamed
+        if self._own and set(blamed) <= set(self._own):
+            return self._own
         if last not in blamed:
             return blamed
         own = self.data is not None and self.data.kind == "own batch"
         return tuple(i for i in blamed if i != last) or ((last,) if own else ())
+
+    @property
+    def _own(self) -> tuple[int, ...]:
+        """Several steps whose batches are high by themselves, where that is the event."""
+        own = self.inquiry.own
+        return own.steps if own is not None and own.removes and self.inquiry.share <= BARS.specific else ()
 
 
 def labelled(f: Findings, examples: int) -> xr.Dataset:
@@ -228,7 +237,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "after": event.last - event.step,
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
-        "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
+        "own_left": _own_left(f),
         "replaced": {str(numbers[t.steps[0]]): t.left for t in inquiry.replaced if t.steps[0] in replaced},
         "replaced_placebos": len(inquiry.replaced_placebos),
         "replaced_placebos_change": sum(not t.keeps for t in inquiry.replaced_placebos),
@@ -262,6 +271,13 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
     }
+
+
+def _own_left(f: Findings) -> float:
+    """What is left without the explained step's batch, or without all that are high by themselves."""
+    if f.inquiry.own is not None:
+        return f.inquiry.own.left
+    return next((t.left for t in f.inquiry.suspects if t.steps == (f.replayed.last,)), math.nan)
 
 
 def _repeats(f: Findings) -> list[int]:

@@ -19,6 +19,7 @@ from ..core.reductions import parts
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput, NotFinite
+from .event import Event
 from .replay import own_value
 from .triggers import FLATTEST, usual
 
@@ -192,6 +193,15 @@ def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequen
     else:
         kind = "shift" if follows else "own batch"
     return DataFinding(kind, step.loss, middle, sigma, earlier, later, elsewhere)
+
+
+def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
+    """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too."""
+    high = event.usual + HALF * (event.losses[event.step] - event.usual)
+    loud = [i for i in range(event.onset, event.last + 1) if event.losses[i] >= high]
+    times = _earlier_times(trajectory, event.onset)
+    steps = trajectory.steps
+    return tuple(i for i in loud if _low([_loss_on(trajectory, time, steps[i].batch) for time in times]) >= high)
 
 
 def _low(losses: Sequence[float]) -> float:

@@ -47,6 +47,7 @@ class Inquiry:
     replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
     replaced_placebos: list[Trial] = field(default_factory=list)
     kin: bool = False  # whoever is judged by batches like its own is of a rare kind of data, beside others of that kind
+    own: Trial | None = None  # without several steps whose batches are high by themselves
     group: Trial | None = None
     group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Inquiry:
     def steps(self) -> int:
         """How many steps the runs took."""
         singles = (self.suspects, self.placebos, self.replaced, self.replaced_placebos)
-        together = (self.group_placebos, [self.group] if self.group else [])
+        together = (self.group_placebos, [t for t in (self.group, self.own) if t is not None])
         return sum(len(t.losses) for trials in (*singles, *together) for t in trials)
 
     @property
@@ -164,7 +165,7 @@ def inquire(
     repeated: Sequence[tuple[int, ...]] = (),
     groups: bool = True,
     least: int = LEAST,
-    own_batch: bool = False,
+    own: tuple[int, ...] = (),
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
     """Run again without steps that nobody suspects, the placebos, and without each suspect, until it is decided.
@@ -179,7 +180,7 @@ def inquire(
     reserve: further suspects, where one removes half, but not clearly more than placebos do.
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
-    own_batch: the explained step's batch is bad by itself, so that it may be the only one.
+    own: steps of the event whose batches are high by themselves, which may be all there is to it.
     """
     runs, draw = _Runs(trajectory, event, tick), random.Random(seed)
     alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)} - set(suspected)
@@ -209,7 +210,8 @@ def inquire(
         if found.share > BARS.specific:
             compare(2 * placebos)
     if found.share <= BARS.specific:
-        _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=own_batch)
+        found.own = runs.accused(own) if len(own) > 1 else None
+        _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=bool(own))
     return found
 
 
@@ -233,7 +235,7 @@ def _decide(
         found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
     if _guilty(found, event):
         _among_kin(runs, found, len(innocent), draw)
-    elif not (own_batch and any(t.removes for t in found.suspects)):
+    elif not (own_batch and any(t.removes for t in (*found.suspects, *([found.own] if found.own else [])))):
         _look_further(runs, found, repeated, innocent, draw, groups=groups)
 
 

@@ -171,11 +171,12 @@ def _group(found: FlightExplanation) -> str:
 
 
 def _own(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    return (
-        f"The batch of step {attrs['step']} itself is the spike: {attrs['data']}. "
-        f"{_without(attrs['own_left']).capitalize()} without it, {_placebos(attrs)}."
-    )
+    attrs, several = found.data.attrs, len(found.blamed) > 1
+    opening = f"The batch of step {attrs['step']} itself is the spike"
+    if several:
+        opening = f"The batches of steps {_listed(found.blamed)} themselves are the spike; that of step {attrs['step']}"
+    left = f"{_without(attrs['own_left']).capitalize()} without {'them' if several else 'it'}"
+    return f"{opening}: {attrs['data']}. {left}, {_placebos(attrs)}."
 
 
 def _shift(found: FlightExplanation) -> str:

@@ -50,7 +50,7 @@ for (const name of ["course", "trials"]) {
 
 def step_list(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Section]:
     """Every step that can be opened: the explained one, those that were run again without, then the others."""
-    own = [_own(found)] if found.blamed == (found.data.attrs["step"],) or _seen(found) in found.descriptions else []
+    own = [_own(found)] if found.data.attrs["step"] in found.blamed or _seen(found) in found.descriptions else []
     tried = [_earlier(found, c, culprits) for c in culprits if c.role]
     rest = [_earlier(found, c, culprits) for c in culprits if not c.role]
     parts = [*own, *tried]

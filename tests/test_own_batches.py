@@ -1,0 +1,66 @@
+"""Several bad batches in a row, as a broken file gives them: each is the spike, and they are told together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import aftershock as ak
+
+WARM, STEPS, BAD = 300, 360, 344  # a step's number counts the updates before it
+KINDS = 12
+Batch = tuple[Tensor, Tensor]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def recorded(folder: Path, bad: set[int]) -> tuple[ak.FlightRecorder, list[float]]:
+    """A classifier; where a batch is bad its labels are those of other classes."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, KINDS)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    centres = torch.randn(KINDS, 16, generator=generator).double()
+    losses = []
+    recorder = ak.FlightRecorder(model, optimizer, loss_fn, folder, window=40, triggers=())
+    for step in range(STEPS):
+        y = torch.randint(KINDS, (32,), generator=generator)
+        x = centres[y] + 0.5 * torch.randn(32, 16, generator=generator).double()
+        batch = (x, (y + 5) % KINDS if step in bad else y)
+        if step == WARM:
+            recorder.__enter__()
+        loss = loss_fn(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if step >= WARM:
+            recorder.step(batch, loss)
+    recorder.__exit__(None, None, None)
+    return recorder, losses
+
+
+@pytest.mark.parametrize("explained", [BAD, BAD + 1])
+def test_batches_that_are_bad_one_after_the_other_are_named_together(tmp_path: Path, explained: int) -> None:
+    bad = {BAD, BAD + 1}
+    recorder, losses = recorded(tmp_path, bad)
+    assert min(losses[i] for i in bad) > 10 * max(losses[WARM:BAD])
+    found = ak.explain(recorder, step=explained)
+    assert (found.kind, found.blamed) == ("own batch", (BAD, BAD + 1))
+    assert found.verdict.startswith(f"The batches of steps {BAD} and {BAD + 1} themselves are the spike")
+    assert "without them" in found.verdict
+    assert found.report(tmp_path / "page.html").exists()
+    _, clean = recorded(tmp_path / "clean", set())  # the truth: the same batches with their own labels
+    assert max(clean[BAD:]) < 0.1 * losses[BAD]
+
+
+def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
+    recorder, _ = recorded(tmp_path, {BAD})
+    found = ak.explain(recorder, step=BAD)
+    assert (found.kind, found.blamed) == ("own batch", (BAD,))
