@@ -116,6 +116,8 @@ def explain(
     asking = nan is None and event.is_one and not findings.lost_in_scatter and not findings.norm_alone
     if target is None:
         findings.refused = "the first recorded step is not finite"
+    elif nan is not None:
+        findings.refused = f"step {asked} is not finite, and the loss before it is not what happened"
     else:
         _predict(findings, references, watched=asking)
     if asking:

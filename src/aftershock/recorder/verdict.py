@@ -87,9 +87,8 @@ def _batch(found: FlightExplanation) -> str:
             f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
         )
     said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
-    raised = (
-        f"It raised the loss at step {attrs['step']} by {best.measured:.3g} of {found.size:.3g}{_waited(found, best)}."
-    )
+    part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
+    raised = f"It raised the loss at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
     return " ".join([_replaced(found) if attrs["replaced"] else said, raised, *_inside(found, best)])
 
 
