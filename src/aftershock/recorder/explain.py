@@ -112,7 +112,8 @@ def explain(
     replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
     event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last, replayed.records[0].step)
     nan = _not_a_number(found, replayed, asked, code) if asked != target else None
-    findings = Findings(found, replayed, event, Swept.nothing(_layers(replayed), replayed.last), asked, nan=nan)
+    nothing, named = Swept.nothing(_layers(replayed), replayed.last), step is not None
+    findings = Findings(found, replayed, event, nothing, asked, named, nan=nan)
     asking = nan is None and event.is_one and not findings.lost_in_scatter and not findings.norm_alone
     if target is None:
         findings.refused = "the first recorded step is not finite"

@@ -44,6 +44,7 @@ class Findings:
     event: Event
     swept: Swept
     asked: int
+    named: bool = False  # the caller gave the step's number
     main: str = "skip"  # what a step is compared with
     refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
@@ -90,8 +91,15 @@ class Findings:
 
     @property
     def norm_alone(self) -> bool:
-        """Does the gradient norm stand out as far as a trigger asks, and every loss of the stretch is ordinary?"""
-        if self.event.peak > ORDINARY * self.event.sigma or self.replayed.last < FEWEST:
+        """Does the gradient norm stand out as far as a trigger asks, and the loss is ordinary? A loss that is somewhat
+        high is explained where its step was asked for."""
+        ordinary = self.event.peak <= ORDINARY * self.event.sigma and not self.named
+        return self.norm_first and (ordinary or not self.event.is_one)
+
+    @property
+    def norm_first(self) -> bool:
+        """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
+        if self.event.peak > THRESHOLD * self.event.sigma or self.replayed.last < FEWEST:
             return False
         *before, last = [step.clip.norm for step in self.replayed.trajectory.steps[: self.replayed.last + 1]]
         return robust_z(last, before) > THRESHOLD
@@ -233,6 +241,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "peak": event.peak,
         "highest": numbers[event.highest],
         "norm_alone": f.norm_alone,
+        "norm_first": f.norm_first,
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
         "ranked_by": f.main,

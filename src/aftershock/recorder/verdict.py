@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
-from .instruments import ORDINARY
-from .triggers import robust_z, usual
+from .triggers import THRESHOLD, robust_z, usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,6 +35,12 @@ def _opening(found: FlightExplanation) -> str:
     attrs, parts = found.data.attrs, []
     if found.kind not in CALM and attrs["nothing_seen"]:
         parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
+    if found.kind not in CALM and attrs["norm_first"]:
+        sigmas = (attrs["value"] - attrs["usual"]) / attrs["sigma"]
+        parts.append(
+            f"The gradient norm of step {attrs['step']} stands out, and its loss less, {sigmas:.1f} robust σ above the "
+            "usual: what follows is about the loss, and nothing is claimed about the norm."
+        )
     if attrs["lost_in_scatter"]:
         parts.append(
             f"Replays of this run, unchanged, differ by {attrs['scatter']:.3g} in the loss of step {attrs['step']}, "
@@ -293,7 +298,7 @@ def _norm_alone(found: FlightExplanation) -> str:
     return (
         f"The gradient norm of step {attrs['step']} stands out, and the loss does not: the norm is {norms[-1]:.4g}, "
         f"{far} robust σ above its median {middle:.4g}; the loss is {attrs['value']:.4g}, {sigmas:.1f} robust σ from "
-        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {ORDINARY:g}. Causes and treatments "
+        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {THRESHOLD:g}. Causes and treatments "
         "are judged by the loss, so that none is named, and nothing is claimed about what would have kept the norm low."
     )
 
