@@ -225,7 +225,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best = sufficient(f.outcomes)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
-    group, replaced = inquiry.group, inquiry.blamed_by_replacing if f.blamed else ()
+    group = inquiry.own if f.kind == "own batch" and len(f.blamed) > 1 else inquiry.group
+    replaced = inquiry.blamed_by_replacing if f.blamed else ()
     return {
         **provenance(f.replayed.trajectory),
         "check": f.refused if f.growth is None and f.refused else str(f.replayed.path.check()),
@@ -246,7 +247,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "after": event.last - event.step,
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
-        "own_left": _own_left(f),
+        "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
         "replaced": {str(numbers[t.steps[0]]): t.left for t in inquiry.replaced if t.steps[0] in replaced},
         "replaced_placebos": len(inquiry.replaced_placebos),
         "replaced_placebos_change": sum(not t.keeps for t in inquiry.replaced_placebos),
@@ -280,13 +281,6 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
     }
-
-
-def _own_left(f: Findings) -> float:
-    """What is left without the explained step's batch, or without all that are high by themselves."""
-    if f.inquiry.own is not None:
-        return f.inquiry.own.left
-    return next((t.left for t in f.inquiry.suspects if t.steps == (f.replayed.last,)), math.nan)
 
 
 def _repeats(f: Findings) -> list[int]:

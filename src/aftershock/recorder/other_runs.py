@@ -59,9 +59,9 @@ def _mean_of_last(found: FlightExplanation, losses: np.ndarray) -> float:
 
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
     data, attrs = found.data, found.data.attrs
-    if found.kind == "own batch":
+    if found.kind == "own batch" and not attrs["group"]:
         return [_without(f"the batch of step {attrs['step']} left out", attrs["own_left"], (), np.nan)]
-    if found.kind not in ("batch", "group"):
+    if found.kind not in ("batch", "group", "own batch"):
         return []
     if attrs["group"]:
         steps = ", ".join(map(str, found.blamed))

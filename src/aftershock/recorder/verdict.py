@@ -179,7 +179,8 @@ def _own(found: FlightExplanation) -> str:
     opening = f"The batch of step {attrs['step']} itself is the spike"
     if several:
         opening = f"The batches of steps {_listed(found.blamed)} themselves are the spike; that of step {attrs['step']}"
-    left = f"{_without(attrs['own_left']).capitalize()} without {'them' if several else 'it'}"
+    without = _without(attrs["group_left"] if several else attrs["own_left"])
+    left = f"{without.capitalize()} without {'them' if several else 'it'}"
     return f"{opening}: {attrs['data']}. {left}, {_placebos(attrs)}."
 
 
