@@ -54,7 +54,7 @@ def test_batches_that_are_bad_one_after_the_other_are_named_together(tmp_path: P
     found = ak.explain(recorder, step=explained)
     assert (found.kind, found.blamed) == ("own batch", (BAD, BAD + 1))
     assert found.verdict.startswith(f"The batches of steps {BAD} and {BAD + 1} themselves are the spike")
-    assert "without them" in found.verdict
+    assert "There is no spike without them, and without any of 8 other steps it stays." in found.verdict
     assert f"the batches of steps {BAD}, {BAD + 1} left out together  prevents it" in str(found)
     assert f"the batch of step {explained} left out" not in str(found)
     assert found.report(tmp_path / "page.html").exists()

@@ -211,6 +211,8 @@ def inquire(
             compare(2 * placebos)
     if found.share <= BARS.specific:
         found.own = runs.accused(own) if len(own) > 1 else None
+        if found.own is not None and found.own.removes:
+            compare(placebos)
         _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=bool(own))
     return found
 
