@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import ReplayMismatch
-from aftershock.recorder.replay import AGREE
+from aftershock.recorder.replay import AGREE, _Proof
 
 WIDTH, STEPS, WINDOW = 32, 80, 40
 EDITED = 8  # where rounding is still far smaller than an edit of one in a hundred
@@ -83,3 +85,18 @@ def test_an_edit_is_no_rounding(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, edit=0.99)
     with pytest.raises(ReplayMismatch, match=f"part at step {EDITED}"):
         replayed(recorder)
+
+
+@pytest.mark.parametrize(("spread", "accepted"), [(1e-9, False), (0.5, True)])
+def test_a_difference_that_grows_is_rounding_only_where_rounding_grows(spread: float, accepted: bool) -> None:
+    """A gradient that was left over: each step is ten times further from the replay than the one before it."""
+    proof = _Proof.__new__(_Proof)
+    away = [10.0**-k for k in range(5, 0, -1)]
+
+    def steps(shares: list[float]) -> list[Any]:
+        return [SimpleNamespace(loss=1 + share, clip=SimpleNamespace(norm=1.0, factor=1.0)) for share in shares]
+
+    proof.agree, proof.steps = AGREE, steps([0.0] * len(away))
+    proof.records = [SimpleNamespace(loss=1 + share, norm=1.0) for share in away]  # type: ignore[misc]
+    proof.runs = [tuple(steps([-spread * share for share in away]))]
+    assert proof._within() == accepted

@@ -24,8 +24,7 @@ from .parting import Recorded, clipped_alike, parting, said
 from .records import Forward, Record, Source
 
 REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
-LEAP = 10.0  # times the largest difference so far, by which rounding may grow in one step
-SCATTERED = 3.0  # times the spread of the replays so far, within which a recording is one of them
+SCATTERED = 10.0  # times the spread of the replays so far: kernels round more often than once a step
 WIDE = 1e-2  # relative: losses of two replays that differ by more, which may be as much as a spike
 AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
 AGREE_AUTOCAST = 1e-3
@@ -229,23 +228,18 @@ class _Proof:
         return tuple(_follow(captured, self.records, self.source, self.records, keep=False).steps)
 
     def _within(self) -> bool:
-        """Does the recording differ from the replay as replays do from each other, or as rounding that grows?
+        """Does the recording differ from the replay about as far as replays do from each other, up to every step?
 
-        Rounding grows from step to step; another batch, mask or rule makes a leap.
+        Another batch, mask or rule is far more than a rounding where it comes, however little it is.
         """
         widest = {"loss": 0.0, "gradient norm": 0.0}
-        largest = 0.0
         for i, (record, step) in enumerate(zip(self.records, self.steps)):
             seen = [{name: now for name, _, now in _pairs(record, run[i])} for run in (self.steps, *self.runs)]
-            apart = 0.0
             for name, was, now in _pairs(record, step):
                 values = [each[name] for each in seen]
                 widest[name] = max(widest[name], max(values) - min(values))
-                off = _off(was, now)
-                apart = max(apart, off)
-                if abs(was - now) > SCATTERED * widest[name] and off > max(self.agree, LEAP * largest):
+                if abs(was - now) > SCATTERED * widest[name] and _off(was, now) > self.agree:
                     return False
-            largest = max(largest, apart)
         return True
 
 
