@@ -80,7 +80,7 @@ def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None
     assert ak.explain(later, **QUICK).data.attrs["step"] == 33
     assert "The loss rose at step 33: step=33 (--step 33) explains that." in str(ak.explain(later, step=30, **QUICK))
     none = ak.explain(train(tmp_path / "none", {}, triggers=[]), **QUICK)
-    assert "Nothing has triggered in this run: this is its last step (step= explains another)." in str(none)
+    assert "This is the last step that was recorded (step= explains another)." in str(none)
 
 
 def test_a_far_higher_spike_in_an_open_window_is_told_and_takes_it_over(

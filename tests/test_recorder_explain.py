@@ -381,7 +381,7 @@ def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Pat
     assert "what each added" not in str(found)
     losses = {record.step: record.loss for record in recorder.recent}
     highest = max(losses, key=losses.__getitem__)
-    assert said.startswith("No event was recorded. The highest of the last 40 losses is ")
+    assert said.startswith("Nothing triggered in this run. The highest of the last 40 losses is ")
     assert f"losses is {losses[highest]:.4g} at step {highest} (median" in said
     assert "a spike is told from 8 robust σ" in said
 
@@ -389,7 +389,7 @@ def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Pat
 def test_the_last_step_is_explained_where_nothing_was_seen_and_it_stands_out(tmp_path: Path) -> None:
     run = regression(tmp_path, bad=WARM + 33, triggers=())
     said = ak.explain(run.recorder, verify=1, placebos=1, treatments=False).verdict
-    assert said.startswith("No event was recorded. The highest of the last 16 losses is ")
+    assert said.startswith("Nothing triggered in this run. The highest of the last 16 losses is ")
     assert f"What follows is about the last step, {WARM + 33}. " in said
 
 

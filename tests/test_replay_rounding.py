@@ -15,6 +15,7 @@ from aftershock.errors import ReplayMismatch
 from aftershock.recorder.replay import AGREE, _Proof
 
 WIDTH, STEPS, WINDOW = 32, 80, 40
+LATE = 70
 EDITED = 8  # where rounding is still far smaller than an edit of one in a hundred
 Batch = tuple[Tensor, Tensor]
 
@@ -38,7 +39,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def recorded(folder: Path, *, edit: float = 1.0) -> tuple[ak.FlightRecorder, list[float]]:
+def recorded(folder: Path, *, edit: float = 1.0, at: int = EDITED) -> tuple[ak.FlightRecorder, list[float]]:
     """At a rate at which rounding grows; edit: what the gradients of one step are multiplied with, untold."""
     torch.manual_seed(0)
     Turned.turned = False
@@ -51,7 +52,7 @@ def recorded(folder: Path, *, edit: float = 1.0) -> tuple[ak.FlightRecorder, lis
             loss = loss_fn(model, batch)
             optimizer.zero_grad()
             loss.backward()
-            if i == EDITED:
+            if i == at:
                 for p in model.parameters():
                     assert p.grad is not None
                     p.grad *= edit
@@ -67,8 +68,8 @@ def _as_it_was() -> object:
     Turned.turned = False
 
 
-def replayed(recorder: ak.FlightRecorder) -> ak.FlightExplanation:
-    Turned.turned = True
+def replayed(recorder: ak.FlightRecorder, *, turned: bool = True) -> ak.FlightExplanation:
+    Turned.turned = turned
     return ak.explain(recorder, step=STEPS - 1, verify=0, references=0, examples=0)
 
 
@@ -85,6 +86,13 @@ def test_an_edit_is_no_rounding(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, edit=0.99)
     with pytest.raises(ReplayMismatch, match=f"part at step {EDITED}"):
         replayed(recorder)
+
+
+def test_an_edit_where_rounding_has_long_grown_is_no_rounding(tmp_path: Path) -> None:
+    """Replayed with its own kernels the run is equal to the bit, up to where it was edited."""
+    recorder, _ = recorded(tmp_path, edit=0.9, at=LATE)
+    with pytest.raises(ReplayMismatch, match=f"part at step {LATE}"):
+        replayed(recorder, turned=False)
 
 
 @pytest.mark.parametrize(("spread", "accepted"), [(1e-9, False), (0.5, True)])

@@ -39,7 +39,11 @@ def chosen_step(flight: Flight, step: int | None) -> int:
     """The step that was asked for; else the trigger's, or that of a larger event inside its window; else the last."""
     if step is not None or flight.trigger is None:
         return flight.last if step is None else step
-    return _largest(flight, flight.trigger)
+    found = _largest(flight, flight.trigger)
+    if found == flight.trigger and not _around(flight, found)[1].is_one:
+        later = (n for n in sorted(flight.records) if n >= found and not flight.records[n].finite)
+        return next(later, found)
+    return found
 
 
 def _largest(flight: Flight, trigger: int) -> int:
@@ -84,13 +88,13 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
             f"(step= explains {'one' if several else 'it'}, --step on the command line)."
         )
     if asked is None and flight.trigger is None:
-        parts.append("Nothing has triggered in this run: this is its last step (step= explains another).")
+        parts.append("This is the last step that was recorded (step= explains another).")
     if asked is None and told == step and flight.trigger not in (None, step):
         parts.append(
             f"The window was kept for step {flight.trigger}; step {step} has a larger loss and is explained here. "
             f"For the other: step={flight.trigger} (--step {flight.trigger})."
         )
-    if told == step == flight.trigger and not _around(flight, step)[1].is_one:
+    if told == step == flight.trigger and flight.records[step].finite and not _around(flight, step)[1].is_one:
         parts.append(f"The recorder kept this window for what it saw at step {step}: {flight.reason}.{_loss(flight)}")
     return " ".join(parts)
 
@@ -102,13 +106,15 @@ def nothing_seen(flight: Flight) -> str:
     since = flight.last - int(flight.run["window"])
     losses = {number: record.loss for number, record in flight.records.items() if record.finite and number > since}
     if not losses:
-        return "No event was recorded."
+        return "Nothing triggered in this run."
     highest = max(losses, key=losses.__getitem__)
     middle, sigma = usual(list(losses.values()))
+    told = f"a spike is told from {THRESHOLD:g} robust σ above the losses before it on"
+    if losses[highest] > middle + THRESHOLD * sigma:
+        told = f"step={highest} explains it"
     return (
-        f"No event was recorded. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
-        f"{highest} (median {middle:.4g}, σ {sigma:.2g}); a spike is told from {THRESHOLD:g} robust σ above the losses "
-        "before it on."
+        f"Nothing triggered in this run. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
+        f"{highest} (median {middle:.4g}, σ {sigma:.2g}); {told}."
     )
 
 

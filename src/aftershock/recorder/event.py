@@ -107,7 +107,8 @@ class Event:
     def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
         path is not, an odd batch may be, whose own loss says nothing of an event."""
-        places = [i for i in run if i < self.onset and i not in without and self.losses[i] <= self.level]
+        usual = [i for i in range(self.onset) if i in run and i not in without and self.losses[i] <= self.level]
+        places = [i for i in usual if not run[i] <= self.level]
         return max((run[i] - self.usual if math.isfinite(run[i]) else math.inf for i in places), default=0.0)
 
     def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
@@ -122,7 +123,8 @@ class Event:
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one, nor one that came sooner."""
         highest = max(self._stretch(run, frozenset(), max(run))) - self.usual
-        return max(highest, self._earlier(run)) <= max(BARS.gone * self.sigma, BARS.little * self.peak)
+        usual = min(BARS.gone * self.sigma, BARS.half * self.peak)  # of an event that hardly passes the level, half
+        return max(highest, self._earlier(run)) <= max(usual, BARS.little * self.peak)
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained loss is usual."""

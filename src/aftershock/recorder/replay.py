@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
+import torch
 from torch import Tensor, nn
 
 from ..api.path import Path
@@ -59,8 +60,9 @@ class Replay:
             return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
         if self.again:
             return (
-                f"The run does not repeat itself: the recorded one and {1 + len(self.again)} replays differ by up to "
-                f"{max(self.scatter):.2g} in the loss, as rounding that grows."
+                f"The recording is not equal to the bit to its replay: it and {1 + len(self.again)} replays, which "
+                f"start a rounding away from each other, differ by up to {max(self.scatter):.2g} in the loss, as "
+                "rounding that grows."
             )
         return (
             f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
@@ -169,7 +171,8 @@ class _Proof:
 
     def __init__(self, first: Captured, records: Sequence[Record], source: Source, recorded: Recorded) -> None:
         self.first, self.records, self.source, self.recorded = first, records, source, recorded
-        self.agree = AGREE_AUTOCAST if first.loss.autocast.enabled else AGREE
+        coarsest = max(torch.finfo(dtype).eps for dtype in first.loss.layout.dtypes)
+        self.agree = max(AGREE_AUTOCAST if first.loss.autocast.enabled else AGREE, coarsest)
         self.worst = 0.0
         self.steps: list[Step] = []  # replayed so far
         self.runs: list[tuple[Step, ...]] = []  # of replays of all records that start a rounding away
@@ -230,16 +233,22 @@ class _Proof:
     def _within(self) -> bool:
         """Does the recording differ from the replay about as far as replays do from each other, up to every step?
 
-        Another batch, mask or rule is far more than a rounding where it comes, however little it is.
+        Another batch, mask or rule is far more than a rounding where it comes, however little it is. And a recording
+        that was equal to the bit while replays had long parted does not part from it by rounding.
         """
         widest = {"loss": 0.0, "gradient norm": 0.0}
+        equal, parted = True, False
         for i, (record, step) in enumerate(zip(self.records, self.steps)):
             seen = [{name: now for name, _, now in _pairs(record, run[i])} for run in (self.steps, *self.runs)]
+            early = equal and parted
             for name, was, now in _pairs(record, step):
                 values = [each[name] for each in seen]
                 widest[name] = max(widest[name], max(values) - min(values))
-                if abs(was - now) > SCATTERED * widest[name] and _off(was, now) > self.agree:
+                off = _off(was, now)
+                if off > self.agree and (early or abs(was - now) > SCATTERED * widest[name]):
                     return False
+                equal = equal and off == 0
+                parted = parted or _off(max(values), min(values)) > self.agree
         return True
 
 

@@ -122,13 +122,16 @@ class _Runs:
         losses, out = self._losses(dict.fromkeys(steps), self.event.decided), frozenset(steps)
         return Trial(steps, losses, self.event.left(losses, out), self.event.departs(losses, out))
 
-    def replaced(self, steps: tuple[int, ...], bad: Collection[int] = ()) -> Trial:
-        """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too."""
+    def replaced(self, steps: tuple[int, ...], bad: Collection[int] = (), *, placebo: bool = False) -> Trial:
+        """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too.
+
+        placebo: nobody suspects them, and the whole event is looked at: it may double, too.
+        """
         same = self.likeness.same({*steps, *bad}, self.before)
         sound = [i for i in self.before if i not in same]
-        losses = self._losses({i: self.likeness.stand_in(i, sound) for i in steps}, self.event.stays)
-        other = frozenset(steps)
-        return Trial(steps, losses, self.event.left_by_then(losses, other), self.event.departs(losses, other))
+        done, left = (self.event.decided, self.event.left) if placebo else (self.event.stays, self.event.left_by_then)
+        losses, other = self._losses({i: self.likeness.stand_in(i, sound) for i in steps}, done), frozenset(steps)
+        return Trial(steps, losses, left(losses, other), self.event.departs(losses, other))
 
     @property
     def before(self) -> range:
@@ -261,7 +264,7 @@ def _among_kin(runs: _Runs, found: Inquiry, placebos: int, draw: random.Random) 
     found.replaced, found.kin = [runs.replaced((i,), bad) for i in judged], bool(judged)
     if any(t.removes for t in found.replaced):
         draw.shuffle(sound)
-        found.replaced_placebos = [runs.replaced((i,), bad) for i in sound[:placebos]]
+        found.replaced_placebos = [runs.replaced((i,), bad, placebo=True) for i in sound[:placebos]]
 
 
 def _look_further(
@@ -306,7 +309,7 @@ def _replace(runs: _Runs, found: Inquiry, doing: Sequence[Trial], innocent: Sequ
     if removing:
         kin = runs.kin(removing, [t.steps[0] for t in found.suspects])[removing[0]]
         others = [*kin[: len(innocent) // 2], *(i for i in innocent if i not in kin)]
-        found.replaced_placebos = [runs.replaced((i,)) for i in others[: len(innocent)]]
+        found.replaced_placebos = [runs.replaced((i,), placebo=True) for i in others[: len(innocent)]]
 
 
 def _first(
@@ -336,16 +339,18 @@ def _compare_group(
     steps, suspected = group.steps, [t.steps[0] for t in found.suspects]
     others = [i for i in runs.before if i not in steps]
     alike = sorted({i for some in runs.kin(steps, suspected).values() for i in some})
-    run: Callable[[tuple[int, ...]], Trial] = functools.partial(runs.replaced, bad={*suspected, *steps} - set(alike))
+    bad = {*suspected, *steps} - set(alike)
+    run: Callable[[tuple[int, ...]], Trial] = functools.partial(runs.replaced, bad=bad)
+    sound: Callable[[tuple[int, ...]], Trial] = functools.partial(runs.replaced, bad=bad, placebo=True)
     found.group = _adding(run, steps) if alike or replaced else None
     found.kin, found.group_replaced = bool(alike), found.group is not None
     one_batch = runs.likeness.same(steps[:1], steps) == set(steps)
     if found.group is None and not replaced and (one_batch or not alike):
-        run, found.group = runs.placebo, _needed(runs.accused, group, alone)
+        sound, found.group = runs.placebo, _needed(runs.accused, group, alone)
     if found.group is None:
         return
     size = len(found.group.steps)
-    among = _other_groups(run, alike if math.comb(len(alike), size) >= KIN else others, size, placebos, draw)
+    among = _other_groups(sound, alike if math.comb(len(alike), size) >= KIN else others, size, placebos, draw)
     if size > 1:
         found.group_placebos = among
     else:

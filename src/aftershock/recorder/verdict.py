@@ -26,8 +26,15 @@ def verdict(found: FlightExplanation) -> str:
     """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it; and over
     which steps it was measured."""
     said = SAID[found.kind](found)
-    span = "" if found.kind in CALM or _span(found) in said else f"The event is {_spike(found)}."
+    event = found.kind not in CALM and found.data.attrs["value"] > _level(found)
+    span = f"The event is {_spike(found)}." if event and _span(found) not in said else ""
     return " ".join(part for part in (_opening(found), said, span) if part)
+
+
+def _level(found: FlightExplanation) -> float:
+    """Above it a loss is not usual."""
+    attrs = found.data.attrs
+    return float(attrs["usual"] + BARS.gone * attrs["sigma"])
 
 
 def _opening(found: FlightExplanation) -> str:
@@ -43,11 +50,12 @@ def _opening(found: FlightExplanation) -> str:
         )
     if attrs["lost_in_scatter"]:
         parts.append(
-            f"Replays of this run, unchanged, differ by {attrs['scatter']:.3g} in the loss of step {attrs['step']}, "
+            f"Replays of this run that start a rounding away differ by {attrs['scatter']:.3g} in the loss of step "
+            f"{attrs['step']}, "
             f"and the spike is {found.size:.3g}: nothing that is changed can be told from luck. Next time record a run "
             "that repeats itself (torch.use_deterministic_algorithms(True), every random number from a seed)."
         )
-    if found.kind != "no spike" and attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
+    if found.kind not in CALM and attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
         parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
     if attrs["missing"]:
         parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
@@ -86,15 +94,11 @@ def _span(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
-    if found.blamed == (attrs["step"],):  # on other weights the same batch is ordinary
-        return (
-            f"Step {attrs['step']} did it, its batch on these weights: {_without(attrs['own_left'])} without it, "
-            f"{_placebos(attrs)}. {attrs['data'][0].upper()}{attrs['data'][1:]}."
-        )
     said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
     part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
     raised = f"It raised the loss at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
-    return " ".join([_replaced(found) if attrs["replaced"] else said, raised, *_inside(found, best)])
+    by_itself = [raised] if best.left <= BARS.half else []  # else a batch like its own did what none does not
+    return " ".join([_replaced(found) if attrs["replaced"] else said, *by_itself, *_inside(found, best)])
 
 
 def _replaced(found: FlightExplanation) -> str:
@@ -234,7 +238,7 @@ def _unknown(found: FlightExplanation) -> str:
     tried = found.tried
     if attrs["lost_in_scatter"]:
         return f"What caused {_spike(found)} is not known."
-    if not attrs["value"] > attrs["usual"] + BARS.gone * attrs["sigma"]:
+    if not attrs["value"] > _level(found):
         return f"Whether the loss {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
         return (
@@ -366,9 +370,8 @@ def certificate(found: FlightExplanation) -> Certificate:
     exact = deviation == 0 and attrs["replayed"] > 0
     findings = [Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
     if attrs["scatter"]:
-        sentence = (
-            f"Every measured number is ± {attrs['scatter']:.2g}: replays of the unchanged run differ by that much."
-        )
+        away = "replays that start a rounding away differ by that much"
+        sentence = f"Every measured number is ± {attrs['scatter']:.2g}: {away}."
         findings.append(Finding("care", "scatter", "loss", attrs["scatter"], 0.0, sentence))
     if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
         sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
