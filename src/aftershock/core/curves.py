@@ -78,7 +78,8 @@ class Reach:
 
     def leave_out_(self, w: slice, some: Bool[Tensor, " param"]) -> None:
         """No curve at some coordinates of a piece: there only nothing in place of nothing is covered."""
-        self.edge[w] = torch.where(some, torch.where(self.own[w] == 0, NOTHING, -1.0), self.edge[w])
+        nothing = self.edge.new_tensor(NOTHING)  # in the dtype in which it is compared
+        self.edge[w] = torch.where(some, torch.where(self.own[w] == 0, nothing, -1.0), self.edge[w])
         self.square[w].masked_fill_(some, NOTHING)
 
     def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"]) -> Iterator[Beyond]:
@@ -167,6 +168,8 @@ def folded(
         moved = displacement(run, at.m, at.v, dm[:, w], dv[:, w])
         _pair_(out, moved, sweep.first.theta[:, w], w)
     for step, runs, after in steps_after(sweep.trajectory, control.step.index + 1):
+        if not len(sweep.history.piece(step, slice(0, 0), points.device)):
+            break  # no outcome comes after this step
         for run, w in pieces_of(runs, points):
             kept = dm[:, w].mul_(run.beta1), dv[:, w].mul_(run.beta2)
             moved = displacement(run, after.m[w], after.v[w], *kept)

@@ -49,6 +49,7 @@ class GradientGraph:
         self._graph: dict[int, GradientEdge] | None = None
         self._at = (theta, theta._version)
         self._recorded = loss.player.find("products", loss.place(batch), evaluating=False)
+        self._given = loss.player.vectors if self._recorded is not None else None  # what the recording reads
         if isinstance(batch, Accumulated) or self._recorded is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
         else:
@@ -92,10 +93,11 @@ class GradientGraph:
 
     def _played(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         assert self._recorded is not None
+        assert self._given is not None
         (recording, inputs), (buffers, random), (theta, version) = self._recorded, self._arguments, self._at
         if theta._version != version:
             raise RuntimeError("the state of a linearized step was overwritten while it was in use")
-        out, given = torch.empty_like(vectors), self._function.player.vectors
+        out, given = torch.empty_like(vectors), self._given
         for some in self.pieces(len(vectors)):
             count = len(vectors[some])
             given[:count].copy_(vectors[some])

@@ -165,6 +165,8 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
 
 def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
+    if predicted:
+        Curvature.of(trajectory)  # what it records is in memory before the rest is planned
     available = _room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
@@ -192,8 +194,8 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
-    held = max(7 * outcomes + 3, 3 * outcomes + 9)  # vectors: adjoints and what they are read from, or curves
-    room = budget(memory, device) - held * footprint.vector
+    held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
+    room = _room(trajectory, memory) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
     return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
 

@@ -7,6 +7,7 @@ candidates share (`midpoint_slopes`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -183,7 +184,7 @@ class _Scored:
             factor[i] = self.control.step.clip.factor
         _reach_moments_(self.control, rows, factor)
         if self._direct is None and len(odd) < len(rows):
-            self._check(rows, max(set(range(len(rows))) - set(odd), key=norm.tolist().__getitem__), first)
+            self._check(rows, max(set(range(len(rows))) - set(odd), key=self.sizes[-1].tolist().__getitem__), first)
         response, largest = self.curves.read(self.control, rows)
         response -= self.base
         for some in self.curves.reach.beyond(rows, largest):
@@ -247,11 +248,12 @@ class _Scored:
         return PoolScores(by_horizon, torch.cat(self.sizes).double().cpu(), share, self._curve_error())
 
     def _curve_error(self) -> float:
+        """NaN where no batch of the pool differs from the control's."""
         if self._direct is None:
-            return 0.0
+            return math.nan
         row, direct = self._direct
         size = float(direct.norm())
-        return float((self.response[row] - direct).norm()) / size if size > 0 else 0.0
+        return float((self.response[row] - direct).norm()) / size if size > 0 else math.nan
 
 
 def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> list[Gradient]:

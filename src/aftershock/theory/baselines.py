@@ -80,9 +80,9 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     change.path.require_linear(watch)
     path, control = change.path, change.path.control(change.at)
     slopes = watch.slopes()
-    reference = path.trajectory.linearize(control.step, control.before).graph
     tables = []
     size = at_once(path.trajectory, len(change), 0, PREDICTED, path.memory if memory is None else memory)
+    reference = path.trajectory.linearize(control.step, control.before).graph
     for first in range(0, len(change), size):
         shocks = [edit.shock(control) for edit in change.edits[first : first + size]]
         tables.append(_Sweep(watch, control, shocks, slopes).table(reference))
