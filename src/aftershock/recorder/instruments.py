@@ -196,12 +196,14 @@ def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequen
 
 
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
-    """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too."""
+    """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
+    explained step is not one of them."""
     high = event.usual + HALF * (event.losses[event.step] - event.usual)
     loud = [i for i in range(event.onset, event.last + 1) if event.losses[i] >= high]
     times = _earlier_times(trajectory, event.onset)
     steps = trajectory.steps
-    return tuple(i for i in loud if _low([_loss_on(trajectory, time, steps[i].batch) for time in times]) >= high)
+    own = tuple(i for i in loud if _low([_loss_on(trajectory, time, steps[i].batch) for time in times]) >= high)
+    return own if event.step in own else ()
 
 
 def _low(losses: Sequence[float]) -> float:
