@@ -100,6 +100,9 @@ def fly(run: Run, device: torch.device, say: Console) -> list[Row]:
         default, found = _explained(recorder, device, trained, {})
     say.print(f"[bold]{run.name}[/bold], noise at steps {STEPS} to {STEPS + NOISE - 1}:", highlight=False)
     say.print(str(found), highlight=False, markup=False)
+    say.print(
+        f"before proofs {before.times:.1f}, by default {default.times:.1f} {UNIT}, {default.peak}", highlight=False
+    )
     beside = f"steps of {1e3 * trained / WINDOW:.0f} ms, recorded"
     grows = "two replays, a sweep of 2–3 g per step, instruments"
     return [
