@@ -33,8 +33,8 @@ ANOTHER_RUN = Cause(
 )
 DRAWN = Cause(
     "gradient",
-    "loss_fn draws random numbers (noise, masks, times) before it calls the model, which is when the recorder reads the "
-    "random state",
+    "loss_fn draws random numbers (noise, masks, times) before it calls the model, which is when the recorder reads "
+    "the random state",
     f"this recording cannot be explained. In the next, {REMEDY}",
 )
 
