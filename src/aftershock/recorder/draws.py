@@ -6,6 +6,7 @@ begins.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ def drawn_before_the_model(
         seen.append(RandomState.now(loss.layout.device))
         raise _Called
 
+    loss = copy.copy(loss)
+    loss._tried = True  # no copies of frozen weights, which may be most of a GPU's memory: nothing is run with them
     handles = [part.register_forward_pre_hook(look) for part in loss.model.modules()]
     try:
         loss.call(parameters, buffers, random, lambda model: loss.raw(model, batch, "the first call of the model"))
