@@ -31,7 +31,7 @@ def equation(source: str, *_: Any, **__: Any) -> str:
 
 def on_config(config: Any) -> Any:
     project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
-    config.repo_url = project.get("urls", {}).get("Repository")
+    config.repo_url, config.repo_name = project.get("urls", {}).get("Repository"), project["name"]
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "math", "format": equation}]
     return config
