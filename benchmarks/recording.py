@@ -55,13 +55,21 @@ def _overhead(system: System, steps: int) -> Row:
 
 
 class Language(torch.nn.Module):
-    """A transformer of GPT-2's width and depth: 124 million parameters."""
+    """A transformer of GPT-2's making; by default of its width and depth: 124 million parameters."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, width: int = 768, layers: int = 12, words: int = 50257, places: int = TOKENS, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.words, self.places = torch.nn.Embedding(50257, 768), torch.nn.Embedding(TOKENS, 768)
-        layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.words, self.places = torch.nn.Embedding(words, width), torch.nn.Embedding(places, width)
+        for table in (self.words, self.places):
+            torch.nn.init.normal_(table.weight, std=0.02)  # the words' table is the head, too
+        heads = max(1, width // 64)
+        layer = torch.nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        norm = torch.nn.LayerNorm(width)
+        self.layers = torch.nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
@@ -69,7 +77,7 @@ class Language(torch.nn.Module):
         return self.layers(x, mask=mask, is_causal=True) @ self.words.weight.T
 
 
-def _next_token(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def next_token(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -85,7 +93,7 @@ def _language_overhead(device: torch.device, rounds: int) -> Row:
         for i in range(WINDOW):
             batch = tokens[i % len(tokens)]
             with torch.autocast("cuda", torch.bfloat16):
-                loss = _next_token(model, batch)
+                loss = next_token(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -99,7 +107,7 @@ def _language_overhead(device: torch.device, rounds: int) -> Row:
         pairs = []
         for _ in range(rounds):
             plain = window(None)
-            with ak.FlightRecorder(model, optimizer, _next_token, folder) as recorder:
+            with ak.FlightRecorder(model, optimizer, next_token, folder) as recorder:
                 recorder.wait()
                 window(recorder)  # the first takes pinned memory from the system
                 pairs.append((plain, window(recorder)))

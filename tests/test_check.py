@@ -36,6 +36,22 @@ def test_a_wide_network_with_kinks_passes() -> None:
     assert point.check(classes((16,), size=400)()).error < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_lie_on_a_kink_are_checked_beside_it(dtype: torch.dtype) -> None:
+    """Biases of zero and empty inputs: each ReLU of these rows sits on its kink, and a difference crosses it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+    for layer in (model[0], model[2]):
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    inputs = torch.randn(8, 4, dtype=dtype)
+    inputs[:3] = 0
+    point = ak.capture(model, torch.optim.AdamW(model.parameters()), cross_entropy)
+    found = point.check((inputs, torch.arange(8) // 3))
+    assert found.beside
+    assert "lie on a kink" in str(found)
+    assert not point.check((torch.randn(8, 4, dtype=dtype), torch.arange(8) // 3)).beside
+
+
 def test_autocast_does_not_blur_the_check() -> None:
     """The gradients of an autocast model are too noisy to difference; in float64 autocast has no effect."""
     torch.manual_seed(0)

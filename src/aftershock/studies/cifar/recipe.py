@@ -14,7 +14,7 @@ from ... import theory
 from ...core.state import CHANNELS
 from ..study import Study, System, require_device, systems_of
 from .data import load_cifar
-from .scene import FULL, MEMORY, QUICK, Protocol, Scene, prepare
+from .scene import FULL, QUICK, Protocol, Scene, prepare
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -179,7 +179,7 @@ def present(scene: Scene) -> xr.Dataset:
         "candidates": lambda path: path.perturb(scene.families),
         "probe": scene.probe,
         "horizon": protocol.horizon,
-        "memory": MEMORY,
+        "memory": scene.memory,
     }
     sampled = theory.sampled_future(
         **common, answer="exact", samples=protocol.sampled, generator=scene.system.generator("sampled"),
@@ -207,7 +207,7 @@ def futures(scene: Scene, part: int) -> xr.Dataset:
     branches = [scene.branch(k) for k in own]
     found = theory.repeated_futures(
         scene.point, scene.control_batch, lambda path: path.perturb(scene.families), branches, scene.probe,
-        memory=MEMORY,
+        memory=scene.memory,
     )  # fmt: skip
     response = found["response"].sel({"answer": "exact"}).reset_coords(drop=True).assign_coords(future=list(own))
     return _numbered(xr.Dataset({"future_response": _by_family(response, scene)}), "change")

@@ -22,7 +22,7 @@ from .networks import network
 
 RATE, DECAY = 2e-4, 0.01
 # a fixed budget: how changes are grouped, and so the last bits, must not depend on what happens to be free
-MEMORY = "2GiB"
+MEMORY = {"cpu": "2GiB", "cuda": "8GiB"}  # a GPU is faster with more rows at once: 0.7 of the CNN's time
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ class Scene:
     def cut(self, index: Int64[Tensor, " image"]) -> list[Batch]:
         return [self.data.train.batch(part, self.device) for part in index.split(self.protocol.batch)]
 
+    @property
+    def memory(self) -> str:
+        return MEMORY[self.device.type]
+
     @cached_property
     def references(self) -> list[Batch]:
         return self.batches(self.protocol.burn_in, self.protocol.references)
@@ -113,7 +117,7 @@ class Scene:
     @cached_property
     def path(self) -> Run:
         """The control along the realized future."""
-        return self.point.follow([self.control_batch, *self.future], memory=MEMORY)
+        return self.point.follow([self.control_batch, *self.future], memory=self.memory)
 
     def resampled(self, pool: Int64[Tensor, " image"], generator: torch.Generator) -> list[Batch]:
         """One future of images of the pool, none of them twice."""
