@@ -250,7 +250,8 @@ class FlightRecorder:
 
     @guarded
     def before_forward(self) -> None:
-        """Say that `loss_fn` is called next: where it draws random numbers (noise, masks) before it calls the model.
+        """Say that `loss_fn` is called next: where it draws random numbers (noise, masks) before it calls the model, or
+        the model is called with gradients before it, as a discriminator is in its generator's step.
 
         >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
         ...     recorder.before_forward()  # for each micro-batch, where there are several
@@ -259,7 +260,7 @@ class FlightRecorder:
         1
         """
         self._begins = True
-        self._random = None
+        self._random, self._called = None, False
         self._read_forward()
 
     @guarded
