@@ -380,7 +380,7 @@ def test_ctrl_c_says_what_is_kept_and_leaves_nobody_behind(tmp_path: Path, log: 
     while len(store.finished()) < 3 and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=20)[1]
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert f"stopped; finished systems are kept in {tmp_path / 'out'}: run the same command again" in said
