@@ -44,7 +44,7 @@ notebooks: $(VENV)/.installed  ## every tutorial as a notebook in notebooks/, ea
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	rm -rf notebooks
 	$(BIN)/python docs/tools/pages.py notebooks notebooks
-	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
+	$(BIN)/jupyter execute --inplace notebooks/*/*.ipynb
 
 dist: $(VENV)/.installed  ## the wheel and the source archive, in dist/
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"

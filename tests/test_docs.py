@@ -72,6 +72,6 @@ def test_a_notebook_holds_the_code_of_its_page(tmp_path: Path) -> None:
     assert pages.main(["notebooks", str(tmp_path)]) == 0
     assert len(pages.tutorials()) == 5
     for page in pages.tutorials():
-        cells = json.loads((tmp_path / f"{page.file.stem}.ipynb").read_text())["cells"]
+        cells = json.loads((tmp_path / page.file.stem / f"{page.file.stem}.ipynb").read_text())["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         assert code == [block.code.strip("\n") for block in page.blocks() if block.runs]

@@ -91,6 +91,13 @@ def test_a_plain_model_has_nothing_approximated() -> None:
     assert "fused" in text(found, "optimizer")
 
 
+def test_numbers_drawn_before_the_model_is_called_are_told_and_replayed() -> None:
+    found = examine(built(nn.Linear(4, 1), lambda m, b: m(b + torch.randn_like(b)).square().mean()))
+    assert "recorder.before_forward()" in text(found, "random numbers")
+    assert levels(found)["replay"] == "supported"
+    assert "random numbers" not in levels(examine(built(nn.Linear(4, 1))))
+
+
 def test_math_attention_and_eval_mode_are_seen() -> None:
     model = TinyTransformer()
     ids = torch.randint(0, 5, (2, 4))

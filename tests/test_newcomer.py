@@ -215,6 +215,51 @@ def test_a_forgotten_clip_can_be_told_afterwards(tmp_path: Path, monkeypatch: py
     assert "\nwrote flight-step30.html: the same with its charts" in result.stdout
 
 
+# --- random numbers that loss_fn draws before it calls the model
+
+
+def denoised(model: nn.Module, batch: Tensor) -> Tensor:
+    noise = torch.randn_like(batch)
+    return (model(batch + noise) - noise[:, :1]).square().mean()
+
+
+def denoising(folder: Path, begins: bool, precision: torch.dtype | None = None) -> tuple[ak.FlightRecorder, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, denoised, folder, window=8) as recorder:
+        for _ in range(8):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 3)  # drawn from the same generator, between the steps
+            if begins:
+                recorder.before_forward()
+            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+                loss = denoised(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    return recorder, model.weight.detach()
+
+
+def test_numbers_drawn_before_the_model_is_called_are_told_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain, weight = denoising(tmp_path / "plain", begins=False)
+    assert capfd.readouterr().err.count("call recorder.before_forward() in the loop, right before loss_fn") == 1
+    with pytest.raises(ReplayMismatch, match=r"loss_fn draws random numbers \(noise, masks, times\) before it calls"):
+        ak.explain(plain, step=7, **QUICK)
+    told, same = denoising(tmp_path / "told", begins=True)
+    assert "before_forward" not in capfd.readouterr().err
+    assert torch.equal(weight, same)
+    found = ak.explain(told, step=7, **QUICK)
+    assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
+
+
+def test_autocast_is_that_of_the_models_call_wherever_the_loop_says_that_a_pass_begins(tmp_path: Path) -> None:
+    recorder, _ = denoising(tmp_path, begins=True, precision=torch.bfloat16)
+    assert all(record.forward.autocast for record in recorder.recent)
+
+
 # --- not a number
 
 

@@ -85,6 +85,8 @@ def test_the_archives_hold_what_they_should(tmp_path: Path) -> None:
         ".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "build", "dist", "results.zarr"
     )
     shutil.copytree(ROOT, tree, ignore=ignored)
+    with (tree / "pyproject.toml").open("a") as file:  # as it will be once there is a public address
+        file.write('\n[project.urls]\nRepository = "https://example.org/our/aftershock"\n')
     code = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, check=True)
     with tarfile.open(next((tree / "dist").glob("*.tar.gz"))) as archive:
@@ -92,11 +94,23 @@ def test_the_archives_hold_what_they_should(tmp_path: Path) -> None:
     for needed in ("tests/cases.py", "docs/quickstart.md", "docs/tools/pages.py", "examples/plain_loop.py",
                    "benchmarks/__init__.py", "constraints.txt", "mkdocs.yml", "Makefile", "README.md"):  # fmt: skip
         assert needed in held, needed
-    wheel = zipfile.ZipFile(next((tree / "dist").glob("*.whl"))).namelist()
+    archived = zipfile.ZipFile(next((tree / "dist").glob("*.whl")))
+    wheel = archived.namelist()
     ours = {f"aftershock/{file.relative_to(ROOT / 'src/aftershock')}" for file in (ROOT / "src").rglob("*.py")}
     assert ours <= set(wheel)
     assert {"aftershock/py.typed"} <= set(wheel)
     assert not [name for name in wheel if name.startswith(("tests", "docs", "examples"))]
+
+    about = archived.read(f"aftershock-{PROJECT['version']}.dist-info/METADATA").decode()
+    links = re.findall(r"\]\(([^)]+)\)", about)
+    assert len(links) > 10
+    assert not [link for link in links if not link.startswith("https://")]
+    assert "(https://example.org/our/aftershock/raw/main/docs/pictures/spike.png)" in about
+    assert "[quickstart](https://example.org/our/aftershock/blob/main/docs/quickstart.md)" in about
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_make_help_names_every_target() -> None:

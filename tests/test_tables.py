@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import xarray as xr
 
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
-from aftershock.studies.cells import Cell
+from aftershock.studies.cells import Cell, cell_of
 from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
@@ -403,6 +404,14 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     few = build("quadratic", made("quadratic", systems=3))
     assert tables.agreement(few)["judged"] == 0
     assert "too few systems" in tables.verdict(few)
+
+
+def test_verdicts_that_would_catch_nothing_are_json_too() -> None:
+    """Four systems beside a number of the paper's eight: no factor would be caught in four cases of five."""
+    few = cell_of(measure([0.51, 0.31, 1.04, 0.40]), replace(Quote.of("0.1"), systems=8))
+    assert few.replications[0].catches == math.inf
+    assert tables.agreement([few])["replication"]["typical_factor_caught"] is None
+    assert "caught" not in tables.verdict([few])
 
 
 def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> None:

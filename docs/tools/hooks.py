@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def equation(source: str, *_: Any, **__: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
+    project = tomllib.loads((Path(config.config_file_path).parent / "pyproject.toml").read_text())["project"]
+    config.repo_url, config.repo_name = project.get("urls", {}).get("Repository"), project["name"]
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "math", "format": equation}]
     return config

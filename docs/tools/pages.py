@@ -2,7 +2,7 @@
 
     python docs/tools/pages.py run [PAGE …]        run pages, the slow ones too, and compare what they print
     python docs/tools/pages.py fill [PAGE …]       run pages and write what they print into their output blocks
-    python docs/tools/pages.py notebooks FOLDER    write every tutorial as a notebook
+    python docs/tools/pages.py notebooks FOLDER    write every tutorial as a notebook, in a folder of its own
 
 A block that begins with ```python runs; a line such as `# snippets/small_run.py` in it stands for that file. A block
 with title="Not run: …" does not run, and its title says why. A ```text block with title="Output" right after a block is
@@ -185,10 +185,10 @@ def _source(text: str) -> dict[str, object]:
 def main(arguments: list[str]) -> int:
     order, *rest = arguments or [""]
     if order == "notebooks" and len(rest) == 1:
-        folder = Path(rest[0])
-        folder.mkdir(parents=True, exist_ok=True)
         for page in tutorials():
-            (folder / f"{page.file.stem}.ipynb").write_text(notebook(page))
+            file = Path(rest[0]) / page.file.stem / f"{page.file.stem}.ipynb"  # what it records lies beside it
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(notebook(page))
         return 0
     if order not in ("run", "fill"):
         print(__doc__)

@@ -30,7 +30,7 @@ class Estimate:
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that a person would use."""
-    if seconds < 90:
+    if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 

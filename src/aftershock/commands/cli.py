@@ -294,7 +294,8 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: P
     cells = tables.build(study.name, results)
     tables.write(cells, out, results, study)
     write_study_page(study, results, cells, out / "report.html", library=library)
-    write_figures(results, out / "figures")
+    written = ["tables.md", "tables.json", "report.html"]
+    written += ["figures/"] if write_figures(results, out / "figures") else []
 
     kinds = machine_kinds(results)
     if len(kinds) > 1:
@@ -305,7 +306,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: P
         typer.echo(f"partial: {done} of {whole} systems")
     if study.attrs.get("quick"):
         typer.echo("partial: --quick is a small version of the study")
-    typer.echo(f"wrote tables.md, tables.json, report.html, figures/ and results.zarr to {out}")
+    typer.echo(f"wrote {', '.join(written)} and results.zarr to {out}")
 
 
 @app.command()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..api.progress import duration
 from ..errors import MissingPackage
+from ..extras import install
 from ..recorder.explain import explain
 from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Spike
@@ -330,7 +331,7 @@ def _found(flown: Flown, pages: list[str]) -> str:
         blocks += [f"    → {page}"] if page else []
     blocks.append(_indented(str(flown.main.certificate).splitlines()[0]))
     if not pages:
-        blocks.append('  Each would have a page with its charts: pip install "aftershock[report]"')
+        blocks.append(f"  Each would have a page with its charts: {install('report')}")
     return "\n".join(blocks)
 
 

@@ -26,6 +26,7 @@ from ..core.kinks import is_rough
 from ..core.memory import readable
 from ..core.randomness import restored_random
 from ..errors import AftershockError, UnsupportedOptimizer
+from ..recorder.draws import REMEDY, drawn_before_the_model
 from ..recorder.recorder import FlightRecorder
 from ..recorder.records import encode
 from ..recorder.replay import replay
@@ -182,6 +183,10 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
         yield Finding(
             "dropout", "supported", "masks are replayed from the recorded random state; examples are ranked one by one"
         )
+    if drawn_before_the_model(
+        point.loss, point.loss.leaves(state.theta), state.buffers, copy.deepcopy(batch), point.captured.random
+    ):
+        yield Finding("random numbers", "supported", f"loss_fn draws them before it calls the model: {REMEDY}")
     if any(name in seen.names for name in NORMALIZATIONS) and point.loss.model.training:
         yield Finding(
             "batch normalization",
@@ -249,6 +254,8 @@ def _train(
     for _ in range(steps):
         batch = copy.deepcopy(built.batch)
         start = time.perf_counter()
+        if recorder is not None:
+            recorder.before_forward()
         loss = built.loss_fn(model, batch)
         loss.backward()
         optimizer.step()

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..core.agreement import Live, compare
+from ..core.batches import Accumulated
 from ..core.capture import Captured
 from ..core.evidence import Cause
 from ..core.gradient_causes import EDITED, NOT_ZEROED, UNRECORDED, chosen, other_clip, scaled_by, whole
 from ..core.reductions import norms
 from ..core.state_causes import WRITTEN
 from ..core.trajectory import Trajectory
+from .draws import REMEDY, drawn_before_the_model
 from .records import Record
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
@@ -24,10 +26,16 @@ MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into
 ANOTHER_RUN = Cause(
     "gradient",
     "the model or loss_fn is not the one that was recorded; the loss given to step() is not what loss_fn returns; the "
-    "batch was changed after it was fed; loss_fn reads something else that changes from step to step, such as a weight "
-    "that is annealed; or it draws random numbers before it calls the model",
+    "batch was changed after it was fed; or loss_fn reads something else that changes from step to step, such as a "
+    "weight that is annealed",
     "give explain() the code of the recorded run, and step() the batch and loss as loss_fn has them; what changes from "
     "step to step belongs into the batch",
+)
+DRAWN = Cause(
+    "gradient",
+    "loss_fn draws random numbers (noise, masks, times) before it calls the model, which is when the recorder reads "
+    "the random state",
+    f"this recording cannot be explained. In the next, {REMEDY}",
 )
 
 
@@ -55,6 +63,8 @@ def parting(
         return known
     if _not_zeroed(some, i, trajectory):
         return NOT_ZEROED
+    if forward and _drawn(trajectory, i):
+        return DRAWN
     if forward:
         return ANOTHER_RUN if record.step == records[0].step else WRITTEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
@@ -104,6 +114,13 @@ def _repeats(trajectory: Trajectory, i: int) -> bool:
     step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
     found = (loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss for _ in range(3))
     return all(abs(float(value) - step.loss) <= 1e-6 * abs(step.loss) for value in found)
+
+
+def _drawn(trajectory: Trajectory, i: int) -> bool:
+    """Does loss_fn draw numbers that the recorder did not see?"""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    batch = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
+    return drawn_before_the_model(loss, loss.leaves(state.theta), state.buffers, batch, step.random)
 
 
 def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:

@@ -29,9 +29,10 @@ from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from .descriptions import Describe
+from .draws import REMEDY
 from .forecast import Forecast, forecast
 from .observing import Observer, guarded, parts_of
-from .records import Fed, Forward, Record, Source, describe
+from .records import Fed, Forward, Record, Source, describe, encode
 from .ring import Ring
 from .runs import claim, release
 from .snapshot import Snapshots
@@ -52,7 +53,8 @@ class FlightRecorder:
     recorder's own stops the recording and warns once.
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
-        state is read when the model or a part of it is first called; numbers drawn before that are not replayed.
+        state is read when the model or a part of it is first called; a loss_fn that draws numbers before that needs
+        `before_forward`, and the first step says so.
     directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it, and if
@@ -140,6 +142,8 @@ class FlightRecorder:
         self._index = 0
         self._random: RandomState | None = None
         self._forward: Forward | None = None
+        self._called = False  # was the model called since the last batch?
+        self._begins = False  # does the loop say where loss_fn begins, or was it looked whether it must?
         self._update: Update | None = None
         self._unpaired = False  # step() was called, and no update had been made
         self._guarding = False  # a loss that was not finite came without an update, and was told
@@ -246,10 +250,18 @@ class FlightRecorder:
 
     @guarded
     def before_forward(self) -> None:
-        """Read what a step's forward pass begins with, where the pass does not begin with a call of the model."""
-        self._random = RandomState.now(self.source.device)
-        self._forward = Forward.now(reading.unwrapped(self.model), self.source.device)
-        self._unpaired = False
+        """Say that `loss_fn` is called next: where it draws random numbers (noise, masks) before it calls the model, or
+        the model is called with gradients before it, as a discriminator is in its generator's step.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.before_forward()  # for each micro-batch, where there are several
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> len(recorder.recent)
+        1
+        """
+        self._begins = True
+        self._random, self._called = None, False
+        self._read_forward()
 
     @guarded
     def take(self, fed: Fed, loss: Tensor | float) -> None:
@@ -264,7 +276,7 @@ class FlightRecorder:
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []
         asked, self._asked = self._asked, None
-        self._random = None
+        self._random, self._called = None, False
         if update is None or self._forward is None:
             self._unpaired = True  # GradScaler skipped it, or optimizer.step() is still to come
             self._asked = asked
@@ -296,6 +308,12 @@ class FlightRecorder:
                 "from, let the optimizer step once before the loop's own guard"
             )
 
+    def _say_drawn(self, batch: Batch, random: RandomState) -> None:
+        """Once, and early: random numbers that a replay would draw anew."""
+        again = self.source.batch(Fed(*encode(batch), 0, random))  # a copy: loss_fn may write to it
+        if self._snapshots.draws(again, random):
+            say(f"loss_fn draws random numbers before it calls the model, which no replay would repeat: {REMEDY}")
+
     def trigger(self, reason: str) -> None:
         """Keep the window of the next recorded step."""
         self._asked = reason
@@ -317,12 +335,20 @@ class FlightRecorder:
 
     @guarded
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if self._random is None and torch.is_grad_enabled():
-            self.before_forward()  # the first call of a step counts; validation runs without gradients
+        if not self._called and torch.is_grad_enabled():  # the first call counts; validation runs without gradients
+            self._called = True
+            self._read_forward()
             if module is self.model:  # so loss_fn calls the model, and its parts need not be watched
                 for handle in self._part_handles:
                     handle.remove()
                 self._part_handles = []
+
+    def _read_forward(self) -> None:
+        """What a pass that begins now begins with; autocast and modes as they are when the model is called."""
+        if self._random is None:
+            self._random = RandomState.now(self.source.device)
+        self._forward = Forward.now(reading.unwrapped(self.model), self.source.device)
+        self._unpaired = False
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
@@ -358,7 +384,10 @@ class FlightRecorder:
         self._index = self._index if index is None else index
         self.take(Fed(structure, self._landing.values, self._index, self._random), loss)
         self._index += 1
-        self._random = None
+        if not self._begins:
+            self._begins = True
+            self._say_drawn(batch, self._random)
+        self._random, self._called = None, False
 
     @guarded
     def _settle_all(self) -> None:

@@ -92,11 +92,12 @@ def replicated(cells: Sequence[Cell]) -> dict[str, Any]:
     numbers = [one for cell in cells for one in cell.replications]
     counted = [one for one in numbers if one.counted]
     caught = [one.catches for one in counted if not math.isnan(one.catches)]
+    typical = median(caught) if caught else math.inf  # infinite where few systems would catch no factor at all
     return {
         **_share([one.holds for one in counted]),
         "expected_misses": sum(one.missed for one in counted),
         "saturated": len(numbers) - len(counted),
-        "typical_factor_caught": median(caught) if caught else None,
+        "typical_factor_caught": typical if math.isfinite(typical) else None,
     }
 
 

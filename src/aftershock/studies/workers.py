@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInput, StudyStopped
+from ..extras import install
 
 PATIENCE = 8  # seconds until a scheduler that does not answer is given up
 
@@ -83,7 +84,7 @@ def dask(address: str) -> Iterator[Workers]:
         from distributed import Client
         from distributed.utils import silence_logging_cmgr
     except ImportError as error:
-        raise InvalidInput('--cluster needs Dask: pip install "aftershock[cluster]"') from error
+        raise InvalidInput(f"--cluster needs Dask: {install('cluster')}") from error
     try:
         with ThreadPoolExecutor(1) as beside:  # a notebook's thread has a loop of its own, which asyncio.run refuses
             beside.submit(asyncio.run, _knock(address)).result()

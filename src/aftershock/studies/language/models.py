@@ -16,6 +16,7 @@ from torch import nn
 
 from ...core.derivatives import first_line
 from ...errors import InvalidFile, InvalidInput
+from ...extras import install
 
 Weights = Literal["pretrained", "fresh", "quantized"]
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -29,7 +30,7 @@ PYTHIA = {  # layers, width, heads
 PLAIN = ("F32", "F16", "BF16")  # GGUF types that hold a weight as it was
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 PATIENCE = 5.0  # seconds that a hub has to answer
-NEEDS = 'the language study needs Hugging Face transformers: pip install "aftershock[language]"'
+NEEDS = f"the language study needs Hugging Face transformers: {install('language')}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _gguf(named: str, path: Path) -> ModelSource:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise InvalidInput('GGUF files need the package gguf: pip install "aftershock[language]"') from error
+        raise InvalidInput(f"GGUF files need the package gguf: {install('language')}") from error
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError, KeyError, IndexError) as error:
