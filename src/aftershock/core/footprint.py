@@ -17,7 +17,6 @@ from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
 from .memory import budget, free
-from .playback import typical
 from .rehearsals import rehearse_products
 from .rows import row_gradients
 from .trajectory import Trajectory
@@ -132,9 +131,9 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     def rows() -> object:
         return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
 
-    if loss.sharing.tries("gradient", FEW):
+    if trajectory.together("gradient", FEW):
         rows()  # now it is known whether they run together
-    together = loss.sharing.tries("gradient", FEW)
+    together = trajectory.together("gradient", FEW)
     row = measured(rows)[0] // FEW if together else gradient
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
@@ -172,7 +171,7 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
     try:
         build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
-        if loss.sharing.tries("product", FEW):
+        if trajectory.together("product", FEW):
             made[0].products(few)
         product = measured(lambda: made[0].products(few[:1]))[0] - f.vector
         many = measured(lambda: made[0].products(few))[0] - FEW * f.vector
@@ -187,24 +186,16 @@ def _room(trajectory: Trajectory) -> int:
 
 
 def _record_gradient(trajectory: Trajectory) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. So they
-    do where a batch is large enough to keep the GPU busy, and nothing is recorded."""
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = typical(step.batch for step in trajectory.steps)
-    if batches is None:
-        return
-    recorded = loss.rehearse("gradient", state.theta, state.buffers, batches, first.random)
-    if recorded or "gradient" in loss.player.full:
-        loss.sharing.settle("gradient", False)
-    if "gradient" in loss.player.full:
-        loss.sharing.settle("product", False)
+    if trajectory.typical is not None:
+        loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random)
 
 
 def _record_products(trajectory: Trajectory) -> None:
     """The same for its Hessian products."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = typical(step.batch for step in trajectory.steps)
-    if batches is not None:
+    if trajectory.typical is not None:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
-            rehearse_products(loss, state.theta, state.buffers, batches, first.random)
+            rehearse_products(loss, state.theta, state.buffers, trajectory.typical, first.random)
         loss.player.spare_vectors()

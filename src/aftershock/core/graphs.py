@@ -121,7 +121,8 @@ class GradientGraph:
     ) -> None:
         if not curved:
             return
-        if self._function.sharing.tries("product", len(vectors)) and self._write_together(curved, vectors, out):
+        together = self._function.together("product", self._batch, len(vectors))
+        if together and self._write_together(curved, vectors, out):
             return
         for u, row in zip(vectors, out):
             self._write_alone(curved, u, row)

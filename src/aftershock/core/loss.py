@@ -191,6 +191,16 @@ class LossFunction:
             self.refuse_not_finite(found, where)
         return found
 
+    def together(self, kind: str, batch: Batch, rows: int, *, evaluating: bool = False) -> bool:
+        """Whether so many rows of a kind of work over this batch are computed together: in a large model not where one
+        of them alone is recorded or keeps a GPU busy. Hessian products and pools are as busy as a gradient."""
+        shared = self.sharing.tries(kind, rows)
+        if not shared or not self.player.pays:
+            return shared
+        single = {"product": "gradient", "pool": "gradient"}.get(kind, kind)
+        found = self.player.looked_at(single, self.place(batch), evaluating=evaluating)
+        return found is None or not (found.busy or (found.recording is not None and kind != "product"))
+
     def _played(
         self,
         kind: str,

@@ -28,9 +28,7 @@ POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
     """Record the values of a probe of a large model."""
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
-    recorded = loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
-    if recorded or "value" in loss.player.full:
-        loss.sharing.settle("value", False)
+    loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
 
 
 def plan_states(
@@ -125,7 +123,6 @@ def _room(trajectory: Trajectory, memory: str | int | None) -> int:
 def _give_back_recordings(trajectory: Trajectory) -> None:
     loss = trajectory.dynamics.loss
     loss.player.clear()
-    loss.sharing.forget()
     for known in ("footprint", "curvature"):  # of recorded passes
         trajectory.__dict__.pop(known, None)
 
@@ -236,8 +233,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
-    loss = trajectory.dynamics.loss
-    together = f.together and not load.parked and loss.sharing.tries("gradient", load.exact + 1)
+    together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
@@ -256,7 +252,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     if predicted:
         c = Curvature.of(trajectory)
         most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)
-        pieces = min(AT_ONCE, most) if loss.sharing.tries("product", most) else 1
+        pieces = min(AT_ONCE, most) if trajectory.together("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
         closed = f.piece if load.linear else f.piece * 2 // 3
@@ -276,9 +272,9 @@ def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | Non
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
-    loss, chosen = work.watch.trajectory.dynamics.loss, []
+    trajectory, chosen = work.watch.trajectory, []
     for each in passes:
-        pays = not loss.player.has("gradient") and loss.sharing.tries("pool", 1 + each.at_once)
+        pays = trajectory.together("pool", 1 + each.at_once)
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available else each)
     return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .loss import LossFunction
 
 MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
+LOOKED = 32  # shapes of batches that are tried at all: where every batch has its own, recording is given up
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
@@ -100,15 +101,23 @@ Program = Callable[[nn.Module], tuple[Tensor, list[Tensor | None], Tensor | None
 Make = Callable[[Float[Tensor, " param"], Batch], tuple[list[Tensor], Program]]
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What came of trying to record a pass: neither where it cannot be, busy where it keeps the GPU busy anyway."""
+
+    shape: Shape
+    recording: Recording | None = None
+    busy: bool = False
+
+
 class Player:
     """The recordings of one loss."""
 
     def __init__(self, layout: Layout, *, wanted: bool) -> None:
         self.layout, self.wanted = layout, wanted
-        self._looked: list[tuple[Shape, Recording | None]] = []  # None: it cannot be recorded
+        self._looked: list[Looked] = []
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
         self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
-        self.full = set[str]()  # kinds of passes that keep the GPU busy, as large batches do
 
     @property
     def pays(self) -> bool:
@@ -118,16 +127,16 @@ class Player:
     @property
     def recordings(self) -> int:
         """How many there are."""
-        return sum(recording is not None for _, recording in self._looked)
+        return sum(known.recording is not None for known in self._looked)
 
     def has(self, kind: str) -> bool:
         """Whether there is one of this kind, for whatever batch."""
-        return any(known.kind == kind and recording is not None for known, recording in self._looked)
+        return any(known.shape.kind == kind and known.recording is not None for known in self._looked)
 
     @property
     def nbytes(self) -> int:
         """What the recordings keep on the device."""
-        kept = [recording.nbytes for _, recording in self._looked if recording is not None]
+        kept = [known.recording.nbytes for known in self._looked if known.recording is not None]
         return sum(kept) + sum(place.nbytes for place in (*self._theta, *self._vectors))
 
     @property
@@ -158,8 +167,15 @@ class Player:
     def find(self, kind: str, batch: Batch, *, evaluating: bool) -> tuple[Recording, list[Tensor]] | None:
         """The recording that plays this pass, and what is copied into it; None where there is none."""
         shape, inputs = Shape.of(kind, evaluating, batch, self.layout.device)
-        found = next((recording for known, recording in self._looked if known.fits(shape)), None)
-        return None if found is None else (found, inputs)
+        found = self._known(shape)
+        return None if found is None or found.recording is None else (found.recording, inputs)
+
+    def looked_at(self, kind: str, batch: Batch, *, evaluating: bool) -> Looked | None:
+        """What came of trying to record this pass; None where nobody has tried."""
+        return self._known(Shape.of(kind, evaluating, batch, self.layout.device)[0])
+
+    def _known(self, shape: Shape) -> Looked | None:
+        return next((known for known in self._looked if known.shape.fits(shape)), None)
 
     def rehearse(
         self,
@@ -181,19 +197,21 @@ class Player:
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
-        known = [recording for seen, recording in self._looked if seen.fits(shape)]
-        if not self.wanted or known or len(self._looked) >= MOST or not other.fits(shape):
-            return bool(known) and known[0] is not None
-        recording: Recording | None = None
+        known = self._known(shape)
+        if not self.wanted or known is not None or not other.fits(shape):
+            return known is not None and known.recording is not None
+        if self.recordings >= MOST or len(self._looked) >= LOOKED:
+            return False
+        found = Looked(shape)
         with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
             work = _Work(loss, make, buffers, random, evaluating, derivative)
             work.plain(theta, placed[0])  # what happens only once is over
             if _launching(self.layout.device, lambda: work.plain(theta, placed[0])) < LAUNCHING:
-                self.full.add(kind)
+                found = Looked(shape, busy=True)
             else:
-                recording = self._recorded(work, theta, placed)
-        self._looked.append((shape, recording))
-        return recording is not None
+                found = Looked(shape, self._recorded(work, theta, placed))
+        self._looked.append(found)
+        return found.recording is not None
 
     def _recorded(self, work: _Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> Recording | None:
         if not self._theta:

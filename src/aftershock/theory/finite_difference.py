@@ -198,7 +198,7 @@ class _Reruns:
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
     """How many reruns are carried together: one where they run alone anyway."""
-    trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
+    trajectory = watch.trajectory
     vector = Footprint.of(trajectory).vector
     available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
     idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
@@ -214,7 +214,7 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
             f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
             f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
         )
-    sizes = (n for n in range(rows, 1, -1) if sharing.tries("gradient", n + 1) and needed(n) <= available)
+    sizes = (n for n in range(rows, 1, -1) if trajectory.together("gradient", n + 1) and needed(n) <= available)
     return next(sizes, 1)
 
 
