@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import aftershock as ak
 from aftershock.core import playback
 from aftershock.core.footprint import Curvature, Footprint
+from aftershock.core.graphs import GradientGraph
+from aftershock.core.planning import Work, plan_responses
 from aftershock.core.playback import Played, Player
+from aftershock.core.responses import ANSWERS
 from aftershock.core.structure import flatten
 
 from .cases import Case, make
@@ -82,12 +86,11 @@ def test_a_busy_shape_says_nothing_of_another(
     """A batch that keeps the GPU busy is not recorded; a small one is, whichever came first."""
     case = make("tanh_mlp")
     point = recording(case)
-    player = point.loss.player
     for size in sizes:
         path = point.follow(batches(case, size))
         Curvature.of(path.trajectory)
         for kind in ("gradient", "products"):
-            found = player.find(kind, path.steps[1].batch, evaluating=False)
+            found = point.loss.recorded(kind, path.steps[1].batch)
             assert (found is not None) == (size == 6), (kind, size)
         assert not path.trajectory.together("gradient", 8)  # recorded, or busy
         assert path.trajectory.together("product", 8) == (size == 6)
@@ -105,4 +108,64 @@ def test_busy_batches_leave_room_for_others(recording: Callable[[Case], ak.Train
     assert point.loss.player.recordings == 0
     path = point.follow(batches(case, 6))
     Footprint.of(path.trajectory)
-    assert point.loss.player.find("gradient", path.steps[0].batch, evaluating=False) is not None
+    assert point.loss.recorded("gradient", path.steps[0].batch) is not None
+
+
+# --- given back
+
+
+def test_nothing_counts_or_plays_what_was_given_back(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """Two paths, a function of the model and a graph along a path: work on one path gives back for all of them."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    given = batches(case, 6, 4)
+    paths = [point.follow(given) for _ in range(2)]
+    step, state = paths[0].steps[1], paths[0].trajectory.state(1)
+
+    def squares(model: nn.Module) -> Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+    def work(memory: int | None = None) -> Any:
+        return plan_responses(Work(paths[1].watch(0, squares), changes=2, scales=1), ANSWERS, memory)
+
+    Curvature.of(paths[0].trajectory)
+    work()
+    later, function = point.follow(given, keep="graphs"), point.loss.with_function(squares)
+    kept, alive = (
+        later.trajectory.linearize(step, state).graph,
+        weakref.ref(point.loss.recorded("products", given[0])[0]),
+    )
+    graph = GradientGraph(point.loss, state.theta, state.buffers, step.batch, step.random, "here")
+    vectors = torch.randn(3, point.loss.layout.padded_size, dtype=torch.float64)
+    before = graph.products(vectors)
+    assert Curvature.of(paths[0].trajectory).played
+    assert function.recorded("value", None) is not None
+    assert point.loss.player.recordings == 3  # a gradient, products and the function's value
+    assert point.loss.player.nbytes >= 3 * HELD
+    assert len(graph.pieces(6)) == 2
+
+    work(3 * HELD)  # no more than the recordings hold
+    assert alive() is None
+    assert point.loss.player.recordings == point.loss.player.nbytes == 0
+    assert function.recorded("value", None) is None
+    assert not any(Curvature.of(path.trajectory).played for path in paths)
+    assert len(graph.pieces(6)) == 1
+    torch.testing.assert_close(graph.products(vectors), before)
+    torch.testing.assert_close(kept.products(vectors), before)
+    Footprint.of(paths[0].trajectory)
+    work()
+    assert point.loss.player.recordings == 0  # nor is anything recorded again
+
+
+def test_a_function_of_the_model_does_not_play_the_loss(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """One owner for all functions: each plays its own recording."""
+    point = recording(make("tanh_mlp"))
+    state, random = point.captured.state, point.captured.random
+    doubled, tripled = (
+        point.loss.with_function(lambda model, k=k: k * next(model.parameters()).square().sum()) for k in (2.0, 3.0)
+    )
+    for function in (doubled, tripled):
+        assert function.rehearse("value", state.theta, state.buffers, (None, None), random)
+    values = [float(f.value(state.theta, state.buffers, None, random, "here").loss) for f in (doubled, tripled)]
+    assert values[1] == pytest.approx(1.5 * values[0], rel=1e-12)
+    assert point.loss.recorded("value", None) is None

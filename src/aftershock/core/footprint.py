@@ -97,10 +97,7 @@ class Footprint:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
         """Measured once on the first step: about 3 g, and 6 where rows run together."""
-        known: Footprint | None = getattr(trajectory, "footprint", None)
-        if known is None:
-            known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
-        return known
+        return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _footprint(trajectory))
 
     @property
     def piece(self) -> int:
@@ -154,10 +151,7 @@ class Curvature:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Curvature:
         """Measured once on the first step, where something is predicted: about 6 g; 20 where they are recorded."""
-        known: Curvature | None = getattr(trajectory, "curvature", None)
-        if known is None:
-            known = trajectory.curvature = _curvature(trajectory)  # type: ignore[attr-defined]
-        return known
+        return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _curvature(trajectory))
 
 
 def _curvature(trajectory: Trajectory) -> Curvature:

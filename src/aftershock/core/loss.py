@@ -33,7 +33,7 @@ from .derivatives import derivative_error, first_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
-from .playback import Player, Program
+from .playback import Player, Program, Recording
 from .randomness import RandomState, drawing_from
 from .rows import Sharing
 
@@ -134,9 +134,8 @@ class LossFunction:
             self._functions[function] = LossFunction(
                 self.model, lambda model, _: _as_number(function(model)), self.layout, self.constants, self.autocast
             )
-            self._functions[function].player = self.player.beside()
         found = self._functions[function]
-        found.sharing.wanted = self.sharing.wanted
+        found.sharing.wanted, found.player = self.sharing.wanted, self.player
         return found
 
     def within(self, surroundings: Surroundings) -> LossFunction:
@@ -198,8 +197,16 @@ class LossFunction:
         if not shared or not self.player.pays:
             return shared
         single = {"product": "gradient", "pool": "gradient"}.get(kind, kind)
-        found = self.player.looked_at(single, self.place(batch), evaluating=evaluating)
+        found, _ = self.player.looked_at(self.loss_fn, single, self.place(batch), evaluating=evaluating)
         return found is None or not (found.busy or (found.recording is not None and kind != "product"))
+
+    def recorded(self, kind: str, batch: Batch, *, evaluating: bool = False) -> tuple[Recording, list[Tensor]] | None:
+        """The recording that plays this pass over batches of this shape, and what is copied into it; None where there
+        is none. It is not to be kept: it may be given back."""
+        if not self.player.recordings:
+            return None
+        found, inputs = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
+        return None if found is None or found.recording is None else (found.recording, inputs)
 
     def _played(
         self,
@@ -211,9 +218,7 @@ class LossFunction:
         evaluating: bool,
     ) -> Evaluation | None:
         """The same by a recording, where there is one for batches of this shape."""
-        if not self.player.recordings:
-            return None
-        found = self.player.find(kind, self.place(batch), evaluating=evaluating)
+        found = self.recorded(kind, batch, evaluating=evaluating)
         if found is None:
             return None
         played = found[0].play(theta, buffers, found[1], random)

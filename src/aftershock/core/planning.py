@@ -110,7 +110,7 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     except OutOfMemory:
         if not loss.player.recordings:
             raise
-    _give_back_recordings(trajectory)
+    loss.player.give_back()
     return _plan(work, answers, _room(trajectory, memory), park=True)
 
 
@@ -118,13 +118,6 @@ def _room(trajectory: Trajectory, memory: str | int | None) -> int:
     """What may be used beside recorded passes, which a budget is for, too."""
     recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
     return budget(memory, trajectory.device) - recorded
-
-
-def _give_back_recordings(trajectory: Trajectory) -> None:
-    loss = trajectory.dynamics.loss
-    loss.player.clear()
-    for known in ("footprint", "curvature"):  # of recorded passes
-        trajectory.__dict__.pop(known, None)
 
 
 def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
@@ -155,7 +148,7 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
     recorded passes give their memory back."""
     found = _at_once(trajectory, count, exact, predicted, memory)
     if found is None and trajectory.dynamics.loss.player.recordings:
-        _give_back_recordings(trajectory)
+        trajectory.dynamics.loss.player.give_back()
         found = _at_once(trajectory, count, exact, predicted, memory)
     return found or 1
 

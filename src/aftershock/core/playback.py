@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -31,7 +32,7 @@ from .structure import flatten
 if TYPE_CHECKING:
     from .loss import LossFunction
 
-MOST = 6  # recordings of one loss: each holds a pass's activations, and a gradient's the gradient
+MOST = 6  # recordings of one model: each holds a pass's activations, and a gradient's the gradient
 LOOKED = 32  # shapes of batches that are tried at all: where every batch has its own, recording is given up
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
@@ -39,6 +40,8 @@ LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
 SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
 LONG = 32  # steps of a path from which it pays to record its gradient
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,19 +108,24 @@ Make = Callable[[Float[Tensor, " param"], Batch], tuple[list[Tensor], Program]]
 class Looked:
     """What came of trying to record a pass: neither where it cannot be, busy where it keeps the GPU busy anyway."""
 
+    function: object  # the loss, or another function of the model
     shape: Shape
     recording: Recording | None = None
     busy: bool = False
 
 
 class Player:
-    """The recordings of one loss."""
+    """The recordings of one model, whichever function of it they are of, and what was measured while they were there.
+
+    Nobody else keeps a recording: whoever plays one or counts it asks here, so that none outlives its being given back.
+    """
 
     def __init__(self, layout: Layout, *, wanted: bool) -> None:
         self.layout, self.wanted = layout, wanted
         self._looked: list[Looked] = []
         self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
         self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
+        self._measured: WeakKeyDictionary[object, dict[type, Any]] = WeakKeyDictionary()
 
     @property
     def pays(self) -> bool:
@@ -146,10 +154,19 @@ class Player:
             self._vectors.append(self.layout.zeros(TOGETHER))
         return self._vectors[0]
 
-    def clear(self) -> None:
+    def measured(self, path: object, kind: type[T], measure: Callable[[], T]) -> T:
+        """What passes along a path hold in memory: measured once, and anew after recordings were given back."""
+        known = self._measured.setdefault(path, {})
+        if kind not in known:
+            known[kind] = measure()
+        found: T = known[kind]
+        return found
+
+    def give_back(self) -> None:
         """Give their memory back, and record nothing more."""
         self.wanted = False
         self._looked.clear()
+        self._measured.clear()
         self._theta.clear()
         self._vectors.clear()
 
@@ -158,24 +175,15 @@ class Player:
         if not self.has("products"):
             self._vectors.clear()
 
-    def beside(self) -> Player:
-        """For another function of the same model."""
-        other = Player(self.layout, wanted=self.wanted)
-        other._theta = self._theta
-        return other
-
-    def find(self, kind: str, batch: Batch, *, evaluating: bool) -> tuple[Recording, list[Tensor]] | None:
-        """The recording that plays this pass, and what is copied into it; None where there is none."""
+    def looked_at(
+        self, function: object, kind: str, batch: Batch, *, evaluating: bool
+    ) -> tuple[Looked | None, list[Tensor]]:
+        """What came of trying to record this pass, None where nobody has tried; and what would be copied into it."""
         shape, inputs = Shape.of(kind, evaluating, batch, self.layout.device)
-        found = self._known(shape)
-        return None if found is None or found.recording is None else (found.recording, inputs)
+        return self._known(function, shape), inputs
 
-    def looked_at(self, kind: str, batch: Batch, *, evaluating: bool) -> Looked | None:
-        """What came of trying to record this pass; None where nobody has tried."""
-        return self._known(Shape.of(kind, evaluating, batch, self.layout.device)[0])
-
-    def _known(self, shape: Shape) -> Looked | None:
-        return next((known for known in self._looked if known.shape.fits(shape)), None)
+    def _known(self, function: object, shape: Shape) -> Looked | None:
+        return next((x for x in self._looked if x.function is function and x.shape.fits(shape)), None)
 
     def rehearse(
         self,
@@ -197,19 +205,19 @@ class Player:
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
-        known = self._known(shape)
+        known = self._known(loss.loss_fn, shape)
         if not self.wanted or known is not None or not other.fits(shape):
             return known is not None and known.recording is not None
         if self.recordings >= MOST or len(self._looked) >= LOOKED:
             return False
-        found = Looked(shape)
+        found = Looked(loss.loss_fn, shape)
         with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
             work = _Work(loss, make, buffers, random, evaluating, derivative)
             work.plain(theta, placed[0])  # what happens only once is over
             if _launching(self.layout.device, lambda: work.plain(theta, placed[0])) < LAUNCHING:
-                found = Looked(shape, busy=True)
+                found = replace(found, busy=True)
             else:
-                found = Looked(shape, self._recorded(work, theta, placed))
+                found = replace(found, recording=self._recorded(work, theta, placed))
         self._looked.append(found)
         return found.recording is not None
 

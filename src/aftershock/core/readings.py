@@ -26,7 +26,7 @@ def row_readings(
     A forward pass a row, or less."""
 
     placed = loss.place(batch)
-    recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
+    recorded = loss.recorded("reading", (read, placed))
 
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
         return read_off(loss, model, placed, read)
