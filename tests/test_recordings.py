@@ -15,10 +15,11 @@ import aftershock as ak
 from aftershock.core import playback
 from aftershock.core.footprint import Curvature, Footprint
 from aftershock.core.graphs import GradientGraph
-from aftershock.core.planning import Work, plan_responses
+from aftershock.core.planning import Work, plan_history, plan_responses
 from aftershock.core.playback import Played, Player
 from aftershock.core.responses import ANSWERS
 from aftershock.core.structure import flatten
+from aftershock.core.trajectory import Trajectory
 
 from .cases import Case, make
 
@@ -155,6 +156,23 @@ def test_nothing_counts_or_plays_what_was_given_back(recording: Callable[[Case],
     Footprint.of(paths[0].trajectory)
     work()
     assert point.loss.player.recordings == 0  # nor is anything recorded again
+
+
+def test_a_history_has_no_room_in_what_is_recorded(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a budget is for cotangents, of what recordings leave of it; what does not fit waits in host memory."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    trajectory = point.follow(batches(case, 6)).trajectory
+    vector = Curvature.of(trajectory) and Footprint.of(trajectory).vector
+    held, gpu = point.loss.player.nbytes, torch.device("cuda")
+    assert held > 2 * HELD
+    monkeypatch.setattr(Trajectory, "device", gpu)
+    assert plan_history(trajectory, 5, held + 10 * vector) == gpu
+    assert plan_history(trajectory, 5, held + 10 * vector - 2) == torch.device("cpu")
+    point.loss.player.give_back()
+    assert plan_history(trajectory, 5, held) == gpu
 
 
 def test_a_function_of_the_model_does_not_play_the_loss(recording: Callable[[Case], ak.TrainingPoint]) -> None:

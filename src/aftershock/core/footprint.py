@@ -119,7 +119,7 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     vector = loss.layout.padded_size * loss.layout.dtype.itemsize
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
-    if loss.player.pays and _room(trajectory) >= ROOM * vector:
+    if loss.player.pays and _recordable(trajectory) >= ROOM * vector:
         _record_gradient(trajectory)
     value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
@@ -157,9 +157,9 @@ class Curvature:
 def _curvature(trajectory: Trajectory) -> Curvature:
     loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     f = Footprint.of(trajectory)
-    if loss.sharing.wanted and budget(trajectory.memory, trajectory.device) < PRODUCTS_TOGETHER * f.vector:
+    if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
-    if loss.player.pays and loss.player.has("gradient") and _room(trajectory) >= PRODUCTS_ROOM * f.vector:
+    if loss.player.pays and loss.player.has("gradient") and _recordable(trajectory) >= PRODUCTS_ROOM * f.vector:
         _record_products(trajectory)
     few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
@@ -175,8 +175,14 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     return Curvature(graph, build, product, products, loss.player.has("products"))
 
 
-def _room(trajectory: Trajectory) -> int:
-    return min(budget(trajectory.memory, trajectory.device), free(trajectory.device))
+def room(trajectory: Trajectory, memory: str | int | None) -> int:
+    """What may be used beside recorded passes, which a budget is for, too; what is free does not hold them."""
+    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
+    return budget(memory, trajectory.device) - recorded
+
+
+def _recordable(trajectory: Trajectory) -> int:
+    return min(room(trajectory, trajectory.memory), free(trajectory.device))
 
 
 def _record_gradient(trajectory: Trajectory) -> None:

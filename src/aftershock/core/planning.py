@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from .footprint import Curvature, Footprint
+from .footprint import Curvature, Footprint, room
 from .memory import budget, readable
 from .playback import TOGETHER
 from .probe import Probe, Watch
@@ -106,18 +106,12 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
     try:
-        return _plan(work, answers, _room(trajectory, memory), park=not loss.player.recordings)
+        return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
     except OutOfMemory:
         if not loss.player.recordings:
             raise
     loss.player.give_back()
-    return _plan(work, answers, _room(trajectory, memory), park=True)
-
-
-def _room(trajectory: Trajectory, memory: str | int | None) -> int:
-    """What may be used beside recorded passes, which a budget is for, too."""
-    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
-    return budget(memory, trajectory.device) - recorded
+    return _plan(work, answers, room(trajectory, memory), park=True)
 
 
 def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
@@ -157,7 +151,7 @@ def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, mem
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
     if predicted:
         Curvature.of(trajectory)  # what it records is in memory before the rest is planned
-    available = _room(trajectory, memory)
+    available = room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
 
@@ -170,8 +164,8 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
     if trajectory.dynamics.loss.player.pays:
         Curvature.of(trajectory)
     layout = trajectory.dynamics.layout
-    device, vector = layout.device, layout.padded_size * layout.dtype.itemsize
-    if device.type == "cpu" or cotangents * vector <= budget(memory, device) // 2:
+    device, vector = trajectory.device, layout.padded_size * layout.dtype.itemsize
+    if device.type == "cpu" or cotangents * vector <= room(trajectory, memory) // 2:
         return device
     if cotangents * vector <= budget(None, torch.device("cpu")):
         return torch.device("cpu")
@@ -185,9 +179,9 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
     held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
-    room = _room(trajectory, memory) - held * footprint.vector
+    left = room(trajectory, memory) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
-    return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
+    return max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
 
 
 def pass_bytes(work: Work, each: Pass) -> int:

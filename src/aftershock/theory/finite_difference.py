@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
-from ..core.footprint import Footprint
-from ..core.memory import budget, readable
+from ..core.footprint import Footprint, room
+from ..core.memory import readable
 from ..core.planning import Load, rollout_bytes
 from ..core.probe import Watch
 from ..core.readings import row_readings
@@ -200,7 +200,7 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
     """How many reruns are carried together: one where they run alone anyway."""
     trajectory = watch.trajectory
     vector = Footprint.of(trajectory).vector
-    available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
+    available = room(trajectory, memory)
     idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
 
     def needed(n: int) -> int:
