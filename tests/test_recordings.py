@@ -16,7 +16,8 @@ from aftershock.core import playback
 from aftershock.core.footprint import Curvature, Footprint
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.planning import Work, plan_history, plan_responses
-from aftershock.core.playback import Played, Player
+from aftershock.core.playback import Player
+from aftershock.core.recordings import Played
 from aftershock.core.responses import ANSWERS
 from aftershock.core.structure import flatten
 from aftershock.core.trajectory import Trajectory
@@ -165,7 +166,8 @@ def test_a_history_has_no_room_in_what_is_recorded(
     case = make("tanh_mlp")
     point = recording(case)
     trajectory = point.follow(batches(case, 6)).trajectory
-    vector = Curvature.of(trajectory) and Footprint.of(trajectory).vector
+    Curvature.of(trajectory)
+    vector = Footprint.of(trajectory).vector
     held, gpu = point.loss.player.nbytes, torch.device("cuda")
     assert held > 2 * HELD
     monkeypatch.setattr(Trajectory, "device", gpu)

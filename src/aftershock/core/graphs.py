@@ -18,8 +18,9 @@ from .clipping import global_norm
 from .derivatives import derivative_error
 from .layout import Layout
 from .loss import Gradient, LossFunction, accumulated
-from .playback import TOGETHER, Recording
+from .playback import TOGETHER
 from .randomness import RandomState
+from .recordings import Recording
 from .reductions import norms
 from .rows import tolerance
 

@@ -33,8 +33,9 @@ from .derivatives import derivative_error, first_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
-from .playback import Player, Program, Recording
+from .playback import Player
 from .randomness import RandomState, drawing_from
+from .recordings import Program, Recording
 from .rows import Sharing
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from .batches import Batch
 from .graphs import GradientGraph, edges, write_mapped
 from .loss import LossFunction
-from .playback import TOGETHER, Program
+from .playback import TOGETHER
 from .randomness import RandomState
 from .readings import read_off
+from .recordings import Program
 
 WHERE = "a recorded pass"
 
