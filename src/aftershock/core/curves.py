@@ -40,7 +40,7 @@ FAR = 1.0  # gradients beyond so many R are left to exact kicks: v would double
 # on the circle of radius R:
 ASIDE = math.atan(0.6)  # from the control's angle to the points on its sides: most gradients of a pool lie between
 JUDGED = 1.5 * ASIDE  # from the control's angle to where a curve is judged, where its error is 5 × that in between
-ALLOWED = 0.05  # there, of the larger side or of a typical coordinate: in between a curve is then right to a hundredth
+ALLOWED = 0.05  # there, of the larger side or of a typical curve: in between a curve is then right to a hundredth
 NOTHING = 1e-36  # r² of a coordinate without a curve: any gradient whose square is a number lies beyond it
 
 
@@ -117,7 +117,8 @@ class Curves:
         reach = Reach.of(control)
         points = _points(control, reach)
         above, below, judged = folded(control, sweep, points)
-        typical = norms(above)[:, None] / math.sqrt(control.dynamics.layout.size)
+        covered = reach.edge > NOTHING  # what others do is not typical of those that a curve may cover
+        typical = norms(above.masked_fill_(~covered, 0.0))[:, None] / norms(covered.to(above))
         for _, w in control.linear.pieces(above):
             up, down, radius = above[:, w], below[:, w], reach.square[w].sqrt()
             angle = torch.atan(reach.own[w] / radius)
@@ -128,7 +129,7 @@ class Curves:
             even = (down * across[0] - up * across[1]) / area
             error = (odd * across[2] + even * along[2] - judged[:, w]).abs_()
             larger = torch.maximum(torch.maximum(up.abs(), down.abs()), typical)
-            bad = ~(error <= ALLOWED * larger).all(0) | (reach.edge[w] <= NOTHING)
+            bad = ~((error <= ALLOWED * larger).all(0) & covered[w])
             sine, cosine = torch.sin(angle), torch.cos(angle)
             above[:, w] = (odd * cosine - even * sine).masked_fill_(bad, 0.0)
             below[:, w] = ((odd * sine + even * cosine) * -radius).masked_fill_(bad, 0.0)
