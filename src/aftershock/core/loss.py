@@ -29,7 +29,7 @@ from ..errors import (
 from .batches import Batch, added, micro_batches
 from .carried import Found, refuse_carried
 from .clipping import global_norm
-from .derivatives import derivative_error, first_line, refuse_reentrant
+from .derivatives import derivative_error, first_line, named_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
@@ -344,7 +344,7 @@ class LossFunction:
                 # flash and efficient attention have no second derivative; math agrees to rounding
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if evaluating:
-                stack.enter_context(_eval_mode(self.model))
+                stack.enter_context(in_mode(self.model, training=False))
             drawing = stack.enter_context(drawing_from(random, device))
             stack.enter_context(self.keeper.untouched([] if left is None else left))
             if begin is not None:
@@ -381,7 +381,7 @@ class LossFunction:
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
                     f"{first_line(error)}. Move the batch to {self.layout.device}"
                 ) from error
-            raise InvalidLoss(f"loss_fn failed at {where}: {type(error).__name__}: {first_line(error)}") from error
+            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
@@ -444,14 +444,15 @@ def _running_statistics(model: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode, then as it was."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, before in modes.items():
+            module.training = before
 
 
 def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
