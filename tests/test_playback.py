@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.core import playback
 from aftershock.core.loss import Gradient, LossFunction
-from aftershock.core.playback import Shape
+from aftershock.core.recordings import Shape
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")

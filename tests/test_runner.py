@@ -536,7 +536,7 @@ def toy_command(log: Path, monkeypatch: pytest.MonkeyPatch, in_threads: None) ->
     figures = SimpleNamespace(write_figures=lambda *words: given.update(figures=words))
     monkeypatch.setattr(studies, "tables", tables, raising=False)
     monkeypatch.setitem(sys.modules, "aftershock.report.study_page", page)
-    monkeypatch.setitem(sys.modules, "aftershock.report.paper_figures", figures)
+    monkeypatch.setitem(sys.modules, "aftershock.report.study_files", figures)
     return given
 
 

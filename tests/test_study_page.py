@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aftershock.report import study_data
-from aftershock.report.paper_figures import write_figures
 from aftershock.report.study_figures import drawings
+from aftershock.report.study_files import write_figures
 from aftershock.report.study_page import kind_of, write_study_page
 from aftershock.studies.cells import Cell
 from aftershock.studies.tables import build, verdict

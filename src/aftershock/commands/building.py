@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.batches import Batch
+from ..core.derivatives import named_line
 from ..errors import InvalidInput
 
 NO_FUNCTION = "has no function {0!r}: write one that returns (model, optimizer, loss_fn) as the training makes them"
@@ -89,7 +90,7 @@ def _imported(name: str) -> Any:
             raise InvalidInput(f"there is no module {name!r} in {here} or among the installed packages") from error
         raise InvalidInput(f"importing {name!r} failed: {error}") from error
     except Exception as error:
-        raise InvalidInput(f"importing {name!r} failed: {_first_line(error)}") from error
+        raise InvalidInput(f"importing {name!r} failed: {named_line(error)}") from error
 
 
 def _loaded(file: Path, function: str) -> Any:
@@ -114,7 +115,7 @@ def _loaded(file: Path, function: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise InvalidInput(f"running {file} failed: {_first_line(error)}") from error
+        raise InvalidInput(f"running {file} failed: {named_line(error)}") from error
     return module
 
 
@@ -125,14 +126,10 @@ def _called(reference: str, module: Any, function: str) -> Any:
     try:
         return found()
     except Exception as error:
-        raise InvalidInput(f"{reference} failed: {_first_line(error)}") from error
+        raise InvalidInput(f"{reference} failed: {named_line(error)}") from error
 
 
 def _described(made: Any) -> str:
     if isinstance(made, dict):
         return f"a dict with {', '.join(map(str, made))}"
     return f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -286,7 +286,7 @@ def _language(seed: int, quick: bool, device: Device, words: LanguageOptions) ->
 
 def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: Path | None) -> None:
     """Tables, page and figures from results, and a few words on them."""
-    from ..report.paper_figures import write_figures
+    from ..report.study_files import write_figures
     from ..report.study_page import write_study_page
     from ..studies import tables
     from ..studies.runner import machine_kinds

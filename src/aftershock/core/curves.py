@@ -5,13 +5,18 @@ kicks after it (`kicks`), by a function of g alone,
 
     f(g) = Σ_s λ_θ(s+1) [q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s)],   δm = (1−β1)(g−g°), δv = (1−β2)(g²−g°²)
 
-with g° the control's gradient. All its terms have the form (a + b g)/√(R_s² + g²). R_s² grows little along a path from
-R² = β2 v/(1−β2), and with R_s = R the curve is a sine in the angle φ of g, tan φ = g/R:
+with g° the control's gradient. All its terms have the form (a + b g)/(√(R_s² + g²) + e_s), where R² = β2 v/(1−β2) and
+e = ε √(ρ2/(1−β2)) at the changed step, and both grow little along a path. With e = 0 such a term is a sine in the angle
+of g on a circle of radius R. With any e it is one, to the third order of g, on a circle of radius r:
 
-    f(g) ≈ A sin φ + B cos φ + C      (eq:curve)
+    √(R² + g²) + e = √(1 + e/R) √(r² + g²) + O(g⁴),      r² = R² (1 + e/R),   e/R = ε/√(β2 v/ρ2)      (eq:circle)
 
-It is drawn through three exact points, the control's and one on each side, and judged at a fourth. Coordinates that
-fail there (a tiny v, an ε that matters, large gradients later), and gradients beyond `FAR` R, are left to exact kicks.
+    f(g) ≈ A sin φ + B cos φ + C,   tan φ = g/r      (eq:curve)
+
+Up to g = R, where v doubles, the two sides of eq:circle differ by less than 2 % for every e; up to g = r they would
+not, since r grows with ε and the bend at R does not. So the curve is drawn through three exact points within a few R,
+the control's and one on each side, and judged at a fourth. Coordinates that fail there (a tiny v, large gradients
+later), and gradients beyond `FAR` R, are left to exact kicks.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from .adamw import displacement, pieces_of
+from .adamw import Run, displacement, pieces_of
 from .changes import ControlStep
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
 from .reductions import norms, products
@@ -32,10 +37,11 @@ from .state import Cotangent
 from .trajectory import Trajectory
 
 FAR = 1.0  # gradients beyond so many R are left to exact kicks: v would double
+# on the circle of radius R:
 ASIDE = math.atan(0.6)  # from the control's angle to the points on its sides: most gradients of a pool lie between
 JUDGED = 1.5 * ASIDE  # from the control's angle to where a curve is judged, where its error is 5 × that in between
-ALLOWED = 0.05  # there, of the larger side or of a typical coordinate: in between a curve is then right to a hundredth
-NOTHING = 1e-36  # R² of a coordinate without a curve: any gradient whose square is a number lies beyond it
+ALLOWED = 0.05  # there, of the larger side or of a typical curve: in between a curve is then right to a hundredth
+NOTHING = 1e-36  # r² of a coordinate without a curve: any gradient whose square is a number lies beyond it
 
 
 @dataclass(frozen=True)
@@ -61,19 +67,20 @@ class Reach:
     """Up to which gradient each coordinate has a curve."""
 
     own: Float[Tensor, " param"]  # g°, the control's gradient as it reaches the moments
-    square: Float[Tensor, " param"]  # R²
-    edge: Float[Tensor, " param"]  # of R² + g²; below zero where the control's own gradient has no curve
+    square: Float[Tensor, " param"]  # r²
+    edge: Float[Tensor, " param"]  # of r² + g²; below zero where the control's own gradient has no curve
 
     @classmethod
     def of(cls, control: ControlStep) -> Reach:
         """By the distance of gradients alone: no curve where v was zero, or where the control's gradient is far."""
-        own, square, edge = (torch.zeros_like(control.raw) for _ in range(3))
+        found = cls(torch.zeros_like(control.raw), *(torch.full_like(control.raw, NOTHING) for _ in range(2)))
         for run, w in control.linear.pieces():
-            own[w] = control.linear.control(run, w).g
-            square[w] = control.before.v[w] * (run.beta2 / (1 - run.beta2))
-            edge[w] = square[w] * (1 + FAR**2)
-        found = cls(own, square, edge)
-        found.leave_out_(slice(None), (own.square() > FAR**2 * square) | (square <= NOTHING))
+            found.own[w] = own = control.linear.control(run, w).g
+            radius = _radius(run, control.before.v[w])
+            near = (FAR * radius).square_()
+            found.square[w] = radius * (radius + run.eps * math.sqrt(run.bias2 / (1 - run.beta2)))  # eq:circle
+            found.edge[w] = found.square[w] + near
+            found.leave_out_(w, (own.square() > near) | (near <= NOTHING))
         return found
 
     def leave_out_(self, w: slice, some: Bool[Tensor, " param"]) -> None:
@@ -83,7 +90,7 @@ class Reach:
         self.square[w].masked_fill_(some, NOTHING)
 
     def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"]) -> Iterator[Beyond]:
-        """The entries of rows that lie beyond their curves, given the largest R² + g² of each coordinate.
+        """The entries of rows that lie beyond their curves, given the largest r² + g² of each coordinate.
 
         Early in training that is most of them: then a few rows at a time.
         """
@@ -102,28 +109,30 @@ class Curves:
 
     reach: Reach
     sine: Float[Tensor, "outcome param"]  # A
-    cosine: Float[Tensor, "outcome param"]  # B R
+    cosine: Float[Tensor, "outcome param"]  # B r
 
     @classmethod
     def of(cls, control: ControlStep, sweep: Sweep) -> Curves:
         """Three elementwise passes of AdamW per step, and three per outcome; no gradient."""
         reach = Reach.of(control)
-        radius = reach.square.sqrt()
-        angle = torch.atan(reach.own / radius)
-        asides = ASIDE, -ASIDE, torch.copysign(torch.full_like(angle, JUDGED), -angle)
-        points = torch.stack([radius * torch.tan(angle + aside) for aside in asides])
+        points = _points(control, reach)
         above, below, judged = folded(control, sweep, points)
-        typical = norms(above)[:, None] / math.sqrt(control.dynamics.layout.size)
+        covered = reach.edge > NOTHING  # what others do is not typical of those that a curve may cover
+        typical = norms(above.masked_fill_(~covered, 0.0))[:, None] / norms(covered.to(above))
         for _, w in control.linear.pieces(above):
-            up, down, there = above[:, w], below[:, w], asides[2][w]
-            odd = (up - down) / (2 * math.sin(ASIDE))
-            even = (up + down) / (2 * (1 - math.cos(ASIDE)))
-            error = (odd * torch.sin(there) + even * (1 - torch.cos(there)) - judged[:, w]).abs_()
+            up, down, radius = above[:, w], below[:, w], reach.square[w].sqrt()
+            angle = torch.atan(reach.own[w] / radius)
+            turns = torch.atan(points[:, w] / radius).sub_(angle)  # from the control's point, where the curve is zero
+            across, along = torch.sin(turns), 2 * torch.sin(turns / 2).square_()  # sin and 1 − cos, to all digits
+            area = across[0] * along[1] - across[1] * along[0]
+            odd = (up * along[1] - down * along[0]) / area
+            even = (down * across[0] - up * across[1]) / area
+            error = (odd * across[2] + even * along[2] - judged[:, w]).abs_()
             larger = torch.maximum(torch.maximum(up.abs(), down.abs()), typical)
-            bad = ~(error <= ALLOWED * larger).all(0) | (reach.edge[w] <= NOTHING)
-            sine, cosine = torch.sin(angle[w]), torch.cos(angle[w])
+            bad = ~((error <= ALLOWED * larger).all(0) & covered[w])
+            sine, cosine = torch.sin(angle), torch.cos(angle)
             above[:, w] = (odd * cosine - even * sine).masked_fill_(bad, 0.0)
-            below[:, w] = ((odd * sine + even * cosine) * -radius[w]).masked_fill_(bad, 0.0)
+            below[:, w] = ((odd * sine + even * cosine) * -radius).masked_fill_(bad, 0.0)
             reach.leave_out_(w, bad)
         return cls(reach, above, below)
 
@@ -132,7 +141,7 @@ class Curves:
     ) -> tuple[Float[Tensor, "row outcome"], Float[Tensor, " param"]]:
         """Σ A sin φ + B cos φ of rows of gradients as they reach the moments, in one pass over them.
 
-        Beside it, the largest R² + g² of each coordinate: `Reach.beyond` then finds what must be corrected.
+        Beside it, the largest r² + g² of each coordinate: `Reach.beyond` then finds what must be corrected.
         """
         out = torch.zeros(len(self.sine), len(rows), dtype=torch.float64, device=rows.device)
         largest = torch.zeros_like(control.raw)
@@ -152,6 +161,22 @@ class Curves:
         inverse, before = torch.addcmul(square, own, own).rsqrt_(), torch.addcmul(square, g, g).rsqrt_()
         change = self.cosine[:, where] * (inverse - before) + self.sine[:, where] * (own * inverse - g * before)
         return some.row[there], change.mT.double()
+
+
+def _radius(run: Run, v: Float[Tensor, " param"]) -> Float[Tensor, " param"]:
+    """R, at which a gradient doubles v."""
+    return (v * (run.beta2 / (1 - run.beta2))).sqrt_()
+
+
+def _points(control: ControlStep, reach: Reach) -> Float[Tensor, "3 param"]:
+    """Gradients above and below the control's, and where curves are judged."""
+    points = torch.zeros(3, *reach.own.shape, dtype=reach.own.dtype, device=reach.own.device)
+    for run, w in control.linear.pieces(points):
+        radius = _radius(run, control.before.v[w]).clamp_(min=math.sqrt(NOTHING))
+        angle = torch.atan(reach.own[w] / radius)
+        asides = ASIDE, -ASIDE, torch.copysign(torch.full_like(angle, JUDGED), -angle)
+        torch.stack([radius * torch.tan(angle + aside) for aside in asides], out=points[:, w])
+    return points
 
 
 def folded(

@@ -10,7 +10,13 @@ REENTRANT = "the model uses reentrant activation checkpointing, which hides para
 
 
 def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says first."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def named_line(error: BaseException) -> str:
+    """The same after the kind of error that it is."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def refuse_reentrant(loss: Tensor) -> None:

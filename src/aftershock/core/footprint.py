@@ -17,7 +17,6 @@ from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
 from .memory import budget, free
-from .playback import typical
 from .rehearsals import rehearse_products
 from .rows import row_gradients
 from .trajectory import Trajectory
@@ -98,10 +97,7 @@ class Footprint:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
         """Measured once on the first step: about 3 g, and 6 where rows run together."""
-        known: Footprint | None = getattr(trajectory, "footprint", None)
-        if known is None:
-            known = trajectory.footprint = _footprint(trajectory)  # type: ignore[attr-defined]
-        return known
+        return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _footprint(trajectory))
 
     @property
     def piece(self) -> int:
@@ -123,7 +119,7 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     vector = loss.layout.padded_size * loss.layout.dtype.itemsize
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
-    if loss.player.pays and _room(trajectory) >= ROOM * vector:
+    if loss.player.pays and _recordable(trajectory) >= ROOM * vector:
         _record_gradient(trajectory)
     value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
@@ -132,9 +128,9 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     def rows() -> object:
         return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
 
-    if loss.sharing.tries("gradient", FEW):
+    if trajectory.together("gradient", FEW):
         rows()  # now it is known whether they run together
-    together = loss.sharing.tries("gradient", FEW)
+    together = trajectory.together("gradient", FEW)
     row = measured(rows)[0] // FEW if together else gradient
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
@@ -155,24 +151,21 @@ class Curvature:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Curvature:
         """Measured once on the first step, where something is predicted: about 6 g; 20 where they are recorded."""
-        known: Curvature | None = getattr(trajectory, "curvature", None)
-        if known is None:
-            known = trajectory.curvature = _curvature(trajectory)  # type: ignore[attr-defined]
-        return known
+        return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _curvature(trajectory))
 
 
 def _curvature(trajectory: Trajectory) -> Curvature:
     loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     f = Footprint.of(trajectory)
-    if loss.sharing.wanted and budget(trajectory.memory, trajectory.device) < PRODUCTS_TOGETHER * f.vector:
+    if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
-    if loss.player.pays and loss.player.has("gradient") and _room(trajectory) >= PRODUCTS_ROOM * f.vector:
+    if loss.player.pays and loss.player.has("gradient") and _recordable(trajectory) >= PRODUCTS_ROOM * f.vector:
         _record_products(trajectory)
     few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
     try:
         build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
-        if loss.sharing.tries("product", FEW):
+        if trajectory.together("product", FEW):
             made[0].products(few)
         product = measured(lambda: made[0].products(few[:1]))[0] - f.vector
         many = measured(lambda: made[0].products(few))[0] - FEW * f.vector
@@ -182,29 +175,27 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     return Curvature(graph, build, product, products, loss.player.has("products"))
 
 
-def _room(trajectory: Trajectory) -> int:
-    return min(budget(trajectory.memory, trajectory.device), free(trajectory.device))
+def room(trajectory: Trajectory, memory: str | int | None) -> int:
+    """What may be used beside recorded passes, which a budget is for, too; what is free does not hold them."""
+    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
+    return budget(memory, trajectory.device) - recorded
+
+
+def _recordable(trajectory: Trajectory) -> int:
+    return min(room(trajectory, trajectory.memory), free(trajectory.device))
 
 
 def _record_gradient(trajectory: Trajectory) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many. So they
-    do where a batch is large enough to keep the GPU busy, and nothing is recorded."""
+    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = typical(step.batch for step in trajectory.steps)
-    if batches is None:
-        return
-    recorded = loss.rehearse("gradient", state.theta, state.buffers, batches, first.random)
-    if recorded or "gradient" in loss.player.full:
-        loss.sharing.settle("gradient", False)
-    if "gradient" in loss.player.full:
-        loss.sharing.settle("product", False)
+    if trajectory.typical is not None:
+        loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random)
 
 
 def _record_products(trajectory: Trajectory) -> None:
     """The same for its Hessian products."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    batches = typical(step.batch for step in trajectory.steps)
-    if batches is not None:
+    if trajectory.typical is not None:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
-            rehearse_products(loss, state.theta, state.buffers, batches, first.random)
+            rehearse_products(loss, state.theta, state.buffers, trajectory.typical, first.random)
         loss.player.spare_vectors()

@@ -5,16 +5,14 @@ Each returns a `Cause` where it explains the difference, else `None`.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, Quantity, fit
+from .loss import in_mode
 
 DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(
@@ -176,7 +174,7 @@ def single_parameters(e: Evidence) -> Cause | None:
 def other_mode(e: Evidence) -> Cause | None:
     loss = e.trajectory.dynamics.loss
     training = not loss.model.training
-    if not e.gives(e.tried(Dynamics(loss.within(lambda model: _in_mode(model, training))))):
+    if not e.gives(e.tried(Dynamics(loss.within(lambda model: in_mode(model, training))))):
         return None
     now, then = ("train", "eval") if training else ("eval", "train")
     return Cause(
@@ -184,18 +182,6 @@ def other_mode(e: Evidence) -> Cause | None:
         f"the loop runs the model in {now} mode, and it was captured in {then} mode",
         f"call model.{now}() before capture, or model.{then}() in the loop (after a validation, say)",
     )
-
-
-@contextlib.contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode, then as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, before in modes.items():
-            module.training = before
 
 
 def autocast(e: Evidence) -> Cause | None:

@@ -20,6 +20,7 @@ from .layout import Layout
 from .loss import Gradient, LossFunction, accumulated
 from .playback import TOGETHER
 from .randomness import RandomState
+from .recordings import Recording
 from .reductions import norms
 from .rows import tolerance
 
@@ -29,7 +30,8 @@ class GradientGraph:
 
     The gradient is kept once, as the flat vector `raw`; its graph is held by its edges. A batch of several
     micro-batches keeps no graph between calls; its graphs are rebuilt one at a time, so that memory does not grow
-    with their number. A recorded pass rebuilds it too, which on a GPU takes less time than launching products anew.
+    with their number. A recorded pass rebuilds it too, which on a GPU takes less time than launching products anew;
+    where it is given back meanwhile, the graph is rebuilt for every call.
     """
 
     def __init__(
@@ -48,9 +50,7 @@ class GradientGraph:
         self._leaves = loss.leaves(theta)
         self._graph: dict[int, GradientEdge] | None = None
         self._at = (theta, theta._version)
-        self._recorded = loss.player.find("products", loss.place(batch), evaluating=False)
-        self._given = loss.player.vectors if self._recorded is not None else None  # what the recording reads
-        if isinstance(batch, Accumulated) or self._recorded is not None:
+        if isinstance(batch, Accumulated) or self._recorded() is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
         else:
             (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
@@ -69,8 +69,11 @@ class GradientGraph:
 
     def products(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
         """H u for every row u: together where that pays, else one after another."""
-        if self._recorded is not None:
-            return self._played(vectors)
+        theta, version = self._at
+        if self._graph is None and theta._version != version:
+            raise RuntimeError("the state of a linearized step was overwritten while it was in use")
+        if (recorded := self._recorded()) is not None:
+            return self._played(vectors, *recorded)
         out = torch.zeros_like(vectors)
 
         def program(model: nn.Module) -> None:
@@ -88,21 +91,21 @@ class GradientGraph:
 
     def pieces(self, count: int) -> list[slice]:
         """So many rows as they are computed: a few at a time where they are played back, else at once."""
-        size = max(count, 1) if self._recorded is None else TOGETHER
+        size = max(count, 1) if self._recorded() is None else TOGETHER
         return [slice(first, first + size) for first in range(0, count, size)]
 
-    def _played(self, vectors: Float[Tensor, "change param"]) -> Float[Tensor, "change param"]:
-        assert self._recorded is not None
-        assert self._given is not None
-        (recording, inputs), (buffers, random), (theta, version) = self._recorded, self._arguments, self._at
-        if theta._version != version:
-            raise RuntimeError("the state of a linearized step was overwritten while it was in use")
-        out, given = torch.empty_like(vectors), self._given
+    def _recorded(self) -> tuple[Recording, list[Tensor]] | None:
+        return None if self._graph is not None else self._function.recorded("products", self._batch)
+
+    def _played(
+        self, vectors: Float[Tensor, "change param"], recording: Recording, inputs: list[Tensor]
+    ) -> Float[Tensor, "change param"]:
+        out, given, buffers, random = torch.empty_like(vectors), self._function.player.vectors, *self._arguments
         for some in self.pieces(len(vectors)):
             count = len(vectors[some])
             given[:count].copy_(vectors[some])
             given[count:].zero_()
-            recording.run(theta, buffers, inputs, random)
+            recording.run(self._at[0], buffers, inputs, random)
             out[some].copy_(recording.result[:count])
         return out
 
@@ -121,7 +124,8 @@ class GradientGraph:
     ) -> None:
         if not curved:
             return
-        if self._function.sharing.tries("product", len(vectors)) and self._write_together(curved, vectors, out):
+        together = self._function.together("product", self._batch, len(vectors))
+        if together and self._write_together(curved, vectors, out):
             return
         for u, row in zip(vectors, out):
             self._write_alone(curved, u, row)

@@ -29,12 +29,13 @@ from ..errors import (
 from .batches import Batch, added, micro_batches
 from .carried import Found, refuse_carried
 from .clipping import global_norm
-from .derivatives import derivative_error, first_line, refuse_reentrant
+from .derivatives import derivative_error, first_line, named_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import Mark, marked, refuse_written
-from .playback import Player, Program
+from .playback import Player
 from .randomness import RandomState, drawing_from
+from .recordings import Program, Recording
 from .rows import Sharing
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
@@ -134,9 +135,8 @@ class LossFunction:
             self._functions[function] = LossFunction(
                 self.model, lambda model, _: _as_number(function(model)), self.layout, self.constants, self.autocast
             )
-            self._functions[function].player = self.player.beside()
         found = self._functions[function]
-        found.sharing.wanted = self.sharing.wanted
+        found.sharing.wanted, found.player = self.sharing.wanted, self.player
         return found
 
     def within(self, surroundings: Surroundings) -> LossFunction:
@@ -191,6 +191,24 @@ class LossFunction:
             self.refuse_not_finite(found, where)
         return found
 
+    def together(self, kind: str, batch: Batch, rows: int, *, evaluating: bool = False) -> bool:
+        """Whether so many rows of a kind of work over this batch are computed together: in a large model not where one
+        of them alone is recorded or keeps a GPU busy. Hessian products and pools are as busy as a gradient."""
+        shared = self.sharing.tries(kind, rows)
+        if not shared or not self.player.pays:
+            return shared
+        single = {"product": "gradient", "pool": "gradient"}.get(kind, kind)
+        found, _ = self.player.looked_at(self.loss_fn, single, self.place(batch), evaluating=evaluating)
+        return found is None or not (found.busy or (found.recording is not None and kind != "product"))
+
+    def recorded(self, kind: str, batch: Batch, *, evaluating: bool = False) -> tuple[Recording, list[Tensor]] | None:
+        """The recording that plays this pass over batches of this shape, and what is copied into it; None where there
+        is none. It is not to be kept: it may be given back."""
+        if not self.player.recordings:
+            return None
+        found, inputs = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
+        return None if found is None or found.recording is None else (found.recording, inputs)
+
     def _played(
         self,
         kind: str,
@@ -201,9 +219,7 @@ class LossFunction:
         evaluating: bool,
     ) -> Evaluation | None:
         """The same by a recording, where there is one for batches of this shape."""
-        if not self.player.recordings:
-            return None
-        found = self.player.find(kind, self.place(batch), evaluating=evaluating)
+        found = self.recorded(kind, batch, evaluating=evaluating)
         if found is None:
             return None
         played = found[0].play(theta, buffers, found[1], random)
@@ -328,7 +344,7 @@ class LossFunction:
                 # flash and efficient attention have no second derivative; math agrees to rounding
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if evaluating:
-                stack.enter_context(_eval_mode(self.model))
+                stack.enter_context(in_mode(self.model, training=False))
             drawing = stack.enter_context(drawing_from(random, device))
             stack.enter_context(self.keeper.untouched([] if left is None else left))
             if begin is not None:
@@ -365,7 +381,7 @@ class LossFunction:
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
                     f"{first_line(error)}. Move the batch to {self.layout.device}"
                 ) from error
-            raise InvalidLoss(f"loss_fn failed at {where}: {type(error).__name__}: {first_line(error)}") from error
+            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
@@ -428,14 +444,15 @@ def _running_statistics(model: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode, then as it was."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, before in modes.items():
+            module.training = before
 
 
 def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:

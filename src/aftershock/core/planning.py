@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from .footprint import Curvature, Footprint
+from .footprint import Curvature, Footprint, room
 from .memory import budget, readable
 from .playback import TOGETHER
 from .probe import Probe, Watch
@@ -28,9 +28,7 @@ POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
     """Record the values of a probe of a large model."""
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
-    recorded = loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
-    if recorded or "value" in loss.player.full:
-        loss.sharing.settle("value", False)
+    loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
 
 
 def plan_states(
@@ -108,26 +106,12 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
     try:
-        return _plan(work, answers, _room(trajectory, memory), park=not loss.player.recordings)
+        return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
     except OutOfMemory:
         if not loss.player.recordings:
             raise
-    _give_back_recordings(trajectory)
-    return _plan(work, answers, _room(trajectory, memory), park=True)
-
-
-def _room(trajectory: Trajectory, memory: str | int | None) -> int:
-    """What may be used beside recorded passes, which a budget is for, too."""
-    recorded = trajectory.dynamics.loss.player.nbytes if memory is not None else 0
-    return budget(memory, trajectory.device) - recorded
-
-
-def _give_back_recordings(trajectory: Trajectory) -> None:
-    loss = trajectory.dynamics.loss
-    loss.player.clear()
-    loss.sharing.forget()
-    for known in ("footprint", "curvature"):  # of recorded passes
-        trajectory.__dict__.pop(known, None)
+    loss.player.give_back()
+    return _plan(work, answers, room(trajectory, memory), park=True)
 
 
 def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
@@ -158,7 +142,7 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
     recorded passes give their memory back."""
     found = _at_once(trajectory, count, exact, predicted, memory)
     if found is None and trajectory.dynamics.loss.player.recordings:
-        _give_back_recordings(trajectory)
+        trajectory.dynamics.loss.player.give_back()
         found = _at_once(trajectory, count, exact, predicted, memory)
     return found or 1
 
@@ -167,7 +151,7 @@ def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, mem
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
     if predicted:
         Curvature.of(trajectory)  # what it records is in memory before the rest is planned
-    available = _room(trajectory, memory)
+    available = room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
 
@@ -180,8 +164,8 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
     if trajectory.dynamics.loss.player.pays:
         Curvature.of(trajectory)
     layout = trajectory.dynamics.layout
-    device, vector = layout.device, layout.padded_size * layout.dtype.itemsize
-    if device.type == "cpu" or cotangents * vector <= budget(memory, device) // 2:
+    device, vector = trajectory.device, layout.padded_size * layout.dtype.itemsize
+    if device.type == "cpu" or cotangents * vector <= room(trajectory, memory) // 2:
         return device
     if cotangents * vector <= budget(None, torch.device("cpu")):
         return torch.device("cpu")
@@ -195,9 +179,9 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
     held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
-    room = _room(trajectory, memory) - held * footprint.vector
+    left = room(trajectory, memory) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
-    return max(1, min(most, room // (footprint.row + 2 * footprint.vector)))
+    return max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
 
 
 def pass_bytes(work: Work, each: Pass) -> int:
@@ -236,8 +220,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
-    loss = trajectory.dynamics.loss
-    together = f.together and not load.parked and loss.sharing.tries("gradient", load.exact + 1)
+    together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
@@ -256,7 +239,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     if predicted:
         c = Curvature.of(trajectory)
         most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)
-        pieces = min(AT_ONCE, most) if loss.sharing.tries("product", most) else 1
+        pieces = min(AT_ONCE, most) if trajectory.together("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
         closed = f.piece if load.linear else f.piece * 2 // 3
@@ -276,9 +259,9 @@ def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | Non
 
 def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
-    loss, chosen = work.watch.trajectory.dynamics.loss, []
+    trajectory, chosen = work.watch.trajectory, []
     for each in passes:
-        pays = not loss.player.has("gradient") and loss.sharing.tries("pool", 1 + each.at_once)
+        pays = trajectory.together("pool", 1 + each.at_once)
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available else each)
     return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)

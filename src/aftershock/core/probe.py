@@ -211,8 +211,8 @@ class Reader:
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""
         assert moment.semilinear is not None
-        loss = self.probe.arguments(self.trajectory, moment.time)[0]
-        together = loss.sharing.tries("value", 1 + moment.semilinear.rows)
+        loss, batch, _, _ = self.probe.arguments(self.trajectory, moment.time)
+        together = loss.together("value", batch, 1 + moment.semilinear.rows, evaluating=self.probe.evaluating)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
         values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
         return values[1:] - values[0] if together else values - self.control(moment)

@@ -26,7 +26,7 @@ def row_readings(
     A forward pass a row, or less."""
 
     placed = loss.place(batch)
-    recorded = loss.player.find("reading", (read, placed), evaluating=False) if loss.player.recordings else None
+    recorded = loss.recorded("reading", (read, placed))
 
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
         return read_off(loss, model, placed, read)
@@ -55,7 +55,7 @@ def row_readings(
         one, other = alone(far[1], -1), mapped(far, [buffers[0], buffers[-1]])[1]
         return torch.allclose(other, one, rtol=tolerance(loss), atol=0.0)
 
-    if loss.sharing.tries("reading", len(thetas)):
+    if loss.together("reading", (read, placed), len(thetas)):
         pieces = tried(loss, "reading", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return torch.cat(pieces)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from .batches import Batch
 from .graphs import GradientGraph, edges, write_mapped
 from .loss import LossFunction
-from .playback import TOGETHER, Program
+from .playback import TOGETHER
 from .randomness import RandomState
 from .readings import read_off
+from .recordings import Program
 
 WHERE = "a recorded pass"
 
@@ -32,7 +33,7 @@ def rehearse_products(
     for i, row in enumerate(vectors):
         row.copy_(theta)[:: i + 2] *= -1
     GradientGraph(loss, theta, buffers, batches[0], random, WHERE).products(vectors)
-    if not loss.sharing.tries("product", TOGETHER):
+    if not loss.together("product", batches[0], TOGETHER):
         return
 
     def make(theta: Float[Tensor, " param"], batch: Batch) -> tuple[list[Tensor], Program]:
@@ -64,5 +65,4 @@ def rehearse_reading(
         return loss.layout.typed_views(theta), lambda model: (read_off(loss, model, given[1], read), [], None)
 
     both = ((read, batch), (read, batch))
-    if loss.player.rehearse(loss, "reading", make, theta, buffers, both, random):
-        loss.sharing.settle("reading", False)
+    loss.player.rehearse(loss, "reading", make, theta, buffers, both, random)

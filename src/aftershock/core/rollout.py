@@ -194,7 +194,7 @@ class ExactRows:
                 self._steps.append(own)
         count = 1 + len(self._states)
         if self.slots and not (self.gates or self.parked):
-            self.together = self.dynamics.loss.sharing.tries("gradient", count)
+            self.together = self.trajectory.together("gradient", count)
         if self.together:
             first = control or self.trajectory.state(begin)
             self._states, self._steps = [first, *self._states], [None, *self._steps]

@@ -57,10 +57,6 @@ class Sharing:
     def settle(self, kind: str, agreed: bool) -> None:
         self._agreed[kind] = agreed
 
-    def forget(self) -> None:
-        """Compare every kind again."""
-        self._agreed.clear()
-
     def in_pieces(self, count: int, run: Callable[[slice], T]) -> list[T]:
         """`run` over slices of at most `at_once` rows; where memory runs out the piece is halved and run again."""
         out: list[T] = []
@@ -117,7 +113,7 @@ def row_values(
         one, other = float(alone(far[1], -1)), float(mapped(far, [buffers[0], buffers[-1]])[1])
         return math.isfinite(one) and abs(other - one) <= tolerance(loss) * max(abs(one), 1e-30)
 
-    if loss.sharing.tries("value", len(thetas)):
+    if loss.together("value", batch, len(thetas), evaluating=evaluating):
         pieces = tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return seen(pieces)
@@ -159,7 +155,7 @@ def row_gradients(
         far = apart(thetas)
         return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], alone(far[1], -1))
 
-    if present is not None and loss.sharing.tries("gradient", len(thetas)):
+    if present is not None and loss.together("gradient", batch, len(thetas)):
         pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return [gradient for piece in pieces for gradient in piece]

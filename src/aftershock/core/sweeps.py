@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from jaxtyping import Float
+from torch import Tensor
+
 from .dynamics import Linearized
 from .state import Cotangent, JointState, Tangent
 from .trajectory import Trajectory
@@ -12,9 +15,14 @@ from .trajectory import Trajectory
 def transit_(at: Linearized, dx: Tangent) -> None:
     """δx ← A δx in place: carry(δx) + write_in(H δθ)."""
     for some in at.graph.pieces(dx.rows):
-        u = at.linear.gradient_variation(at.graph.products(dx.theta[some]))
-        at.linear.add_coupled_decay_(u, dx.theta[some])
-        at.linear.absorb_(dx[some], u)
+        transit_with_(at, dx[some], at.graph.products(dx.theta[some]))
+
+
+def transit_with_(at: Linearized, dx: Tangent, products: Float[Tensor, "change param"]) -> None:
+    """The same where H δθ is known, which is overwritten."""
+    u = at.linear.gradient_variation(products)
+    at.linear.add_coupled_decay_(u, dx.theta)
+    at.linear.absorb_(dx, u)
 
 
 def transit_semilinear_(at: Linearized, dx: Tangent) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from ..errors import NotFinite
+from .batches import Batch
 from .dynamics import Dynamics, Linearized, Step, Taken
 from .playback import LONG, typical
 from .randomness import RandomState
@@ -103,6 +104,16 @@ class Trajectory:
     @property
     def device(self) -> torch.device:
         return self.dynamics.layout.device
+
+    @property
+    def typical(self) -> tuple[Batch, Batch] | None:
+        """Two of its batches that stand for all; None where each is made of several."""
+        return typical(step.batch for step in self.steps)
+
+    def together(self, kind: str, rows: int) -> bool:
+        """Whether so many rows along it are computed together, as a typical batch of it allows."""
+        batch, _ = self.typical or (self.steps[0].batch, None)
+        return self.dynamics.loss.together(kind, batch, rows)
 
     def __len__(self) -> int:
         return len(self.steps)

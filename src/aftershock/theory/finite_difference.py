@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
-from ..core.footprint import Footprint
-from ..core.memory import budget, readable
+from ..core.footprint import Footprint, room
+from ..core.memory import readable
 from ..core.planning import Load, rollout_bytes
 from ..core.probe import Watch
 from ..core.readings import row_readings
@@ -198,9 +198,9 @@ class _Reruns:
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
     """How many reruns are carried together: one where they run alone anyway."""
-    trajectory, sharing = watch.trajectory, watch.trajectory.dynamics.loss.sharing
+    trajectory = watch.trajectory
     vector = Footprint.of(trajectory).vector
-    available = budget(memory, trajectory.device) - trajectory.dynamics.loss.player.nbytes * (memory is not None)
+    available = room(trajectory, memory)
     idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
 
     def needed(n: int) -> int:
@@ -214,7 +214,7 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
             f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
             f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
         )
-    sizes = (n for n in range(rows, 1, -1) if sharing.tries("gradient", n + 1) and needed(n) <= available)
+    sizes = (n for n in range(rows, 1, -1) if trajectory.together("gradient", n + 1) and needed(n) <= available)
     return next(sizes, 1)
 
 

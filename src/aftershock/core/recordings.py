@@ -1,0 +1,265 @@
+"""One pass as a CUDA graph: what it is bound to, how it is made, compared with plain passes and played."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .batches import Batch
+from .keeper import Left
+from .layout import Layout
+from .memory import set_aside
+from .randomness import RandomState, drawing_from
+from .reductions import norms
+from .structure import flatten
+
+if TYPE_CHECKING:
+    from .loss import LossFunction
+
+APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
+SCATTER = 3.0  # where plain passes do not repeat their bits: how much further apart a recording may be
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a recording is bound to: what is computed, and everything of a batch but the numbers on the device."""
+
+    kind: str
+    evaluating: bool
+    structure: Any
+    leaves: tuple[Any, ...]  # of tensors on the device their shape, stride and dtype; all else as it is
+
+    @classmethod
+    def of(cls, kind: str, evaluating: bool, batch: Batch, device: torch.device) -> tuple[Shape, list[Tensor]]:
+        """The shape, and the tensors that are copied in."""
+        leaves, structure = flatten(batch)
+        inputs = [x for x in leaves if isinstance(x, Tensor) and x.device == device]
+        seen = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) and x.device == device else x for x in leaves]
+        return cls(kind, evaluating, structure, tuple(seen)), inputs
+
+    def fits(self, other: Shape) -> bool:
+        alike = self.kind == other.kind and self.evaluating == other.evaluating and self.structure == other.structure
+        return alike and all(map(_equal, self.leaves, other.leaves))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    try:
+        return a is b or bool(type(a) is type(b) and a == b)
+    except Exception:  # an object that cannot be compared is another one
+        return False
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a pass gave: the loss, the gradient as a flat vector and its norm, buffers, randomness."""
+
+    loss: Tensor
+    grad: Float[Tensor, " param"] | None
+    present: tuple[bool, ...]
+    norm: Tensor | None
+    buffers: dict[str, Tensor]
+    random: RandomState
+
+    def grads(self, layout: Layout) -> list[Tensor | None]:
+        """The gradient by parameter."""
+        assert self.grad is not None
+        return [view if ok else None for view, ok in zip(layout.views(self.grad), self.present)]
+
+
+# A pass at θ over a batch: the parameters that are put in place, and what is computed with the model.
+Program = Callable[[nn.Module], tuple[Tensor, list[Tensor | None], Tensor | None]]
+Make = Callable[[Float[Tensor, " param"], Batch], tuple[list[Tensor], Program]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A pass, and what it is given beside θ and the batch."""
+
+    loss: LossFunction
+    make: Make
+    buffers: Mapping[str, Tensor]
+    random: RandomState
+    evaluating: bool
+    derivative: bool
+
+    def run(
+        self, parameters: Sequence[Tensor], program: Callable[[nn.Module], Any], left: list[Left]
+    ) -> tuple[Any, dict[str, Tensor], RandomState]:
+        return self.loss.call(
+            parameters, self.buffers, self.random, program,
+            derivative=self.derivative, evaluating=self.evaluating, left=left,
+        )  # fmt: skip
+
+    def plain(self, theta: Float[Tensor, " param"], batch: Batch) -> Played:
+        """By running the user's code."""
+        layout = self.loss.layout
+        parameters, program = self.make(theta, batch)
+        (loss, grads, norm), after, random = self.run(parameters, program, [])
+        return Played(loss, _joined(layout, grads), _present(grads), norm, after, random)
+
+
+class Recording:
+    """One pass as a CUDA graph: inputs are copied in, the graph runs, results are copied out."""
+
+    def __init__(self, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> None:
+        self.layout, self._theta = work.loss.layout, theta
+        leaves, structure = flatten(batch)
+        own = [x.clone() if isinstance(x, Tensor) and x.device == theta.device else x for x in leaves]
+        self._inputs = [x for x in own if isinstance(x, Tensor) and x.device == theta.device]
+        self._graph = torch.cuda.CUDAGraph()
+        self._buffers: dict[str, Tensor] = {}
+        parameters, program = work.make(theta, structure.unflatten(own))
+
+        def record(model: nn.Module) -> Any:
+            def whole() -> tuple[Tensor, Tensor | None, tuple[bool, ...], Tensor | None]:
+                loss, grads, norm = program(model)
+                return loss, _joined(self.layout, grads), _present(grads), norm
+
+            self._buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in work.buffers}
+            found, self.nbytes, idle = _recorded(self._graph, theta.device, whole)
+            set_aside(self, idle)
+            return found
+
+        left: list[Left] = []
+        found, after, drawn = work.run(parameters, record, left)
+        self.result, self._grad, self._present, self._norm = found
+        self._moving = [name for name in self._buffers if name in work.loss.moving]
+        self._draws = True
+        replaced = any(after[name].data_ptr() != b.data_ptr() for name, b in self._buffers.items())
+        if left or replaced or not drawn.same(replace(work.random, cuda=drawn.cuda)):
+            raise RuntimeError("this pass leaves something in Python, which playing it back would not")
+
+    def faithful(self, work: Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> bool:
+        """Whether it gives what plain passes give: to the bit, or as nearly as these repeat themselves."""
+        draws = False
+        for at, batch in ((theta, batches[0]), (APART * theta, batches[-1])):
+            plain, inputs = work.plain(at, batch), Shape.of("", False, batch, theta.device)[1]
+            played = self.play(at, work.buffers, inputs, work.random)
+            draws |= not plain.random.same(work.random)
+            same = plain.random.same(played.random) and plain.present == played.present
+            if not same or any(not torch.equal(plain.buffers[name], b) for name, b in played.buffers.items()):
+                return False
+            off = _apart(plain, played)
+            if off > 0 and not off <= SCATTER * _apart(plain, work.plain(at, batch)):
+                return False
+        self._draws = draws
+        return True
+
+    def play(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        random: RandomState,
+    ) -> Played:
+        """The pass at other numbers; nobody has looked whether what it gives is finite."""
+        random = self.run(theta, buffers, inputs, random)
+        after = {**buffers, **{name: self._buffers[name].clone() for name in self._moving}}
+        grad, norm = (None if x is None else x.clone() for x in (self._grad, self._norm))
+        return Played(self.result.clone(), grad, self._present, norm, after, random)
+
+    def run(
+        self,
+        theta: Float[Tensor, " param"],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        random: RandomState,
+    ) -> RandomState:
+        """The same, left in the recording's own memory, of which `result` is to be read before the next run."""
+        self._theta.copy_(theta)
+        if self._inputs:
+            torch._foreach_copy_(self._inputs, list(inputs))
+        if self._buffers:
+            torch._foreach_copy_(list(self._buffers.values()), [buffers[name] for name in self._buffers])
+        if self._draws:
+            with drawing_from(random, theta.device) as drawing:
+                self._graph.replay()
+            random = drawing.after
+        else:
+            self._graph.replay()
+        return random
+
+
+def _present(grads: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    return tuple(grad is not None for grad in grads)
+
+
+def _joined(layout: Layout, grads: Sequence[Tensor | None]) -> Float[Tensor, " param"] | None:
+    """Gradients as a flat vector of their own, zero where a parameter has none."""
+    if not grads:
+        return None
+    if any(grad is None for grad in grads):
+        return layout.join(grads)
+    flat = layout.blank()
+    layout.write(flat, grads)
+    return flat
+
+
+def _apart(a: Played, b: Played) -> float:
+    """How far two passes are from each other, relative to the first: 0 where their bits are the same."""
+    pairs = [(a.loss.reshape(-1), b.loss.reshape(-1))]
+    if a.grad is not None and b.grad is not None:
+        pairs.append((a.grad, b.grad))
+    if all(torch.equal(x, y) for x, y in pairs):
+        return 0.0
+    return max(float((norms(x - y) / norms(x).clamp(min=1e-30)).max()) for x, y in pairs)
+
+
+# --- recording
+
+
+def _recorded(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Run the work once watching for waits, which a recording does not survive, and record it.
+
+    Returns what it gives, the bytes that the recording keeps, and those of them that torch counts as free.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    fresh = generator.clone_state()
+    with _ScalarsOnDevice():
+        with _refusing_waits():
+            work()
+        torch.cuda.empty_cache()
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = work()
+        except BaseException:
+            generator.graphsafe_set_state(fresh)  # a recording that fails leaves it unusable
+            raise
+    kept = torch.cuda.memory_reserved(device) - reserved
+    return found, kept, kept - (torch.cuda.memory_allocated(device) - allocated)
+
+
+@contextlib.contextmanager
+def _refusing_waits() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+class _ScalarsOnDevice(TorchFunctionMode):
+    """`torch.tensor(0.0, device="cuda")` filled in on the device: a copy from the CPU cannot be recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        plain = func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float)
+        if not plain or device is None or torch.device(device).type != "cuda" or kwargs.get("requires_grad"):
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
+        return torch.full((), args[0], dtype=dtype, device=device)
