@@ -254,7 +254,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "replaced_kin": inquiry.kin,
         "cleared": [numbers[t.steps[0]] for t in inquiry.cleared],
         "group": [] if group is None else [numbers[i] for i in group.steps],
-        "group_replaced": inquiry.group_replaced,
+        "group_replaced": group is inquiry.group and inquiry.group_replaced,
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
         "placebos_change": inquiry.changing,

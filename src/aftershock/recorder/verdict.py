@@ -241,26 +241,24 @@ def _unknown(found: FlightExplanation) -> str:
     if not attrs["value"] > _level(found):
         return f"Whether the loss {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
-        return (
-            f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
-            f"{_treated(found)}"
-        ).strip()
+        said = f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k."
+        return f"{said} {_treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
-    seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
+    each = (
+        f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
+    )
+    seen = f"without {each} {least.left:.0%} of it stays"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
         if attrs["cleared"]:
             seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
-    return (
-        f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
-        + (f" Its largest loss is that of step {attrs['highest']}: ask for that one, too." if higher else "")
-        + (
-            f" {attrs['after']} step(s) after it were recorded; more would tell more."
-            if attrs["after"] < ENOUGH
-            else ""
-        )
-    ).strip()
+    parts = [f"What caused {_spike(found)} is not known: {seen}.", _treated(found)]
+    if higher:
+        parts.append(f"Its largest loss is that of step {attrs['highest']}: ask for that one, too.")
+    if attrs["after"] < ENOUGH:
+        parts.append(f"{attrs['after']} step(s) after it were recorded; more would tell more.")
+    return " ".join(part for part in parts if part)
 
 
 def _not_a_number(found: FlightExplanation) -> str:

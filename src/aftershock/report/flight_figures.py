@@ -209,9 +209,8 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
     _add_marks(figure, "without a blamed step", guilty, symbol="circle", colour=RAISES)
     if attrs["group"] and blamed:
         together = [(step, attrs["group_left"]) for step in attrs["group"]]
-        _add_marks(
-            figure, "without all that are blamed", together, symbol="square", colour=RAISES, mode="lines+markers"
-        )
+        name = "other batches at all that are blamed" if attrs["group_replaced"] else "without all that are blamed"
+        _add_marks(figure, name, together, symbol="square", colour=RAISES, mode="lines+markers")
     figure.add_hline(
         y=BARS.half,
         line={"color": SPARED, "width": 1.5, "dash": "dash"},

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..recorder.verdict import right
 from .inside_figures import CHANNELS
@@ -108,8 +108,7 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
     rows = [("as it was", _loss(value), "100%")]
     rows.append((f"without step {culprit.step}", _loss(value - culprit.measured), _share(culprit.left)))
     if culprit.step in attrs["group"]:
-        together = f"without steps {', '.join(map(str, attrs['group']))} together"
-        rows.append((together, "", _share(attrs["group_left"])))
+        rows.append((_together(attrs), "", _share(attrs["group_left"])))
     if others:
         name = f"without a placebo (median of {len(others)}; all of them)"
         rows.append(
@@ -130,6 +129,14 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
         f'<th scope="col" class="number">left of the event</th></tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
         f"<p>{added} {_prediction(found, culprit)}</p>"
     )
+
+
+def _together(attrs: dict[str, Any]) -> str:
+    """What was done to the steps of a group."""
+    names = ", ".join(map(str, attrs["group"]))
+    if attrs["group_replaced"]:
+        return f"batches like their own in place of those of steps {names}"
+    return f"without steps {names} together"
 
 
 def _prediction(found: FlightExplanation, culprit: Culprit) -> str:
