@@ -345,8 +345,8 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
     assert held.name.startswith("lr held at its former value")
     assert held.prevents
     assert rate.data["place"].values.tolist()[-4:] == [SPIKE + 1, SPIKE + 2, SPIKE + 3, SPIKE + 4]
-    assert max(held.losses) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
-    assert held.after == pytest.approx(sum(held.losses[-4:]) / 4)
+    assert max(held.values) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
+    assert held.after == pytest.approx(sum(held.values[-4:]) / 4)
     cost = held.after - float(rate.data["loss"][-4:].mean())
     html = rate._repr_html_()
     assert f"{held.after:.4g}</td><td class='number'>{cost:+.3g}<" in html
