@@ -123,7 +123,7 @@ def _loss(flight: Flight) -> str:
     trigger = flight.trigger
     highest = None if trigger is None else _largest(flight, trigger)
     if highest == trigger:
-        return " No loss that was recorded from there on is unusual."
+        return " No loss that was recorded from there on is unusually high."
     return f" The loss rose at step {highest}: step={highest} (--step {highest}) explains that."
 
 

@@ -19,6 +19,7 @@ Recorded = Callable[[int], Captured | None]  # the recorded state before a step,
 SAME = 1e-4  # relative: norms that clipping made equal
 NEAR = 1e-3  # relative: a norm that was computed in another way
 ROUNDED = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+MASKS = 8  # random states that are tried
 MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into account
 
 ANOTHER_RUN = Cause(
@@ -28,6 +29,15 @@ ANOTHER_RUN = Cause(
     "that is annealed; or it draws random numbers before it calls the model",
     "give explain() the code of the recorded run, and step() the batch and loss as loss_fn has them; what changes from "
     "step to step belongs into the batch",
+)
+
+OTHER_MASKS = Cause(
+    "random",
+    "the loss draws random numbers (dropout, noise), and others than the replay does: the model was called with "
+    "gradients before the forward pass that is recorded, as where another network is trained through it; or something "
+    "else than the optimizer writes to the weights",
+    "call recorder.before_forward() right before the forward pass whose loss step() is given; averages that are "
+    "swapped in are not modelled",
 )
 
 
@@ -55,6 +65,8 @@ def parting(
         return known
     if _not_zeroed(some, i, trajectory):
         return NOT_ZEROED
+    if forward and _other_masks(record, i, trajectory):
+        return OTHER_MASKS
     if forward:
         return ANOTHER_RUN if record.step == records[0].step else WRITTEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
@@ -104,6 +116,15 @@ def _repeats(trajectory: Trajectory, i: int) -> bool:
     step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
     found = (loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss for _ in range(3))
     return all(abs(float(value) - step.loss) <= 1e-6 * abs(step.loss) for value in found)
+
+
+def _other_masks(record: Record, i: int, trajectory: Trajectory) -> bool:
+    """May other random numbers have made the recorded loss? Those of other steps are tried: one forward pass each."""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    others = [other.random for other in trajectory.steps if other.index != i][:MASKS]
+    values = [float(loss.value(state.theta, state.buffers, step.batch, random, step.where).loss) for random in others]
+    spread = max((abs(value - step.loss) for value in values), default=0.0)
+    return ROUNDED * abs(step.loss) < spread and abs(record.loss - step.loss) <= 2 * spread
 
 
 def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:

@@ -246,7 +246,8 @@ class FlightRecorder:
 
     @guarded
     def before_forward(self) -> None:
-        """Read what a step's forward pass begins with, where the pass does not begin with a call of the model."""
+        """Read what a step's forward pass begins with, where the pass does not begin with a call of the model, or the
+        model is called with gradients before it, as a discriminator is in its generator's step."""
         self._random = RandomState.now(self.source.device)
         self._forward = Forward.now(reading.unwrapped(self.model), self.source.device)
         self._unpaired = False

@@ -293,10 +293,12 @@ def _norm_first(found: FlightExplanation) -> str:
     norms, (middle, sigma) = found.data["norm"].values[: at + 1].tolist(), attrs["loss_usual"]
     z, sigmas = robust_z(norms[-1], norms[:-1]), (float(found.data["loss"][at]) - middle) / max(sigma, 1e-300)
     far = f"{z:.0f}" if z < 1000 else "more than 1000"
+    loss, side = ("less", "above") if sigmas > 0 else ("falls", "below")
+    loss = "does not" if abs(sigmas) <= BARS.gone else loss
     said = (
         f"The gradient norm of step {attrs['step']} stands out, {norms[-1]:.4g}, {far} robust σ above its median "
-        f"{usual(norms[:-1])[0]:.4g}, and the loss {'does not' if abs(sigmas) <= BARS.gone else 'less'}, "
-        f"{sigmas:.1f} robust σ from its usual {middle:.4g}: what follows is about the"
+        f"{usual(norms[:-1])[0]:.4g}, and the loss {loss}, {abs(sigmas):.1f} robust σ {side} its "
+        f"usual {middle:.4g}: what follows is about the"
     )
     if found.quantity == "loss":
         return f'{said} loss (of="norm", --of norm, explains the norm).'
