@@ -48,7 +48,7 @@ class History:
         kept = self._kept.get(step)
         if kept is None:
             return torch.zeros(0, len(coordinates), device=coordinates.device)
-        return kept[:, coordinates.to(self.place)].to(coordinates.device)
+        return kept.index_select(1, coordinates.to(self.place)).to(coordinates.device)
 
     def piece(self, step: int, where: slice, device: torch.device) -> Float[Tensor, "outcome param"]:
         """A stretch of them at the state after `step`, on a device."""
@@ -133,7 +133,7 @@ def _add_kicks_(
         slopes, begun = history.at(step, where), int(torch.searchsorted(begin, step))  # pairs written before this step
         if not len(slopes):
             break
-        m, v = after.m[where], after.v[where]
+        m, v = after.m.index_select(0, where), after.v.index_select(0, where)  # three times as fast as m[where]
         kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
         for few, run in itertools.product(_in_cache(begun, dm.device), runs):
             some = _inside(writes.coordinate[few], run, reach)
@@ -141,11 +141,14 @@ def _add_kicks_(
                 dm[few][some] *= run.beta1
                 dv[few][some] *= run.beta2
                 at, moved_m, moved_v, kick = place[few][some], dm[few][some], dv[few][some], kicks[:, few]
-                kick[-1, some] = displacement(run, m[at], v[at], moved_m, moved_v)
+                own_m, own_v = m.index_select(0, at), v.index_select(0, at)
+                kick[-1, some] = displacement(run, own_m, own_v, moved_m, moved_v)
                 if len(out) == 2:
-                    kick[0, some] = displacement(run, m[at], v[at], moved_m, torch.zeros_like(moved_v))
+                    kick[0, some] = displacement(run, own_m, own_v, moved_m, torch.zeros_like(moved_v))
                     kick[1, some] -= kick[0, some]
-        by_coordinate = slopes.mT.double().contiguous()  # a change has up to a million pairs: float32 would lose digits
+        slopes = slopes.double()  # a change has up to a million pairs: float32 would lose digits
+        # a transposed row counts as contiguous, and a sparse product is three times as slow with its strides
+        by_coordinate = slopes.reshape(-1, 1) if len(slopes) == 1 else slopes.mT.contiguous()
         for channel, values in zip(out, kicks):
             pairs.add_(channel[: len(slopes)], values.double(), by_coordinate)
 

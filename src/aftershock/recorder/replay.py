@@ -22,6 +22,7 @@ from ..core.planning import plan_states
 from ..core.trajectory import Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
+from .quantity import Quantity, recorded, seen
 from .records import Forward, Record, Source
 
 REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
@@ -40,18 +41,18 @@ class Replay:
     last: int
     proved: int  # steps compared with the record: the window's, and those between the last state and it
     deviation: float  # the largest relative difference of a replayed loss from the recorded one; 0: to the bit
-    again: tuple[tuple[float, ...], ...] = ()  # losses of further replays, where the run does not repeat itself
+    again: tuple[tuple[Step, ...], ...] = ()  # further replays, where the run does not repeat itself
 
     @property
     def trajectory(self) -> Trajectory:
         return self.path.trajectory
 
-    @property
-    def scatter(self) -> tuple[float, ...]:
-        """How far replays of one step's loss are apart, step by step; nothing where the run repeats itself."""
-        recorded = tuple(record.loss for record in self.records)
-        runs = [recorded, tuple(step.loss for step in self.trajectory.steps), *self.again]
-        return tuple(max(losses) - min(losses) for losses in zip(*runs)) if self.again else ()
+    def scatter(self, quantity: Quantity = "loss") -> tuple[float, ...]:
+        """How far replays of one step's value are apart, step by step; nothing where the run repeats itself."""
+        runs = [[seen(quantity, step) for step in steps] for steps in (self.trajectory.steps, *self.again)]
+        if quantity == "loss" or all(record.clip is None for record in self.records):  # a clipped norm is another one
+            runs.append([recorded(quantity, record) for record in self.records])
+        return tuple(max(values) - min(values) for values in zip(*runs)) if self.again else ()
 
     def __str__(self) -> str:
         if not self.proved:
@@ -61,7 +62,7 @@ class Replay:
         if self.again:
             return (
                 f"The recording is not equal to the bit to its replay: it and {1 + len(self.again)} replays, which "
-                f"start a rounding away from each other, differ by up to {max(self.scatter):.2g} in the loss, as "
+                f"start a rounding away from each other, differ by up to {max(self.scatter()):.2g} in the loss, as "
                 "rounding that grows."
             )
         return (
@@ -146,12 +147,6 @@ def _follow(
         ) from error
 
 
-def own_value(trajectory: Trajectory, time: int, batch: Batch) -> float:
-    """The loss of another batch at the state before step `time`."""
-    step, state, loss = trajectory.steps[time], trajectory.state(time), trajectory.dynamics.loss
-    return float(loss.value(state.theta, state.buffers, batch, step.random, step.where).loss)
-
-
 def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
     """The modes the steps ran in, which must be the same throughout."""
     forwards: set[Forward] = {record.forward for record in records}
@@ -177,9 +172,9 @@ class _Proof:
         self.steps: list[Step] = []  # replayed so far
         self.runs: list[tuple[Step, ...]] = []  # of replays of all records that start a rounding away
 
-    def again(self, since: int) -> tuple[tuple[float, ...], ...]:
-        """The losses of further replays."""
-        return tuple(tuple(step.loss for step in run[since:]) for run in self.runs)
+    def again(self, since: int) -> tuple[tuple[Step, ...], ...]:
+        """Further replays."""
+        return tuple(run[since:] for run in self.runs)
 
     def follow(self, captured: Captured, some: Sequence[Record]) -> Trajectory:
         trajectory = _follow(captured, some, self.source, self.records)
@@ -228,7 +223,8 @@ class _Proof:
         state = self.first.state
         theta = state.theta + jitter(self.first.loss.layout, state, seed=seed)
         captured = replace(self.first, state=replace(state, theta=theta))
-        return tuple(_follow(captured, self.records, self.source, self.records, keep=False).steps)
+        steps = _follow(captured, self.records, self.source, self.records, keep=False).steps
+        return tuple(replace(step, batch=None) for step in steps)
 
     def _within(self) -> bool:
         """Does the recording differ from the replay about as far as replays do from each other, up to every step?
