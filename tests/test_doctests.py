@@ -45,7 +45,6 @@ ON_THE_PAGE = dict.fromkeys(("Probe", "accumulate", "own_loss"), "lives in the c
 ABOVE = "for the layers above; the reference page leaves it out"
 INSIDE = {
     "Change.numbers": ABOVE,
-    "FlightRecorder.before_forward": ABOVE,
     "FlightRecorder.finish": ABOVE,
     "FlightRecorder.take": ABOVE,
     "Path.check_after": ABOVE,
