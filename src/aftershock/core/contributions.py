@@ -173,7 +173,8 @@ def displacements(
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
     for name, each in writes.items():
-        kicked = kick_responses(trajectory, history, Writes.joined(each), time * count, rows).cpu()
+        written = Writes.joined(each[::-1])  # the sweep went back, and pairs are in the order of steps
+        kicked = kick_responses(trajectory, history, written, time * count, rows).cpu()
         found[name][:, :, 1:] += kicked.view(2, rows, time, count).permute(2, 1, 0, 3)
         counted = count_responses(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
         found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counted], dim=1)

@@ -101,9 +101,9 @@ def taken_out(
     where = stiff(dx.v, v)
     behind = torch.tensor(lag, device=where.device)[layout.parameter_of(where)]
     at, rows = torch.full_like(where, step), torch.full_like(where, row)
-    found = Writes(rows, where, dx.m[where], dx.v[where], at, behind)
-    dx.m[where] = 0.0
-    dx.v[where] = 0.0
+    found = Writes(rows, where, dx.m.index_select(0, where), dx.v.index_select(0, where), at, behind)
+    dx.m.index_fill_(0, where, 0.0)
+    dx.v.index_fill_(0, where, 0.0)
     return found
 
 
