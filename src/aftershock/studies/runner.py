@@ -8,10 +8,11 @@ import itertools
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,19 +158,22 @@ def _outputs(study: Study, systems: Sequence[System], workers: Workers) -> Itera
     """
     queue = iter([(system, piece) for system in systems for piece in study.pieces])
     running: dict[Future[Output], tuple[System, str]] = {}
+    # Ctrl-C inside `futures.wait` can leave a future's lock taken, and the executor then never ends
+    done: SimpleQueue[Future[Output]] = SimpleQueue()
     while True:
         with _explained("the next unit", workers):
             room = max(AHEAD, 2 * workers.slots()) - len(running)
             for system, piece in itertools.islice(queue, max(0, room)):
-                running[workers.executor.submit(work, study.run, system, piece)] = (system, piece)
+                future = workers.executor.submit(work, study.run, system, piece)
+                running[future] = (system, piece)
+                future.add_done_callback(done.put)
         if not running:
             return
-        done = wait(running, return_when=FIRST_COMPLETED).done
-        for future in [future for future in running if future in done]:
-            system, piece = running.pop(future)
-            with _explained(f"{system.name}, {piece}", workers):
-                output = future.result()
-            yield system, piece, output
+        future = done.get()
+        system, piece = running.pop(future)
+        with _explained(f"{system.name}, {piece}", workers):
+            output = future.result()
+        yield system, piece, output
 
 
 def _complete(study: Study, outputs: Mapping[str, Output]) -> SystemResults:
