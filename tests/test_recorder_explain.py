@@ -24,8 +24,11 @@ from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch
+from aftershock.recorder import explain as explaining
+from aftershock.recorder import replay as replaying
 from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
+from aftershock.recorder.replay import Replay
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
 
@@ -490,6 +493,27 @@ def test_a_run_that_does_not_repeat_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(Nondeterministic, match="`noise`"):
         ak.explain(run.recorder, step=SPIKE, loss_fn=noisy)
+
+
+def test_half_of_the_free_memory_may_hold_a_windows_states(
+    run: Run, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays, plain = list[Replay](), replaying.replay
+    monkeypatch.setattr(explaining, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
+
+    def kept() -> str:
+        again = ak.explain(run.recorder, step=SPIKE, verify=1, placebos=2, treatments=False)
+        best = next(c for c in again.culprits if c.step == CULPRIT)
+        assert best.measured == pytest.approx(found.culprits[0].measured, rel=1e-12)  # the same either way
+        return replays[-1].trajectory.keep
+
+    assert kept() == "states"
+    path = replays[-1].trajectory
+    needed = 2 * (len(path) + 1) * path.state(0).nbytes
+    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed)
+    assert kept() == "states"
+    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed - 2)
+    assert kept() == "checkpoints"
 
 
 def test_another_process_needs_the_code(tmp_path: Path, run: Run) -> None:

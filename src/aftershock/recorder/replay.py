@@ -17,9 +17,10 @@ from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
 from ..core.loss import Autocast
+from ..core.memory import budget
 from ..core.noise import jitter
 from ..core.planning import plan_states
-from ..core.trajectory import Trajectory
+from ..core.trajectory import Keep, Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
 from .quantity import Quantity, recorded, seen
@@ -103,8 +104,7 @@ def replay(
     before, rest = records[:lead], records[lead:]
     proof = _Proof(captured, records, source, state_before)
     if before:
-        trajectory = proof.follow(captured, before)
-        captured = replace(captured, state=trajectory.state(lead))
+        captured = replace(captured, state=proof.follow(captured, before, spacing=lead).state(lead))
     trajectory = proof.follow(captured, rest)
     path = Path(TrainingPoint(captured), trajectory, None)
     return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again(lead))
@@ -129,15 +129,23 @@ def untaken(
 
 
 def _follow(
-    captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record], *, keep: bool = True
+    captured: Captured,
+    some: Sequence[Record],
+    source: Source,
+    records: Sequence[Record],
+    *,
+    spacing: int | None = None,
 ) -> Trajectory:
+    """spacing: one of so many states is kept; default: all where half of the free memory holds them, and not a quarter
+    as of other paths, because an explanation passes its window six times and runs few rows beside it."""
     steps = [
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
         for i, record in enumerate(some)
     ]
-    kept, spacing = plan_states(len(steps), captured.state.nbytes, None, None, captured.loss.layout.device)
-    if not keep:
-        kept, spacing = "checkpoints", len(steps) + 1  # the first state alone
+    kept: Keep = "checkpoints"
+    if spacing is None:
+        device = captured.loss.layout.device
+        kept, spacing = plan_states(len(steps), captured.state.nbytes, None, 2 * budget(None, device), device)
     try:
         return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, kept, spacing)
     except NotFinite as error:
@@ -176,8 +184,8 @@ class _Proof:
         """Further replays."""
         return tuple(run[since:] for run in self.runs)
 
-    def follow(self, captured: Captured, some: Sequence[Record]) -> Trajectory:
-        trajectory = _follow(captured, some, self.source, self.records)
+    def follow(self, captured: Captured, some: Sequence[Record], spacing: int | None = None) -> Trajectory:
+        trajectory = _follow(captured, some, self.source, self.records, spacing=spacing)
         self.steps += trajectory.steps
         parted = self._parted(some, trajectory)
         if parted is not None and not self._scattered():
@@ -223,7 +231,8 @@ class _Proof:
         state = self.first.state
         theta = state.theta + jitter(self.first.loss.layout, state, seed=seed)
         captured = replace(self.first, state=replace(state, theta=theta))
-        steps = _follow(captured, self.records, self.source, self.records, keep=False).steps
+        first_alone = len(self.records) + 1
+        steps = _follow(captured, self.records, self.source, self.records, spacing=first_alone).steps
         return tuple(replace(step, batch=None) for step in steps)
 
     def _within(self) -> bool:
