@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -116,7 +117,7 @@ def _entry(cell: Cell | None) -> str:
     if cell.note:
         words += f" {cell.note[:1].upper()}{cell.note[1:]}."
     return (
-        f"<td class='{kind}'><details><summary title='{escape(words)}'>{escape(middle)}{spread}{paper}</summary>"
+        f"<td class='{kind}'><details><summary>{escape(middle)}{spread}{paper}</summary>"
         f"<p>{escape(words)}</p></details></td>"
     )
 
@@ -127,7 +128,7 @@ def _tested(cell: Cell) -> str:
     for one in [one for one in cell.replications if one.counted]:
         reach = f"The {one.number}, ours less the paper's, is between {one.low:.3g} and {one.high:.3g}"
         factor, shift = f"a factor of {one.catches:.2f}", f"a difference of {one.catches_difference:.2g}"
-        caught = factor if one.catches > 0 else shift
+        caught = "no factor" if math.isinf(one.catches) else factor if one.catches > 0 else shift
         parts.append(f"{reach}; {caught} would have been caught. ")
     return "".join(parts)
 

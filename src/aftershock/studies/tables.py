@@ -172,10 +172,10 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def _values(cells: Sequence[Cell]) -> str:
-    """One line a cell, six digits a number, so that anybody can judge, pool or calibrate again."""
+    """One line a cell, five digits a number, so that anybody can judge, pool or calibrate again."""
     lines = [
         json.dumps(
-            {"table": c.table, "row": c.row, "column": c.column, "values": [_six(x) for x in c.values]},
+            {"table": c.table, "row": c.row, "column": c.column, "values": [_five(x) for x in c.values]},
             ensure_ascii=False,
         )
         for c in cells
@@ -183,8 +183,8 @@ def _values(cells: Sequence[Cell]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def _six(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def _five(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
