@@ -280,9 +280,25 @@ def test_the_figure_shows_what_the_headline_says(found: FlightExplanation, tmp_p
     assert group.verdict.startswith(f"Steps {CULPRIT} and {CULPRIT + 1} did it together: without them 10%")
     assert left(group)["without all that are blamed"] == dict.fromkeys(pair, 0.1)
     assert f"without steps {CULPRIT}, {CULPRIT + 1} together" in text_of(group, tmp_path)
+    given = with_data(group, group_replaced=True)  # other batches, and none left out
+    assert left(given)["other batches at all that are blamed"] == dict.fromkeys(pair, 0.1)
+    text = text_of(given, tmp_path)
+    assert f"batches like their own in place of those of steps {CULPRIT}, {CULPRIT + 1}" in text
+    assert f"without steps {CULPRIT}, {CULPRIT + 1} together" not in text
     nobody = text_of(with_data(found, event="unknown", blamed=[]), tmp_path)
     assert "Who did it" not in nobody
     assert "Was it a batch?" in nobody
+
+
+def test_an_unknown_cause_is_said_in_whole_sentences(found: FlightExplanation) -> None:
+    data = found.data.copy(deep=True)
+    data["left"].loc[{"step": CULPRIT}] = 0.9
+    data["role"].loc[{"step": [c.step for c in found.culprits if c.role == "suspect" and c.step != CULPRIT]}] = ""
+    one = FlightExplanation(data.isel(treatment=slice(0)))
+    data.attrs |= {"event": "unknown", "blamed": [], "treatment": None, "highest": SPIKE + 1, "after": 3}
+    said = FlightExplanation(one.data.assign_attrs(data.attrs)).verdict
+    assert f"is not known: without step {CULPRIT}, the most suspected, 90% of it stays. Its largest loss is" in said
+    assert "  " not in said
 
 
 def test_a_run_that_went_away_flattens_no_bar(found: FlightExplanation) -> None:
@@ -329,8 +345,8 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
     assert held.name.startswith("lr held at its former value")
     assert held.prevents
     assert rate.data["place"].values.tolist()[-4:] == [SPIKE + 1, SPIKE + 2, SPIKE + 3, SPIKE + 4]
-    assert max(held.losses) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
-    assert held.after == pytest.approx(sum(held.losses[-4:]) / 4)
+    assert max(held.values) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
+    assert held.after == pytest.approx(sum(held.values[-4:]) / 4)
     cost = held.after - float(rate.data["loss"][-4:].mean())
     html = rate._repr_html_()
     assert f"{held.after:.4g}</td><td class='number'>{cost:+.3g}<" in html

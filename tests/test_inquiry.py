@@ -42,7 +42,7 @@ class Runs:
         self.ends = dict[frozenset[int], str]()
 
     def __call__(
-        self, trajectory: Any, runs: Sequence[Run], last: int, tick: Any, done: Callable[..., bool]
+        self, trajectory: Any, runs: Sequence[Run], last: int, tick: Any, done: Callable[..., bool], quantity: str
     ) -> list[dict[int, float]]:
         self.ends |= {run.left_out: done.__name__ for run in runs}
         return [self._losses(run) for run in runs]
@@ -319,10 +319,10 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
     kept = [Trial((i,), {}, 1.0) for i in range(8)]
     inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
     replayed: Any = SimpleNamespace(
-        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], scatter=()
+        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], scatter=lambda quantity: ()
     )
     data: Any = SimpleNamespace(kind=kind)
-    findings = Findings(None, replayed, EVENT, None, STEP, data=data, inquiry=inquiry)  # type: ignore[arg-type]
+    findings = Findings(None, replayed, EVENT, None, STEP, EVENT, data=data, inquiry=inquiry)  # type: ignore[arg-type]
     assert findings.kind == wanted
     assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
 

@@ -75,7 +75,7 @@ def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None
     assert "Step 30 is no spike" in calm
     assert "measured" not in calm.split("Earlier steps")[1]  # no columns for what was not looked into
     assert "<summary>The 16 steps before it: nothing was run again without any</summary>" in page
-    assert "for what it saw at step 30: the gradient norm is 9. An explanation asks about a loss, and none" in calm
+    assert "for what it saw at step 30: the gradient norm is 9. No loss that was recorded from there" in calm
     later = train(tmp_path / "later", {33: 1.1}, triggers=[norm])  # 6.9 robust σ: less than would trigger by itself
     assert ak.explain(later, **QUICK).data.attrs["step"] == 33
     assert "The loss rose at step 33: step=33 (--step 33) explains that." in str(ak.explain(later, step=30, **QUICK))

@@ -126,3 +126,40 @@ def test_a_small_gradient_that_was_not_zeroed_is_found_at_its_own_step() -> None
     assert not parting._not_zeroed(zeroed, last, trajectory)  # type: ignore[arg-type]
     zeroed[left_over + 1].norm *= 1 - 5e-5  # something else did this
     assert not parting._not_zeroed(zeroed, last, trajectory)  # type: ignore[arg-type]
+
+
+def adversary(folder: Path, *, told: bool) -> ak.FlightRecorder:
+    """A discriminator with dropout, through which its generator is trained between its own steps."""
+    torch.manual_seed(0)
+    judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+    maker = nn.Linear(2, 4)
+    optimizer, other = (torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (judge, maker))
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return nn.functional.softplus(-model(batch[0])).mean() + nn.functional.softplus(model(batch[1])).mean()
+
+    with ak.FlightRecorder(judge, optimizer, loss_fn, folder, window=STEPS, triggers=()) as recorder:
+        for _ in range(STEPS):
+            batch = torch.randn(8, 4), maker(torch.randn(8, 2)).detach()
+            if told:
+                recorder.before_forward()
+            optimizer.zero_grad()
+            loss = loss_fn(judge, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+            other.zero_grad()
+            (-judge(maker(torch.randn(8, 2))).mean()).backward()
+            other.step()
+    return recorder
+
+
+def test_a_model_that_is_called_before_the_recorded_pass(tmp_path: Path) -> None:
+    untold = adversary(tmp_path / "untold", told=False)
+    with pytest.raises(
+        ReplayMismatch, match=r"Likely cause: the loss draws random numbers .* Call recorder\.before_forw"
+    ):
+        ak.explain(untold, step=STEPS - 1)
+    told = adversary(tmp_path / "told", told=True)
+    found = ak.explain(told, step=STEPS - 1, verify=0, treatments=False)
+    assert "every loss is equal to the recorded one to the bit" in str(found.certificate)

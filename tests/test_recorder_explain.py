@@ -24,8 +24,11 @@ from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch
+from aftershock.recorder import explain as explaining
+from aftershock.recorder import replay as replaying
 from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
+from aftershock.recorder.replay import Replay
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
 
@@ -157,7 +160,7 @@ def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
     """Half the rate, Adam anew, another β2, clipping and bounded updates, each by a plain torch loop."""
     found = ak.explain(run.recorder, step=SPIKE, verify=0)  # nobody is blamed, so that all of them are tried
     data, (first, last) = found.data, found.data.attrs["stretch"]
-    outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_loss"].sel(place=SPIKE).values))
+    outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_value"].sel(place=SPIKE).values))
 
     def halved(step: int, model: nn.Module, optimizer: Any) -> bool:
         optimizer.param_groups[0]["lr"] = run.lrs[step] / (2 if first - 2 <= step < first else 1)
@@ -317,7 +320,7 @@ def test_a_learning_rate_that_rose(tmp_path: Path) -> None:
     assert (found.kind, found.hyperparameter, found.skip) == ("hyperparameter", "lr", [])
     assert f"lr changed from 0.01 to 0.5 at step {WARM + 20}" in found.verdict
     assert "No batch is to blame" in found.verdict
-    with_old_rate = float(found.data["treatment_loss"].isel(treatment=0).sel(place=SPIKE))
+    with_old_rate = float(found.data["treatment_value"].isel(treatment=0).sel(place=SPIKE))
     assert with_old_rate == pytest.approx(run.again(WARM + 20, SPIKE, held), rel=1e-8)
 
 
@@ -365,13 +368,12 @@ def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
     return recorder
 
 
-def test_an_event_of_the_gradient_norm_alone_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = ak.explain(one_sided(tmp_path))
+def test_a_batch_whose_gradient_norm_alone_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ak.explain(one_sided(tmp_path), treatments=False)
     assert "step 60: the gradient norm is" in capsys.readouterr().err
-    assert (found.data.attrs["step"], found.kind, found.blamed, found.treatment) == (60, "no spike", (), None)
-    assert found.verdict.startswith("The gradient norm of step 60 stands out, and the loss does not: the norm is ")
-    assert "nothing is claimed about what would have kept the norm low" in found.verdict
-    assert "prevent" not in str(found)
+    assert (found.data.attrs["step"], found.kind, found.blamed) == (60, "own batch", (60,))
+    assert found.verdict.startswith("The gradient norm of step 60 stands out, ")
+    assert "The batch of step 60 itself is the spike: its gradient norm is " in found.verdict
 
 
 def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Path) -> None:
@@ -491,6 +493,27 @@ def test_a_run_that_does_not_repeat_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(Nondeterministic, match="`noise`"):
         ak.explain(run.recorder, step=SPIKE, loss_fn=noisy)
+
+
+def test_half_of_the_free_memory_may_hold_a_windows_states(
+    run: Run, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays, plain = list[Replay](), replaying.replay
+    monkeypatch.setattr(explaining, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
+
+    def kept() -> str:
+        again = ak.explain(run.recorder, step=SPIKE, verify=1, placebos=2, treatments=False)
+        best = next(c for c in again.culprits if c.step == CULPRIT)
+        assert best.measured == pytest.approx(found.culprits[0].measured, rel=1e-12)  # the same either way
+        return replays[-1].trajectory.keep
+
+    assert kept() == "states"
+    path = replays[-1].trajectory
+    needed = 2 * (len(path) + 1) * path.state(0).nbytes
+    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed)
+    assert kept() == "states"
+    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed - 2)
+    assert kept() == "checkpoints"
 
 
 def test_another_process_needs_the_code(tmp_path: Path, run: Run) -> None:

@@ -317,6 +317,9 @@ def explain(
         typer.Option(help="module:function or train.py:function; it returns what training builds (see above)."),
     ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
+    of: Annotated[
+        str | None, typer.Option(help="loss or norm; default: the loss, and the norm where it alone stands out.")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="max_norm, where the recorder was not told it.")] = None,
     window: Annotated[int | None, typer.Option(help="How many steps back to look; default: as recorded.")] = None,
     verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
@@ -328,7 +331,8 @@ def explain(
     ] = None,
     skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
 ) -> None:
-    """Say what kind of event raised a recorded loss, who did it, and what would have prevented it, and write a page.
+    """Say what kind of event raised a recorded loss or gradient norm, who did it, and what would have
+    prevented it, and write a page.
 
     The page has what the terminal shows, the charts and every step; it is always written, because asking for it
     afterwards would take as long again.
@@ -345,6 +349,7 @@ def explain(
         found = explain_flight(
             flight,
             step,
+            of=of,
             model=built.model,
             loss_fn=built.loss_fn,
             dataset=built.dataset,

@@ -12,7 +12,7 @@ from torch import Tensor
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
-from .kicks import History, Writes, count_responses, kick_responses, taken_out
+from .kicks import Counts, History, Kicks, Writes, pass_by, taken_out
 from .layout import Layout
 from .operators import readout
 from .probe import Watch
@@ -172,9 +172,13 @@ def displacements(
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
+    kicks, counts = dict[str, Kicks](), dict[str, Counts]()
     for name, each in writes.items():
-        kicked = kick_responses(trajectory, history, Writes.joined(each), time * count, rows).cpu()
-        found[name][:, :, 1:] += kicked.view(2, rows, time, count).permute(2, 1, 0, 3)
-        counted = count_responses(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
-        found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counted], dim=1)
+        written = Writes.joined(each[::-1])  # the sweep went back, and pairs are in the order of steps
+        kicks[name] = Kicks(trajectory, history, written, time * count, rows)
+        counts[name] = Counts(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
+    pass_by(trajectory, [*(reader for one in kicks.values() for reader in one.readers), *counts.values()])
+    for name in writes:
+        found[name][:, :, 1:] += kicks[name].out.cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
+        found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counts[name].out], dim=1)
     return found

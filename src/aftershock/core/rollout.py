@@ -254,6 +254,10 @@ class ExactRows:
         found, _ = self._gradients(time)
         return [self._own_loss(slot, time, gradient) for slot, gradient in enumerate(found)]
 
+    def own_norms(self, time: int) -> list[float]:
+        """The norm of the gradient of the step at `time` at every slot, before clipping; NaN where none is taken."""
+        return [math.nan if gradient is None else float(gradient.norm) for gradient in self._gradients(time)[0]]
+
     def _own_loss(self, slot: int, time: int, gradient: Gradient | None) -> float:
         if self._step(slot, time) is not None:
             return math.inf if gradient is None else float(gradient.loss)

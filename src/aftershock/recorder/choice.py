@@ -52,7 +52,7 @@ def _largest(flight: Flight, trigger: int) -> int:
     Where the trigger's own loss is usual, as when the gradient norm rose first, any loss that is not will do.
     """
     numbers, event = _around(flight, trigger)
-    losses, at = event.losses, event.step
+    losses, at = event.values, event.step
     if not all(map(math.isfinite, losses)):
         return trigger
     highest = max(range(at, len(losses)), key=losses.__getitem__)
@@ -123,7 +123,7 @@ def _loss(flight: Flight) -> str:
     trigger = flight.trigger
     highest = None if trigger is None else _largest(flight, trigger)
     if highest == trigger:
-        return " An explanation asks about a loss, and none of those recorded from there on is unusual."
+        return " No loss that was recorded from there on is unusually high."
     return f" The loss rose at step {highest}: step={highest} (--step {highest}) explains that."
 
 

@@ -1,4 +1,5 @@
-"""A spike is an event, not one loss: a stretch of losses above the usual, and how much another run leaves of it."""
+"""A spike is an event, not one loss: a stretch of losses or gradient norms above the usual, and what another run
+leaves of it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .quantity import Quantity
 from .triggers import FLATTEST, usual
 
 
@@ -13,7 +15,7 @@ from .triggers import FLATTEST, usual
 class Bars:
     """The numbers that decide a verdict."""
 
-    gone: float = 3.0  # robust σ above the usual loss, below which there is no event
+    gone: float = 3.0  # robust σ above the usual value, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone
     slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it
@@ -24,63 +26,64 @@ class Bars:
 
 
 BARS = Bars()
-FEWEST = 3  # losses before the event that say what is usual
-SETTLED = 4  # usual losses in a row, after which an event is over
+FEWEST = 3  # values before the event that say what is usual
+SETTLED = 4  # usual values in a row, after which an event is over
 
 
 @dataclass(frozen=True)
 class Event:
-    """The losses from the first high one before the explained step to the last recorded one.
+    """The values of one quantity from the first high one before the explained step to the last recorded one.
 
-    A run is measured by its excess, Σ max(0, ℓ − usual − 3σ), and by its peak, max ℓ − usual, over this stretch.
+    A run is measured by its excess, Σ max(0, x − usual − 3σ), and by its peak, max x − usual, over this stretch.
     """
 
-    step: int  # place in the path of the loss that is explained
-    onset: int  # of the first loss of the stretch
-    losses: tuple[float, ...]  # of the whole path
+    step: int  # place in the path of the value that is explained
+    onset: int  # of the first value of the stretch
+    values: tuple[float, ...]  # of the whole path
     usual: float
     sigma: float
     first: int = 0  # the number of the path's first step
+    quantity: Quantity = "loss"
 
     @classmethod
-    def of(cls, losses: Sequence[float], step: int, first: int = 0) -> Event:
-        """The stretch begins where the losses before the explained one rose above what was usual until then."""
+    def of(cls, values: Sequence[float], step: int, first: int = 0, quantity: Quantity = "loss") -> Event:
+        """The stretch begins where the values before the explained one rose above what was usual until then."""
         onset = step
-        for _ in range(2):  # the usual loss by all before the step, then by those before the onset
-            middle, spread = usual(losses[:onset] or losses[:1])
+        for _ in range(2):  # the usual value by all before the step, then by those before the onset
+            middle, spread = usual(values[:onset] or values[:1])
             spread = max(spread, FLATTEST * abs(middle))
             onset = step
-            while onset > FEWEST and losses[onset - 1] > middle + BARS.gone * spread:
+            while onset > FEWEST and values[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
-        return cls(step, onset, tuple(losses), middle, spread, first)
+        return cls(step, onset, tuple(values), middle, spread, first, quantity)
 
     @property
     def last(self) -> int:
-        return len(self.losses) - 1
+        return len(self.values) - 1
 
     @property
     def level(self) -> float:
-        """Above it a loss is not usual."""
+        """Above it a value is not usual."""
         return self.usual + BARS.gone * self.sigma
 
     @property
     def peak(self) -> float:
-        return max(self.losses[self.onset :]) - self.usual
+        return max(self.values[self.onset :]) - self.usual
 
     @property
     def highest(self) -> int:
-        """Place in the path of the largest loss of the stretch."""
-        return max(range(self.onset, len(self.losses)), key=lambda i: self.losses[i])
+        """Place in the path of the largest value of the stretch."""
+        return max(range(self.onset, len(self.values)), key=lambda i: self.values[i])
 
     @property
     def is_one(self) -> bool:
-        return self.losses[self.step] > self.level
+        return self.values[self.step] > self.level
 
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
 
-        run: its losses by place in the path; where it has none, before it begins and after it was ended, it is the
-        path. without: steps that it did not take, or took with another batch, whose losses it does not have.
+        run: its values by place in the path; where it has none, before it begins and after it was ended, it is the
+        path. without: steps that it did not take, or took with another batch, whose values it does not have.
         """
         return self._share(run, without, self.last, self.last)
 
@@ -106,18 +109,18 @@ class Event:
 
     def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
-        path is not, an odd batch may be, whose own loss says nothing of an event."""
-        usual = [i for i in range(self.onset) if i in run and i not in without and self.losses[i] <= self.level]
+        path is not, an odd batch may be, which says nothing of an event."""
+        usual = [i for i in range(self.onset) if i in run and i not in without and self.values[i] <= self.level]
         places = [i for i in usual if not run[i] <= self.level]
         return max((run[i] - self.usual if math.isfinite(run[i]) else math.inf for i in places), default=0.0)
 
     def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
-        """How far a run's losses are from the path's in the stretch, at most, as a share of the peak.
+        """How far a run's values are from the path's in the stretch, at most, as a share of the peak.
 
         Where leaving out almost any step makes another run of it, an event of the same size is another one: of 40 steps
         left out, 15 to 40 depart by half in windows of unstable runs, and 1 in those of calm ones.
         """
-        apart = [abs(run[i] - self.losses[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in without]
+        apart = [abs(run[i] - self.values[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in without]
         return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / max(self.peak, 1e-300)
 
     def prevented(self, run: Mapping[int, float]) -> bool:
@@ -127,7 +130,7 @@ class Event:
         return max(highest, self._earlier(run)) <= max(usual, BARS.little * self.peak)
 
     def delayed(self, run: Mapping[int, float]) -> bool:
-        """The event is there, but its peak comes later, and the explained loss is usual."""
+        """The event is there, but its peak comes later, and the explained value is usual."""
         theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
@@ -148,11 +151,11 @@ class Event:
         return calm or self._so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
-        """Losses from the onset to `last`: the path's where the run has none."""
+        """Values from the onset to `last`: the path's where the run has none."""
         places = [i for i in range(self.onset, last + 1) if i not in without]
-        found = [run.get(i, self.losses[i]) for i in places]
-        return [loss if math.isfinite(loss) else math.inf for loss in found]
+        found = [run.get(i, self.values[i]) for i in places]
+        return [x if math.isfinite(x) else math.inf for x in found]
 
 
-def _excess(losses: Sequence[float], level: float) -> float:
-    return sum(max(0.0, loss - level) for loss in losses)
+def _excess(values: Sequence[float], level: float) -> float:
+    return sum(max(0.0, x - level) for x in values)

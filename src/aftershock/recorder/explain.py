@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..api.progress import progress
 from ..api.ranking import VERIFY
 from ..core.batches import Batch
-from ..core.contributions import BentReadout, Layers
+from ..core.contributions import Layers
 from ..core.probe import own_loss
 from ..errors import (
     HiddenState,
@@ -26,12 +26,13 @@ from ..errors import (
 )
 from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
-from .event import Event
+from .event import FEWEST, Event
 from .explanation import FlightExplanation
 from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
-from .instruments import data, own_batches, update_sizes
+from .instruments import ORDINARY, data, own_batches, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
+from .quantity import Quantity, seen
 from .recorder import FlightRecorder
 from .records import Record, Source
 from .replay import Replay, replay, untaken
@@ -41,6 +42,7 @@ from .store import Flight
 from .suspects import LARGEST, LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, proved, try_all
+from .triggers import THRESHOLD, robust_z
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 PLACEBOS = 8
@@ -56,6 +58,7 @@ def explain(
     flight: FlightRecorder | str | FilePath,
     step: int | None = None,
     *,
+    of: str | None = None,
     model: nn.Module | None = None,
     loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     dataset: Any = None,
@@ -70,13 +73,16 @@ def explain(
     describe: Describe | None = None,
     seed: int = 0,
 ) -> FlightExplanation:
-    """Say what kind of event raised the loss of `step`, which steps did it if any, and what would have prevented it.
+    """Say what kind of event raised the loss, or the gradient norm, of `step`, which steps did it if any, and what
+    would have prevented it.
 
     flight: a recorder, or its directory; a directory recorded by another process needs `model` and `loss_fn`
         (and `dataset`, where indices were recorded, and `constant`, as the recorder was told). Weights of `model` are
         not used.
     step: updates made before it; default: the largest event of the run's worst window. Where it or one before it is
         not finite, the first that is not is told apart, and the last finite one before it explained.
+    of: what is explained, "loss" or "norm"; default: the loss, and the gradient norm (before clipping) where it stands
+        out and the loss does not.
     clip: `max_norm` of `clip_grad_norm_`, where the loop clips and the recorder was not told, or told otherwise.
     window: how many steps back to look; default: as recorded.
     references: neighbours whose mean gradient stands for an ordinary batch, where contributions against one are wanted
@@ -103,6 +109,8 @@ def explain(
     >>> found.kind, found.blamed, found.skip
     ('own batch', (55,), [15])
     """
+    if of not in (None, "loss", "norm"):
+        raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
     found, recorder = find_flight(flight, step)
     found = with_clip(found, clip)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
@@ -110,15 +118,16 @@ def explain(
     chosen = chosen_step(found, step)
     asked, target = _asked(found, chosen)
     replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
-    event = Event.of([s.loss for s in replayed.trajectory.steps], replayed.last, replayed.records[0].step)
     nan = _not_a_number(found, replayed, asked, code) if asked != target else None
-    nothing, named = Swept.nothing(_layers(replayed), replayed.last), step is not None
-    findings = Findings(found, replayed, event, nothing, asked, named, nan=nan)
-    asking = nan is None and event.is_one and not findings.lost_in_scatter and not findings.norm_alone
+    nothing, by_loss = Swept.nothing(_layers(replayed), replayed.last), _event(replayed, "loss")
+    norm_first = asked == target and _norm_first(replayed, by_loss)
+    event = _event(replayed, _measured(by_loss, norm_first, of, named=step is not None)) if asked == target else by_loss
+    findings = Findings(found, replayed, event, nothing, asked, by_loss, norm_first, nan=nan)
+    asking = nan is None and event.is_one and not findings.lost_in_scatter
     if target is None:
         findings.refused = "the first recorded step is not finite"
     elif nan is not None:
-        findings.refused = f"step {asked} is not finite, and the loss before it is not what happened"
+        findings.refused = f"step {asked} is not finite, and the {event.quantity} before it is not what happened"
     else:
         _predict(findings, references, watched=asking)
     if asking:
@@ -137,6 +146,26 @@ def explain(
     return FlightExplanation(told)
 
 
+def _event(replayed: Replay, quantity: Quantity) -> Event:
+    values = [seen(quantity, step) for step in replayed.trajectory.steps]
+    return Event.of(values, replayed.last, replayed.records[0].step, quantity)
+
+
+def _norm_first(replayed: Replay, by_loss: Event) -> bool:
+    """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
+    if by_loss.peak > THRESHOLD * by_loss.sigma or replayed.last < FEWEST:
+        return False
+    *before, last = [seen("gradient norm", step) for step in replayed.trajectory.steps[: replayed.last + 1]]
+    return robust_z(last, before) > THRESHOLD
+
+
+def _measured(by_loss: Event, norm_first: bool, of: str | None, *, named: bool) -> Quantity:
+    """What is explained: as asked for; else the norm where it stands out, and the loss is ordinary. A loss that is
+    somewhat high is explained where its step was asked for."""
+    ordinary = not by_loss.is_one or (by_loss.peak <= ORDINARY * by_loss.sigma and not named)
+    return "gradient norm" if of == "norm" or (of is None and norm_first and ordinary) else "loss"
+
+
 def _described(f: Findings, describe: Describe, code: _Code) -> dict[str, Kept]:
     """The blamed steps' batches, or those of the suspects where nobody is blamed, and that of the explained step."""
     records, source = f.replayed.records, Source(f.replayed.trajectory.device, code.dataset)
@@ -152,7 +181,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
-    f.data = data(trajectory, last, before, after)
+    f.data = data(trajectory, last, before, after, event.quantity)
     changes = hyperparameters(replayed.records)  # those after the spike too: what is held is held over all of it
     f.changes = [c for c in changes if c.kind != "warm-up" and c.at <= last][:HELD]
     if f.data.kind == "shift":
@@ -323,6 +352,6 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
                 f.refused = f.growth.sentence
                 return
         with progress("adjoint sweep", last) as tick:
-            f.swept = sweep(trajectory, last, BentReadout.of(watch, directions=0), references=references, tick=tick)
+            f.swept = sweep(trajectory, last, f.event.quantity, references=references, tick=tick)
     except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
         f.refused = str(error)

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..results.files import write_whole
 from . import verdict as words
 from .descriptions import read
 from .other_runs import idle_in_words, other_runs, with_an_effect
+from .quantity import Quantity
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -31,7 +32,8 @@ HEADS = {name: name for name in COLUMNS}
 
 @dataclass(frozen=True)
 class Culprit:
-    """One earlier step, and what it did to the loss that is explained. Positive: it raised the loss."""
+    """One earlier step, and what it did to the value that is explained, a loss or a gradient norm. Positive: it raised
+    it."""
 
     step: int
     delay: int
@@ -46,7 +48,8 @@ class Culprit:
 
 @dataclass(frozen=True)
 class FlightExplanation:
-    """What happened around one loss, and each earlier step's part in it. `data` is labelled; nothing else is kept."""
+    """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
+    nothing else is kept."""
 
     data: xr.Dataset
 
@@ -74,8 +77,18 @@ class FlightExplanation:
         return None if found is None else str(found)
 
     @property
+    def quantity(self) -> Quantity:
+        """What is explained: "loss" or "gradient norm"."""
+        return cast(Quantity, self.data.attrs["quantity"])
+
+    @property
+    def course(self) -> np.ndarray:
+        """It by step of the window."""
+        return self.data["loss" if self.quantity == "loss" else "norm"].values
+
+    @property
     def size(self) -> float:
-        """How far the loss is above what was usual before it."""
+        """How far it is above what was usual before."""
         return float(self.data.attrs["value"] - self.data.attrs["usual"])
 
     @property
@@ -196,7 +209,7 @@ class FlightExplanation:
         lines = ["What would have prevented it (each run again, until half of the event was there or it was over):"]
         width = max((len(run.name) for run in telling), default=0)
         for run in telling:
-            after = "" if math.isnan(run.after) else f"loss after it {run.after:.4g}"
+            after = "" if math.isnan(run.after) else f"{self.quantity} after it {run.after:.4g}"
             lines.append(f"  {run.name:<{width}}  {run.word:<14} {after}".rstrip())
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
@@ -204,10 +217,8 @@ class FlightExplanation:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
         attrs = self.data.attrs
         shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
-        other = (
-            self.kind == "not a number" or attrs["norm_alone"] or (attrs["nothing_seen"] and self.kind == "no spike")
-        )
-        if not shown or other:  # what happened is not the loss of this step
+        other = self.kind == "not a number" or (attrs["nothing_seen"] and self.kind == "no spike")
+        if not shown or other:  # what happened is not the value of this step
             return ""
         added = (
             f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "
@@ -218,8 +229,8 @@ class FlightExplanation:
         rows = [_cells(culprit) for culprit in shown]
         columns = {name: form for name, form in COLUMNS.items() if any(row[name] for row in rows)}
         lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
-        loss = f"the loss {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
-        return "\n".join([f"Earlier steps and {loss}: {added}", *lines])
+        value = f"the {self.quantity} {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
+        return "\n".join([f"Earlier steps and {value}: {added}", *lines])
 
 
 def _cells(culprit: Culprit) -> dict[str, str]:

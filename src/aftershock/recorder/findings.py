@@ -17,15 +17,15 @@ from ..results.provenance import provenance
 from .event import BARS, FEWEST, Event
 from .examples import example_shares
 from .hyperparameters import HyperChange
-from .instruments import ORDINARY, DataFinding, UpdateSizes
+from .instruments import DataFinding, UpdateSizes
 from .not_a_number import NotANumberFinding
+from .quantity import seen
 from .replay import Replay
 from .stability import Amplification, Sharpness
 from .store import Flight
 from .suspects import Inquiry
-from .sweep import CHANGES, Swept
+from .sweep import CHANGES, Swept, readout_at
 from .treatments import Outcome, sufficient
-from .triggers import THRESHOLD, robust_z
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -44,7 +44,8 @@ class Findings:
     event: Event
     swept: Swept
     asked: int
-    named: bool = False  # the caller gave the step's number
+    by_loss: Event  # the same stretch measured in the loss, whatever is explained
+    norm_first: bool = False  # the gradient norm stands out as far as a trigger asks, and no loss of the stretch
     main: str = "skip"  # what a step is compared with
     refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
@@ -62,8 +63,6 @@ class Findings:
         """What kind of event it was."""
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
-        if self.norm_alone:
-            return "no spike"
         if not self.event.is_one:
             return "no spike" if self.event.onset >= FEWEST else "unknown"
         if self.lost_in_scatter:
@@ -86,23 +85,8 @@ class Findings:
     @property
     def lost_in_scatter(self) -> bool:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
-        step, scatter = self.event.step, self.replayed.scatter
-        return bool(scatter) and self.event.is_one and scatter[step] >= self.event.losses[step] - self.event.usual
-
-    @property
-    def norm_alone(self) -> bool:
-        """Does the gradient norm stand out as far as a trigger asks, and the loss is ordinary? A loss that is somewhat
-        high is explained where its step was asked for."""
-        ordinary = self.event.peak <= ORDINARY * self.event.sigma and not self.named
-        return self.norm_first and (ordinary or not self.event.is_one)
-
-    @property
-    def norm_first(self) -> bool:
-        """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-        if self.event.peak > THRESHOLD * self.event.sigma or self.replayed.last < FEWEST:
-            return False
-        *before, last = [step.clip.norm for step in self.replayed.trajectory.steps[: self.replayed.last + 1]]
-        return robust_z(last, before) > THRESHOLD
+        event, scatter = self.event, self.replayed.scatter(self.event.quantity)
+        return bool(scatter) and event.is_one and scatter[event.step] >= event.values[event.step] - event.usual
 
     @property
     def explained(self) -> int:
@@ -127,7 +111,7 @@ class Findings:
 
     @property
     def _guilty(self) -> tuple[int, ...]:
-        """Whom the inquiry blames. Without the explained step its own loss is gone, whoever raised it: it is blamed
+        """Whom the inquiry blames. Without the explained step its own value is gone, whoever raised it: it is blamed
         only where no earlier step is, and its batch is high on earlier weights too."""
         last, blamed = self.replayed.last, self.inquiry.blamed
         if self._own and set(blamed) <= set(self._own):
@@ -172,7 +156,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
             "treatment_prevents": ("treatment", [o.prevents for o in tried]),
             "treatment_delays": ("treatment", [o.delays for o in tried]),
             "treatment_after": ("treatment", [o.after for o in tried]),
-            "treatment_loss": (("treatment", "place"), _curves(tried, event)),
+            "treatment_value": (("treatment", "place"), _curves(tried, event)),
             "replay_deviation": f.replayed.deviation,
         },
         coords={
@@ -191,19 +175,19 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
 
 
 def _curves(tried: list[Outcome], event: Event) -> Any:
-    """The losses of the run with each treatment; the path's own before it begins, NaN after it ended."""
+    """The values of the run with each treatment; the path's own before it begins, NaN after it ended."""
     import numpy as np
 
     curves = [
-        [o.losses.get(i, loss if i < o.treatment.run.at else math.nan) for i, loss in enumerate(event.losses)]
+        [o.values.get(i, value if i < o.treatment.run.at else math.nan) for i, value in enumerate(event.values)]
         for o in tried
     ]
-    return np.array(curves, dtype=float).reshape(len(tried), len(event.losses))
+    return np.array(curves, dtype=float).reshape(len(tried), len(event.values))
 
 
 def _measured(f: Findings) -> tuple[Tensor, Tensor, list[str], Tensor]:
-    """Measured contributions to the explained loss, what each run leaves of the event, roles, and emergence."""
-    last, count = f.replayed.last, len(f.event.losses)
+    """Measured contributions to the explained value, what each run leaves of the event, roles, and emergence."""
+    last, count = f.replayed.last, len(f.event.values)
     measured = torch.full((len(CHANGES), last), torch.nan, dtype=torch.float64)
     left = torch.full((last,), torch.nan, dtype=torch.float64)
     emergence = torch.full((last, count - 1), torch.nan, dtype=torch.float64)
@@ -212,17 +196,17 @@ def _measured(f: Findings) -> tuple[Tensor, Tensor, list[str], Tensor]:
         for trial in trials:
             (at,) = trial.steps
             if at == last:
-                continue  # the explained step itself: its loss is what is explained
+                continue  # the explained step itself: its value is what is explained
             roles[at], left[at] = role, trial.left
-            for i in range(at + 1, max(trial.losses) + 1):
-                emergence[at, i - at - 1] = f.event.losses[i] - trial.losses[i]
-            measured[CHANGES.index(f.main), at] = f.event.losses[last] - trial.losses[last]
+            for i in range(at + 1, max(trial.values) + 1):
+                emergence[at, i - at - 1] = f.event.values[i] - trial.values[i]
+            measured[CHANGES.index(f.main), at] = f.event.values[last] - trial.values[last]
     return measured, left, roles, emergence
 
 
 def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     event, inquiry, records = f.event, f.inquiry, f.replayed.records
-    best = sufficient(f.outcomes)
+    best, scatter = sufficient(f.outcomes), f.replayed.scatter(event.quantity)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
     group = inquiry.own if f.kind == "own batch" and len(f.blamed) > 1 else inquiry.group
@@ -236,13 +220,14 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "reason": f.flight.reason,
         "asked": f.asked,
         "step": f.explained,
-        "value": event.losses[event.step],
+        "quantity": event.quantity,
+        "value": event.values[event.step],
         "usual": event.usual,
         "sigma": event.sigma,
         "peak": event.peak,
         "highest": numbers[event.highest],
-        "norm_alone": f.norm_alone,
         "norm_first": f.norm_first,
+        "loss_usual": [f.by_loss.usual, f.by_loss.sigma],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
         "ranked_by": f.main,
@@ -254,7 +239,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "replaced_kin": inquiry.kin,
         "cleared": [numbers[t.steps[0]] for t in inquiry.cleared],
         "group": [] if group is None else [numbers[i] for i in group.steps],
-        "group_replaced": inquiry.group_replaced,
+        "group_replaced": group is inquiry.group and inquiry.group_replaced,
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
         "placebos_change": inquiry.changing,
@@ -276,7 +261,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "replay": str(f.replayed),
         "replayed": f.replayed.proved,
         "lost_in_scatter": f.lost_in_scatter,
-        "scatter": f.replayed.scatter[event.step] if f.replayed.scatter else 0.0,
+        "scatter": scatter[event.step] if scatter else 0.0,
         "repeats": _repeats(f),
         "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
@@ -288,7 +273,8 @@ def _repeats(f: Findings) -> list[int]:
     again = f.replayed.again
     if not again:
         return []
-    high = sum(f.event.left(dict(enumerate(losses))) > BARS.half for losses in again)
+    runs = [{i: seen(f.event.quantity, step) for i, step in enumerate(steps)} for steps in again]
+    high = sum(f.event.left(run) > BARS.half for run in runs)
     return [high + f.event.is_one, len(again) + 1]
 
 
@@ -306,7 +292,9 @@ def _add_examples(data: xr.Dataset, f: Findings, examples: int) -> None:
             continue
         watch = f.replayed.path.watch(at, own_loss, last - at)
         other = trajectory.steps[at - 1 if at else at + 1].batch
-        swept = adjoint(watch, watch.slope, [last - at], trajectory.device)
+        swept = adjoint(
+            watch, lambda _: readout_at(trajectory, last, f.event.quantity).rows[0], [last - at], trajectory.device
+        )
         control = ControlStep.of(trajectory, at)
         found, note = example_shares(control, trajectory, swept, trajectory.steps[at].batch, other)
         notes[str(data["step"].values[at])] = note

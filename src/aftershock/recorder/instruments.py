@@ -20,12 +20,12 @@ from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput, NotFinite
 from .event import Event
-from .replay import own_value
+from .quantity import Quantity, on_weights, seen
 from .triggers import FLATTEST, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
-ORDINARY = 5.0  # robust σ above the usual loss; beyond 3 σ of losses, whose tails are heavy, many a batch lies
+ORDINARY = 5.0  # robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
@@ -139,17 +139,18 @@ class DataFinding:
 
     kind: str
     own: float
-    usual: float  # the median of the losses before it, as they were trained on
+    usual: float  # the median before it, as the run had it
     sigma: float
     before: tuple[float, ...]  # earlier batches on the weights before the step
     after: tuple[float, ...]  # the following ones there
     elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps
+    quantity: Quantity = "loss"
 
     @property
     def sentence(self) -> str:
-        seen = f"its loss is {self.own:.3g} (usual {self.usual:.3g})"
+        high = f"its {self.quantity} is {self.own:.3g} (usual {self.usual:.3g})"
         if self.kind == "ordinary":
-            return f"{seen}, within the usual spread"
+            return f"{high}, within the usual spread"
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
@@ -161,30 +162,37 @@ class DataFinding:
             "shift": f"{before}: the data changed here, and what follows is like it",
             "own batch": f"{before}: it is this batch{unsure}",
         }
-        return f"{seen}; {others}; {meaning[self.kind]}"
+        return f"{high}; {others}; {meaning[self.kind]}"
 
 
-def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequence[Batch] = ()) -> DataFinding:
-    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch, and a few more.
+def data(
+    trajectory: Trajectory,
+    at: int,
+    before: Sequence[Batch],
+    after: Sequence[Batch] = (),
+    quantity: Quantity = "loss",
+) -> DataFinding:
+    """Is it the batch of step `at`, the data from there on, or the weights? One forward pass per batch, and a few more;
+    gradients where the gradient norm is what is asked about.
 
-    A loss is high when it has half of the spike: the spike is beyond 5 σ of the losses that the run had, so that half
+    A value is high when it has half of the spike: the spike is beyond 5 σ of the values that the run had, so that half
     of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
     it, half of all: one may be bad by itself. Where a run is unstable, weights are often bad for a batch that is
     ordinary on all others: data are to blame only if they are high on earlier weights too.
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
-    step = trajectory.steps[at]
-    earlier, later = (tuple(_loss_on(trajectory, at, batch) for batch in some) for some in (before, after))
-    elsewhere = tuple(_loss_on(trajectory, time, step.batch) for time in _earlier_times(trajectory, at))
-    middle, sigma = usual([step.loss for step in trajectory.steps[:at]])
+    batch, own = trajectory.steps[at].batch, seen(quantity, trajectory.steps[at])
+    earlier, later = (tuple(_on(trajectory, at, other, quantity) for other in some) for some in (before, after))
+    elsewhere = tuple(_on(trajectory, time, batch, quantity) for time in _earlier_times(trajectory, at))
+    middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
     sigma = max(sigma, FLATTEST * abs(middle))
 
-    def high(loss: float) -> bool:
-        return loss - middle >= HALF * (step.loss - middle)
+    def high(value: float) -> bool:
+        return value - middle >= HALF * (own - middle)
 
     follows = sum(map(high, later)) >= max(LEAST_AFTER, len(later) / 2)
-    if step.loss - middle <= ORDINARY * sigma:
+    if own - middle <= ORDINARY * sigma:
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
@@ -192,23 +200,26 @@ def data(trajectory: Trajectory, at: int, before: Sequence[Batch], after: Sequen
         kind = "weights" if follows else "both"  # batches that were just trained on may still do well
     else:
         kind = "shift" if follows else "own batch"
-    return DataFinding(kind, step.loss, middle, sigma, earlier, later, elsewhere)
+    return DataFinding(kind, own, middle, sigma, earlier, later, elsewhere, quantity)
 
 
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
     explained step is not one of them."""
-    high = event.usual + HALF * (event.losses[event.step] - event.usual)
-    loud = [i for i in range(event.onset, event.last + 1) if event.losses[i] >= high]
+    high = event.usual + HALF * (event.values[event.step] - event.usual)
+    loud = [i for i in range(event.onset, event.last + 1) if event.values[i] >= high]
     times = _earlier_times(trajectory, event.onset)
-    steps = trajectory.steps
-    own = tuple(i for i in loud if _low([_loss_on(trajectory, time, steps[i].batch) for time in times]) >= high)
+
+    def elsewhere(i: int) -> list[float]:
+        return [_on(trajectory, time, trajectory.steps[i].batch, event.quantity) for time in times]
+
+    own = tuple(i for i in loud if _low(elsewhere(i)) >= high)
     return own if event.step in own else ()
 
 
-def _low(losses: Sequence[float]) -> float:
-    """The loss that all but a few exceed."""
-    return sorted(losses)[int(LOW * len(losses))]
+def _low(values: Sequence[float]) -> float:
+    """The value that all but a few exceed."""
+    return sorted(values)[int(LOW * len(values))]
 
 
 def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
@@ -218,8 +229,8 @@ def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
     return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)})
 
 
-def _loss_on(trajectory: Trajectory, time: int, batch: Batch) -> float:
+def _on(trajectory: Trajectory, time: int, batch: Batch, quantity: Quantity) -> float:
     try:
-        return own_value(trajectory, time, batch)
+        return on_weights(quantity, trajectory, time, batch)
     except NotFinite:
         return math.inf

@@ -53,7 +53,7 @@ def reference_mean(steps: Sequence[Step], step: int, references: int) -> Accumul
 
 class Likeness:
     """How alike the batches of some steps are, by inputs alone, so that wrong labels do not matter: the cosine of what
-    `_portrait` says of them."""
+    `_portrait` says of them. By their losses on the same weights wrong labels would be a kind of their own, too."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps, self._portraits = steps, [_portrait(step.batch) for step in steps]

@@ -20,13 +20,13 @@ AS_IT_IS = 0.05  # of the event: what a treatment changes at most that is told t
 
 @dataclass(frozen=True)
 class OtherRun:
-    """One thing done otherwise. `losses`: by place of the path, none where they were not kept."""
+    """One thing done otherwise. `values`: by place of the path, none where they were not kept."""
 
     name: str
     word: str  # what became of the event
     prevents: bool
-    losses: tuple[float, ...]
-    after: float  # mean of the last losses
+    values: tuple[float, ...]
+    after: float  # mean of the last values
     chosen: bool  # the one that the verdict speaks of
     idle: bool = False  # it leaves the event as it is
 
@@ -47,14 +47,14 @@ def idle_in_words(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
     return f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'} leave it as it is"
 
 
-def loss_after(found: FlightExplanation) -> float:
-    """The mean of the last losses of the run as it was."""
-    return _mean_of_last(found, found.data["loss"].values)
+def value_after(found: FlightExplanation) -> float:
+    """The mean of the last values of the run as it was."""
+    return _mean_of_last(found, found.course)
 
 
-def _mean_of_last(found: FlightExplanation, losses: np.ndarray) -> float:
+def _mean_of_last(found: FlightExplanation, values: np.ndarray) -> float:
     explained = found.data["place"].values.tolist().index(found.data.attrs["step"])
-    return float(np.mean(losses[max(explained, len(losses) - TAIL) :]))
+    return float(np.mean(values[max(explained, len(values) - TAIL) :]))
 
 
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
@@ -73,17 +73,17 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     for step, left in attrs["replaced"].items():
         runs.append(_without(f"batches like its own in place of step {step}'s", left, (), np.nan))
     for step in found.blamed:
-        losses, at = data["loss"].values.copy(), numbers.index(step)
-        losses[at] = np.nan  # its batch was not seen
-        losses[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(losses) - at - 1]
-        left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, losses)
-        runs.append(_without(f"the batch of step {step} left out", left, tuple(losses.tolist()), after))
+        values, at = found.course.copy(), numbers.index(step)
+        values[at] = np.nan  # its batch was not seen
+        values[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(values) - at - 1]
+        left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, values)
+        runs.append(_without(f"the batch of step {step} left out", left, tuple(values.tolist()), after))
     return runs
 
 
-def _without(name: str, left: float, losses: tuple[float, ...], after: float) -> OtherRun:
+def _without(name: str, left: float, values: tuple[float, ...], after: float) -> OtherRun:
     prevents = left <= BARS.little
-    return OtherRun(name, "prevents it" if prevents else f"leaves {left:.0%}", prevents, losses, after, chosen=True)
+    return OtherRun(name, "prevents it" if prevents else f"leaves {left:.0%}", prevents, values, after, chosen=True)
 
 
 def _treated(found: FlightExplanation) -> list[OtherRun]:
@@ -93,7 +93,7 @@ def _treated(found: FlightExplanation) -> list[OtherRun]:
             name,
             outcome(data, i),
             bool(data["treatment_prevents"][i]),
-            tuple(data["treatment_loss"].values[i].tolist()),
+            tuple(data["treatment_value"].values[i].tolist()),
             float(data["treatment_after"][i]),
             name == chosen,
             idle=abs(float(data["treatment_left"][i]) - 1) <= AS_IT_IS and not bool(data["treatment_delays"][i]),

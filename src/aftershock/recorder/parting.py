@@ -21,6 +21,7 @@ Recorded = Callable[[int], Captured | None]  # the recorded state before a step,
 SAME = 1e-4  # relative: norms that clipping made equal
 NEAR = 1e-3  # relative: a norm that was computed in another way
 ROUNDED = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+MASKS = 8  # random states that are tried
 MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into account
 
 ANOTHER_RUN = Cause(
@@ -36,6 +37,15 @@ DRAWN = Cause(
     "loss_fn draws random numbers (noise, masks, times) before it calls the model, which is when the recorder reads "
     "the random state",
     f"this recording cannot be explained. In the next, {REMEDY}",
+)
+
+OTHER_MASKS = Cause(
+    "random",
+    "the loss draws random numbers (dropout, noise), and others than the replay does: the model was called with "
+    "gradients before the forward pass that is recorded, as where another network is trained through it; or something "
+    "else than the optimizer writes to the weights",
+    "call recorder.before_forward() right before the forward pass whose loss step() is given; averages that are "
+    "swapped in are not modelled",
 )
 
 
@@ -65,6 +75,8 @@ def parting(
         return NOT_ZEROED
     if forward and _drawn(trajectory, i):
         return DRAWN
+    if forward and _other_masks(record, i, trajectory):
+        return OTHER_MASKS
     if forward:
         return ANOTHER_RUN if record.step == records[0].step else WRITTEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
@@ -121,6 +133,15 @@ def _drawn(trajectory: Trajectory, i: int) -> bool:
     step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
     batch = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
     return drawn_before_the_model(loss, loss.leaves(state.theta), state.buffers, batch, step.random)
+
+
+def _other_masks(record: Record, i: int, trajectory: Trajectory) -> bool:
+    """May other random numbers have made the recorded loss? Those of other steps are tried: one forward pass each."""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    others = [other.random for other in trajectory.steps if other.index != i][:MASKS]
+    values = [float(loss.value(state.theta, state.buffers, step.batch, random, step.where).loss) for random in others]
+    spread = max((abs(value - step.loss) for value in values), default=0.0)
+    return ROUNDED * abs(step.loss) < spread and abs(record.loss - step.loss) <= 2 * spread
 
 
 def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:

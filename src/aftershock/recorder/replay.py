@@ -17,11 +17,13 @@ from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
 from ..core.loss import Autocast
+from ..core.memory import budget
 from ..core.noise import jitter
 from ..core.planning import plan_states
-from ..core.trajectory import Trajectory
+from ..core.trajectory import Keep, Trajectory
 from ..errors import NotFinite, ReplayMismatch
 from .parting import Recorded, clipped_alike, parting, said
+from .quantity import Quantity, recorded, seen
 from .records import Forward, Record, Source
 
 REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
@@ -40,18 +42,18 @@ class Replay:
     last: int
     proved: int  # steps compared with the record: the window's, and those between the last state and it
     deviation: float  # the largest relative difference of a replayed loss from the recorded one; 0: to the bit
-    again: tuple[tuple[float, ...], ...] = ()  # losses of further replays, where the run does not repeat itself
+    again: tuple[tuple[Step, ...], ...] = ()  # further replays, where the run does not repeat itself
 
     @property
     def trajectory(self) -> Trajectory:
         return self.path.trajectory
 
-    @property
-    def scatter(self) -> tuple[float, ...]:
-        """How far replays of one step's loss are apart, step by step; nothing where the run repeats itself."""
-        recorded = tuple(record.loss for record in self.records)
-        runs = [recorded, tuple(step.loss for step in self.trajectory.steps), *self.again]
-        return tuple(max(losses) - min(losses) for losses in zip(*runs)) if self.again else ()
+    def scatter(self, quantity: Quantity = "loss") -> tuple[float, ...]:
+        """How far replays of one step's value are apart, step by step; nothing where the run repeats itself."""
+        runs = [[seen(quantity, step) for step in steps] for steps in (self.trajectory.steps, *self.again)]
+        if quantity == "loss" or all(record.clip is None for record in self.records):  # a clipped norm is another one
+            runs.append([recorded(quantity, record) for record in self.records])
+        return tuple(max(values) - min(values) for values in zip(*runs)) if self.again else ()
 
     def __str__(self) -> str:
         if not self.proved:
@@ -61,7 +63,7 @@ class Replay:
         if self.again:
             return (
                 f"The recording is not equal to the bit to its replay: it and {1 + len(self.again)} replays, which "
-                f"start a rounding away from each other, differ by up to {max(self.scatter):.2g} in the loss, as "
+                f"start a rounding away from each other, differ by up to {max(self.scatter()):.2g} in the loss, as "
                 "rounding that grows."
             )
         return (
@@ -102,8 +104,7 @@ def replay(
     before, rest = records[:lead], records[lead:]
     proof = _Proof(captured, records, source, state_before)
     if before:
-        trajectory = proof.follow(captured, before)
-        captured = replace(captured, state=trajectory.state(lead))
+        captured = replace(captured, state=proof.follow(captured, before, spacing=lead).state(lead))
     trajectory = proof.follow(captured, rest)
     path = Path(TrainingPoint(captured), trajectory, None)
     return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again(lead))
@@ -128,15 +129,23 @@ def untaken(
 
 
 def _follow(
-    captured: Captured, some: Sequence[Record], source: Source, records: Sequence[Record], *, keep: bool = True
+    captured: Captured,
+    some: Sequence[Record],
+    source: Source,
+    records: Sequence[Record],
+    *,
+    spacing: int | None = None,
 ) -> Trajectory:
+    """spacing: one of so many states is kept; default: all where half of the free memory holds them, and not a quarter
+    as of other paths, because an explanation passes its window six times and runs few rows beside it."""
     steps = [
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
         for i, record in enumerate(some)
     ]
-    kept, spacing = plan_states(len(steps), captured.state.nbytes, None, None, captured.loss.layout.device)
-    if not keep:
-        kept, spacing = "checkpoints", len(steps) + 1  # the first state alone
+    kept: Keep = "checkpoints"
+    if spacing is None:
+        device = captured.loss.layout.device
+        kept, spacing = plan_states(len(steps), captured.state.nbytes, None, 2 * budget(None, device), device)
     try:
         return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, kept, spacing)
     except NotFinite as error:
@@ -144,12 +153,6 @@ def _follow(
             f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
             f"{said(clipped_alike(records) or EDITED)}"
         ) from error
-
-
-def own_value(trajectory: Trajectory, time: int, batch: Batch) -> float:
-    """The loss of another batch at the state before step `time`."""
-    step, state, loss = trajectory.steps[time], trajectory.state(time), trajectory.dynamics.loss
-    return float(loss.value(state.theta, state.buffers, batch, step.random, step.where).loss)
 
 
 def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
@@ -177,12 +180,12 @@ class _Proof:
         self.steps: list[Step] = []  # replayed so far
         self.runs: list[tuple[Step, ...]] = []  # of replays of all records that start a rounding away
 
-    def again(self, since: int) -> tuple[tuple[float, ...], ...]:
-        """The losses of further replays."""
-        return tuple(tuple(step.loss for step in run[since:]) for run in self.runs)
+    def again(self, since: int) -> tuple[tuple[Step, ...], ...]:
+        """Further replays."""
+        return tuple(run[since:] for run in self.runs)
 
-    def follow(self, captured: Captured, some: Sequence[Record]) -> Trajectory:
-        trajectory = _follow(captured, some, self.source, self.records)
+    def follow(self, captured: Captured, some: Sequence[Record], spacing: int | None = None) -> Trajectory:
+        trajectory = _follow(captured, some, self.source, self.records, spacing=spacing)
         self.steps += trajectory.steps
         parted = self._parted(some, trajectory)
         if parted is not None and not self._scattered():
@@ -228,7 +231,9 @@ class _Proof:
         state = self.first.state
         theta = state.theta + jitter(self.first.loss.layout, state, seed=seed)
         captured = replace(self.first, state=replace(state, theta=theta))
-        return tuple(_follow(captured, self.records, self.source, self.records, keep=False).steps)
+        first_alone = len(self.records) + 1
+        steps = _follow(captured, self.records, self.source, self.records, spacing=first_alone).steps
+        return tuple(replace(step, batch=None) for step in steps)
 
     def _within(self) -> bool:
         """Does the recording differ from the replay about as far as replays do from each other, up to every step?

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from ..core.dynamics import Step
 from ..core.probe import Reader, own_loss
-from ..core.rollout import Rows, rollout
+from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
+from .quantity import Quantity
 
-Losses = Mapping[int, float]
+Values = Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Run:
         return frozenset(i for i, step in self.steps.items() if step is None)
 
 
-Done = Callable[[Losses, frozenset[int]], bool]  # by its losses so far and the steps that were left out
+Done = Callable[[Values, frozenset[int]], bool]  # by its values so far and the steps that were left out
 
 
 def run_again(
@@ -43,25 +46,27 @@ def run_again(
     runs: Sequence[Run],
     last: int,
     tick: Callable[[], None] = lambda: None,
-    done: Done = lambda losses, left_out: False,
-) -> list[Losses]:
-    """The own losses of each run from its first step to step `last`, by place in the path; infinite once it diverges.
+    done: Done = lambda values, left_out: False,
+    quantity: Quantity = "loss",
+) -> list[Values]:
+    """The own loss or gradient norm of each run from its first step to step `last`, by place in the path; infinite
+    once it diverges.
 
     One gradient per run and step, less in rows on a GPU. A run ends where `done` says so.
     """
-    found: list[Losses] = [{} for _ in runs]
+    found: list[Values] = [{} for _ in runs]
     by_start: dict[int, list[int]] = {}
     for i, run in enumerate(runs):
         by_start.setdefault(run.at, []).append(i)
     for at, some in sorted(by_start.items()):
-        for i, losses in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last, done)):
-            found[i] = losses
+        for i, values in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last, done, quantity)):
+            found[i] = values
             tick()
     return found
 
 
 def _side_by_side(
-    trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done
+    trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done, quantity: Quantity
 ) -> list[dict[int, float]]:
     before = trajectory.state(at)
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
@@ -71,13 +76,24 @@ def _side_by_side(
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last or not going:
             break
-        values = (reader.exact(moment) + trajectory.steps[moment.time].loss).tolist()
+        values = (_losses(reader, moment) if quantity == "loss" else _norms(moment)).tolist()
         for i in sorted(going):
             found[i][moment.time] = values[i]
             if done(found[i], runs[i].left_out):
                 moment.exact.retire(i)
                 going.remove(i)
     return found
+
+
+def _losses(reader: Reader, moment: Moment) -> Float[Tensor, " row"]:
+    return reader.exact(moment) + moment.trajectory.steps[moment.time].loss
+
+
+def _norms(moment: Moment) -> Float[Tensor, " row"]:
+    """By their difference from the control's, as losses are: rows that run together round in their own way."""
+    rows, own = moment.exact, moment.trajectory.steps[moment.time].clip.norm
+    values = rows.own_norms(moment.time)
+    return rows.by_row(values, values[0] if rows.together else own) + own
 
 
 def _jittered(state: JointState) -> JointState:

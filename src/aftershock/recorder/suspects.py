@@ -12,7 +12,7 @@ from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
 from .neighbours import Likeness
-from .reruns import Done, Losses, Run, run_again
+from .reruns import Done, Run, Values, run_again
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
 LARGEST = 4  # steps that may do it together
@@ -24,9 +24,9 @@ class Trial:
     """A run in which some steps never come: what it leaves of the event."""
 
     steps: tuple[int, ...]  # places in the path
-    losses: Losses
+    values: Values
     left: float
-    departs: float = 0.0  # from the recorded losses, as a share of the event's height
+    departs: float = 0.0  # from the recorded values, as a share of the event's height
 
     @property
     def removes(self) -> bool:
@@ -57,7 +57,7 @@ class Inquiry:
         """How many steps the runs took."""
         singles = (self.suspects, self.placebos, self.replaced, self.replaced_placebos)
         together = (self.group_placebos, [t for t in (self.group, self.own) if t is not None])
-        return sum(len(t.losses) for trials in (*singles, *together) for t in trials)
+        return sum(len(t.values) for trials in (*singles, *together) for t in trials)
 
     @property
     def changing(self) -> int:
@@ -114,13 +114,13 @@ class _Runs:
 
     def accused(self, steps: tuple[int, ...]) -> Trial:
         """Does it remove half of the event? The run ends once it cannot."""
-        losses, out = self._losses(dict.fromkeys(steps), self.event.stays), frozenset(steps)
-        return Trial(steps, losses, self.event.left_by_then(losses, out), self.event.departs(losses, out))
+        values, out = self._values(dict.fromkeys(steps), self.event.stays), frozenset(steps)
+        return Trial(steps, values, self.event.left_by_then(values, out), self.event.departs(values, out))
 
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""
-        losses, out = self._losses(dict.fromkeys(steps), self.event.decided), frozenset(steps)
-        return Trial(steps, losses, self.event.left(losses, out), self.event.departs(losses, out))
+        values, out = self._values(dict.fromkeys(steps), self.event.decided), frozenset(steps)
+        return Trial(steps, values, self.event.left(values, out), self.event.departs(values, out))
 
     def replaced(self, steps: tuple[int, ...], bad: Collection[int] = (), *, placebo: bool = False) -> Trial:
         """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too.
@@ -130,8 +130,8 @@ class _Runs:
         same = self.likeness.same({*steps, *bad}, self.before)
         sound = [i for i in self.before if i not in same]
         done, left = (self.event.decided, self.event.left) if placebo else (self.event.stays, self.event.left_by_then)
-        losses, other = self._losses({i: self.likeness.stand_in(i, sound) for i in steps}, done), frozenset(steps)
-        return Trial(steps, losses, left(losses, other), self.event.departs(losses, other))
+        values, other = self._values({i: self.likeness.stand_in(i, sound) for i in steps}, done), frozenset(steps)
+        return Trial(steps, values, left(values, other), self.event.departs(values, other))
 
     @property
     def before(self) -> range:
@@ -152,9 +152,9 @@ class _Runs:
             found[i] = sound if len(sound) >= KIN else others
         return found
 
-    def _losses(self, steps: Mapping[int, Step | None], done: Done) -> Losses:
+    def _values(self, steps: Mapping[int, Step | None], done: Done) -> Values:
         run = Run(min(steps), steps)
-        return run_again(self.trajectory, [run], self.event.last, self.tick, done)[0]
+        return run_again(self.trajectory, [run], self.event.last, self.tick, done, self.event.quantity)[0]
 
 
 def inquire(
@@ -246,7 +246,7 @@ def _decide(
 
 def _guilty(found: Inquiry, event: Event) -> list[Trial]:
     """Earlier steps of which each alone removes half, the first that which leaves least. Without the explained one its
-    own loss is gone, whoever raised it."""
+    own value is gone, whoever raised it."""
     tried = (*found.suspects, *found.placebos)
     return sorted((t for t in tried if t.removes and t.steps != (event.step,)), key=lambda t: t.left)
 

@@ -1,4 +1,5 @@
-"""One adjoint sweep back from a loss: what every earlier step adds to it, against each change of that step."""
+"""One adjoint sweep back from a loss or a gradient norm: what every earlier step adds to it, against each change of
+that step."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip
 from ..core.contributions import BentReadout, Layers, contributions
 from ..core.planning import plan_history
+from ..core.reductions import norms
 from ..core.state import CHANNELS
 from ..core.trajectory import Trajectory
 from .neighbours import reference_mean
+from .quantity import Quantity
 
 CHANGES = ("replace", "skip", "lr")
 
@@ -50,6 +53,16 @@ class Swept:
         return self.contribution[CHANGES.index(change)].sum((-1, -2))
 
 
+def readout_at(trajectory: Trajectory, last: int, quantity: Quantity) -> BentReadout:
+    """The slope of the own loss of step `last`, ∇ℓ, or of its gradient's norm, ∇‖∇ℓ‖ = H ∇ℓ/‖∇ℓ‖: a gradient, and for
+    the norm a Hessian product."""
+    graph = trajectory.linearize(trajectory.steps[last], trajectory.state(last)).graph
+    slope = graph.raw[None]
+    if quantity == "gradient norm":
+        slope = graph.products(slope / norms(slope[0]).clamp(min=torch.finfo(slope.dtype).tiny))
+    return BentReadout(slope, torch.zeros(0, dtype=torch.float64))
+
+
 def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> dict[str, Edit]:
     """Every change of one step that is compared with what happened."""
     steps = trajectory.steps
@@ -64,12 +77,12 @@ def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> d
 def sweep(
     trajectory: Trajectory,
     last: int,
-    bent: BentReadout,
+    quantity: Quantity,
     *,
     references: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Swept:
-    """Contributions to the own loss of step `last`: the loss as it is, less the loss with the change made.
+    """Contributions to the own loss or gradient norm of step `last`: as it is, less what it is with the change made.
 
     Each is the exact one-step difference of a change paired with the adjoint. Costs 2–3 g per step, a few
     elementwise passes per change, and `references` gradients per step for the replaced batch.
@@ -80,7 +93,7 @@ def sweep(
         return edits_at(trajectory, index, last, references)
 
     place = plan_history(trajectory, last, None)
-    parts = contributions(trajectory, last, bent, edits, place, layers, tick)
+    parts = contributions(trajectory, last, readout_at(trajectory, last, quantity), edits, place, layers, tick)
     found = Swept.nothing(layers.names, last).contribution
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part
     for name, table in parts.items():

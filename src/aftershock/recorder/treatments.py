@@ -14,14 +14,14 @@ from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from .event import Event
-from .reruns import Losses, Run, run_again
+from .reruns import Run, Values, run_again
 
 HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
 BACK = 8  # steps before the event from which the rules of the whole run differ
 RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)
-TAIL = 4  # last losses of the event: what a treatment costs afterwards
+TAIL = 4  # last values of the event: what a treatment costs afterwards
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the event. `left`: its share that is left; `after`: the mean of the last losses of the stretch,
+    """What became of the event. `left`: its share that is left; `after`: the mean of the last values of the stretch,
     NaN for a run that ended before because the event was there."""
 
     treatment: Treatment
-    losses: Losses
+    values: Values
     left: float
     prevents: bool
     delays: bool
@@ -69,23 +69,23 @@ def try_all(
     for treatment in wanted:
         if most > 0:
             found += _run(trajectory, event, [treatment], tick)
-            most -= len(found[-1].losses)
+            most -= len(found[-1].values)
     return found
 
 
 def _run(trajectory: Trajectory, event: Event, some: Sequence[Treatment], tick: Callable[[], None]) -> list[Outcome]:
-    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.stays)
-    return [_outcome(event, treatment, losses) for treatment, losses in zip(some, found)]
+    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.stays, event.quantity)
+    return [_outcome(event, treatment, values) for treatment, values in zip(some, found)]
 
 
-def _outcome(event: Event, treatment: Treatment, losses: Losses) -> Outcome:
-    tail = [losses.get(i, math.nan) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
+def _outcome(event: Event, treatment: Treatment, values: Values) -> Outcome:
+    tail = [values.get(i, math.nan) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
     return Outcome(
         treatment,
-        losses,
-        event.left_by_then(losses),
-        event.prevented(losses),
-        event.delayed(losses),
+        values,
+        event.left_by_then(values),
+        event.prevented(values),
+        event.delayed(values),
         statistics.fmean(tail),
     )
 
@@ -101,7 +101,7 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
     found = list(outcomes)
     while (best := sufficient(found)) is not None:
         moved = replace(best.treatment.run, jittered=True)
-        (again,) = run_again(trajectory, [moved], event.last, done=event.stays)
+        (again,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
         if event.prevented(again):
             break
         found[found.index(best)] = replace(

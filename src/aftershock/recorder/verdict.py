@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
-from .triggers import THRESHOLD, robust_z, usual
+from .triggers import robust_z, usual
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,7 +32,7 @@ def verdict(found: FlightExplanation) -> str:
 
 
 def _level(found: FlightExplanation) -> float:
-    """Above it a loss is not usual."""
+    """Above it a value is not usual."""
     attrs = found.data.attrs
     return float(attrs["usual"] + BARS.gone * attrs["sigma"])
 
@@ -42,18 +42,14 @@ def _opening(found: FlightExplanation) -> str:
     attrs, parts = found.data.attrs, []
     if found.kind not in CALM and attrs["nothing_seen"]:
         parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
-    if found.kind not in CALM and attrs["norm_first"]:
-        sigmas = (attrs["value"] - attrs["usual"]) / attrs["sigma"]
-        parts.append(
-            f"The gradient norm of step {attrs['step']} stands out, and its loss less, {sigmas:.1f} robust σ above the "
-            "usual: what follows is about the loss, and nothing is claimed about the norm."
-        )
+    if found.kind != "not a number" and attrs["norm_first"]:
+        parts.append(_norm_first(found))
     if attrs["lost_in_scatter"]:
         parts.append(
-            f"Replays of this run that start a rounding away differ by {attrs['scatter']:.3g} in the loss of step "
-            f"{attrs['step']}, "
-            f"and the spike is {found.size:.3g}: nothing that is changed can be told from luck. Next time record a run "
-            "that repeats itself (torch.use_deterministic_algorithms(True), every random number from a seed)."
+            f"Replays of this run that start a rounding away differ by {attrs['scatter']:.3g} in the {found.quantity} "
+            f"of step {attrs['step']}, and the spike is {found.size:.3g}: nothing that is changed can be told from "
+            "luck. Next time record a run that repeats itself (torch.use_deterministic_algorithms(True), every random "
+            "number from a seed)."
         )
     if found.kind not in CALM and attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
         parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
@@ -84,7 +80,7 @@ def _short(found: FlightExplanation) -> list[str]:
 
 def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual loss {attrs['usual']:.3g})"
+    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
 
 
 def _span(found: FlightExplanation) -> str:
@@ -96,7 +92,9 @@ def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
     said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
     part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
-    raised = f"It raised the loss at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
+    raised = (
+        f"It raised the {found.quantity} at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
+    )
     by_itself = [raised] if best.left <= BARS.half else []  # else a batch like its own did what none does not
     return " ".join([_replaced(found) if attrs["replaced"] else said, *by_itself, *_inside(found, best)])
 
@@ -239,28 +237,26 @@ def _unknown(found: FlightExplanation) -> str:
     if attrs["lost_in_scatter"]:
         return f"What caused {_spike(found)} is not known."
     if not attrs["value"] > _level(found):
-        return f"Whether the loss {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
+        return f"Whether the {found.quantity} {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
-        return (
-            f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k. "
-            f"{_treated(found)}"
-        ).strip()
+        said = f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k."
+        return f"{said} {_treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
-    seen = f"without each of the {tried} most suspected steps at least {least.left:.0%} of it stays"
+    each = (
+        f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
+    )
+    seen = f"without {each} {least.left:.0%} of it stays"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
         if attrs["cleared"]:
             seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
-    return (
-        f"What caused {_spike(found)} is not known: {seen}. {_treated(found)}"
-        + (f" Its largest loss is that of step {attrs['highest']}: ask for that one, too." if higher else "")
-        + (
-            f" {attrs['after']} step(s) after it were recorded; more would tell more."
-            if attrs["after"] < ENOUGH
-            else ""
-        )
-    ).strip()
+    parts = [f"What caused {_spike(found)} is not known: {seen}.", _treated(found)]
+    if higher:
+        parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
+    if attrs["after"] < ENOUGH:
+        parts.append(f"{attrs['after']} step(s) after it were recorded; more would tell more.")
+    return " ".join(part for part in parts if part)
 
 
 def _not_a_number(found: FlightExplanation) -> str:
@@ -283,29 +279,30 @@ def _not_a_number(found: FlightExplanation) -> str:
 
 def _no_spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    if attrs["norm_alone"]:
-        return _norm_alone(found)
-    if attrs["nothing_seen"]:
+    if attrs["nothing_seen"] and found.quantity == "loss":
         return str(attrs["nothing_seen"])
     return (
-        f"Step {attrs['step']} is no spike: its loss {attrs['value']:.4g} lies within the usual spread (median "
-        f"{attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+        f"Step {attrs['step']} is no spike: its {found.quantity} {attrs['value']:.4g} lies within the usual spread "
+        f"(median {attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
     )
 
 
-def _norm_alone(found: FlightExplanation) -> str:
-    """The trigger's quantity has an event, and that by which everything here is judged has none."""
-    attrs, places = found.data.attrs, found.data["place"].values.tolist()
-    norms = found.data["norm"].values[: places.index(attrs["step"]) + 1].tolist()
-    middle, z = usual(norms[:-1])[0], robust_z(norms[-1], norms[:-1])
+def _norm_first(found: FlightExplanation) -> str:
+    """The gradient norm stands out, and the loss less or not at all: which of them is explained."""
+    attrs, at = found.data.attrs, found.data["place"].values.tolist().index(found.data.attrs["step"])
+    norms, (middle, sigma) = found.data["norm"].values[: at + 1].tolist(), attrs["loss_usual"]
+    z, sigmas = robust_z(norms[-1], norms[:-1]), (float(found.data["loss"][at]) - middle) / max(sigma, 1e-300)
     far = f"{z:.0f}" if z < 1000 else "more than 1000"
-    sigmas = (attrs["value"] - attrs["usual"]) / attrs["sigma"]
-    return (
-        f"The gradient norm of step {attrs['step']} stands out, and the loss does not: the norm is {norms[-1]:.4g}, "
-        f"{far} robust σ above its median {middle:.4g}; the loss is {attrs['value']:.4g}, {sigmas:.1f} robust σ from "
-        f"its usual {attrs['usual']:.4g}, and in {_span(found)} nowhere more than {THRESHOLD:g}. Causes and treatments "
-        "are judged by the loss, so that none is named, and nothing is claimed about what would have kept the norm low."
+    loss, side = ("less", "above") if sigmas > 0 else ("falls", "below")
+    loss = "does not" if abs(sigmas) <= BARS.gone else loss
+    said = (
+        f"The gradient norm of step {attrs['step']} stands out, {norms[-1]:.4g}, {far} robust σ above its median "
+        f"{usual(norms[:-1])[0]:.4g}, and the loss {loss}, {abs(sigmas):.1f} robust σ {side} its "
+        f"usual {middle:.4g}: what follows is about the"
     )
+    if found.quantity == "loss":
+        return f'{said} loss (of="norm", --of norm, explains the norm).'
+    return f"{said} norm, before clipping."
 
 
 SAID = {
@@ -372,7 +369,7 @@ def certificate(found: FlightExplanation) -> Certificate:
     if attrs["scatter"]:
         away = "replays that start a rounding away differ by that much"
         sentence = f"Every measured number is ± {attrs['scatter']:.2g}: {away}."
-        findings.append(Finding("care", "scatter", "loss", attrs["scatter"], 0.0, sentence))
+        findings.append(Finding("care", "scatter", found.quantity, attrs["scatter"], 0.0, sentence))
     if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
         sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
         findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))

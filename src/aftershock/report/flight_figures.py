@@ -29,16 +29,19 @@ FRAME = 1.6  # times the largest measured effect: a prediction beyond it is not 
 
 
 def course_figure(found: FlightExplanation) -> Figure:
-    """The loss with its usual band and the event, and under it gradient norm, learning rate and update size."""
+    """What is explained, the loss or the gradient norm, with its usual band and the event; under it the other one,
+    learning rate and update size."""
     from plotly.subplots import make_subplots
 
     data, attrs = found.data, found.data.attrs
-    rows = [("gradient norm", data["norm"].values), ("learning rate", data["lr"].values)]
+    both = {"loss": data["loss"].values, "gradient norm": data["norm"].values}
+    rows = [*((name, values) for name, values in both.items() if name != found.quantity)]
+    rows.append(("learning rate", data["lr"].values))
     if np.isfinite(data["update_size"].values).any():
         rows.append(("RMS of g/√v̂", data["update_size"].values))
     heights = [2.6, *([1.0] * len(rows))]
     figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=heights)
-    _add_losses(figure, found)
+    _add_course(figure, found)
     steps = data["place"].values.tolist()
     for row, (name, values) in enumerate(rows, start=2):
         figure.add_scatter(
@@ -51,8 +54,8 @@ def course_figure(found: FlightExplanation) -> Figure:
             row=row,
             col=1,
         )
-    _styled_rows(figure, ["loss", *(name for name, _ in rows)], 360 + 115 * len(rows))
-    for row, values in enumerate([data["loss"].values, *(values for _, values in rows)], start=1):
+    _styled_rows(figure, [found.quantity, *(name for name, _ in rows)], 360 + 115 * len(rows))
+    for row, values in enumerate([found.course, *(values for _, values in rows)], start=1):
         _scaled(figure, values, row)
     if len(rows) == 3:
         figure.add_hrect(
@@ -64,17 +67,16 @@ def course_figure(found: FlightExplanation) -> Figure:
     return figure
 
 
-def _add_losses(figure: Figure, found: FlightExplanation) -> None:
-    data, attrs = found.data, found.data.attrs
-    losses = data["loss"].values
+def _add_course(figure: Figure, found: FlightExplanation) -> None:
+    data, attrs, course = found.data, found.data.attrs, found.course
     figure.add_scatter(
         x=data["place"].values.tolist(),
-        y=gaps(losses),
+        y=gaps(course),
         customdata=data["batch_index"].values.tolist(),
         mode="lines+markers",
         line={"color": INK, "width": 1.5},
         marker={"size": 4},
-        hovertemplate="step %{x}, batch %{customdata}: loss %{y:.4g}<extra></extra>",
+        hovertemplate=f"step %{{x}}, batch %{{customdata}}: {found.quantity} %{{y:.4g}}<extra></extra>",
         row=1,
         col=1,
     )
@@ -87,9 +89,9 @@ def _add_losses(figure: Figure, found: FlightExplanation) -> None:
         row=1,
         col=1,
     )
-    if not np.isfinite(losses).any():
+    if not np.isfinite(course).any():
         return
-    low = max(attrs["usual"] - BARS.gone * attrs["sigma"], float(np.nanmin(losses)))
+    low = max(attrs["usual"] - BARS.gone * attrs["sigma"], float(np.nanmin(course)))
     high = attrs["usual"] + BARS.gone * attrs["sigma"]
     figure.add_hrect(y0=low, y1=high, line_width=0, fillcolor=BAND, layer="below", row=1, col=1)
 
@@ -117,7 +119,7 @@ def _mark_steps(figure: Figure, found: FlightExplanation) -> None:
 
 
 def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figure:
-    """The losses of the run as it was, and of the runs that are spared the event."""
+    """The run as it was, and the runs that are spared the event."""
     import plotly.graph_objects as go
 
     attrs = found.data.attrs
@@ -128,7 +130,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
     for i, run in enumerate(others):
         figure.add_scatter(
             x=steps[start:],
-            y=gaps(run.losses[start:]),
+            y=gaps(run.values[start:]),
             mode="lines",
             line={"color": SPARED, "width": 1},
             opacity=0.45,
@@ -140,7 +142,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
         )
     figure.add_scatter(
         x=steps[start:],
-        y=gaps(found.data["loss"].values[start:]),
+        y=gaps(found.course[start:]),
         mode="lines+markers",
         marker={"size": 4},
         line={"color": INK, "width": 1.5},
@@ -151,7 +153,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
     for run in (run for run in runs if run.chosen):
         figure.add_scatter(
             x=steps[start:],
-            y=gaps(run.losses[start:]),
+            y=gaps(run.values[start:]),
             mode="lines",
             line={"color": SPARED, "width": 3},
             name=escape(run.name),
@@ -159,9 +161,8 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             connectgaps=True,
             hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
         )
-    style(figure, "step", "loss", height=380)
-    losses = np.array([found.data["loss"].values[start:], *(run.losses[start:] for run in runs)])
-    if _wide(losses):
+    style(figure, "step", found.quantity, height=380)
+    if _wide(np.array([found.course[start:], *(run.values[start:] for run in runs)])):
         figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     _shade_event(figure, attrs, None)
     key_above(figure)
@@ -170,7 +171,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
 
 
 def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: Sequence[Culprit]) -> Figure:
-    """Runs without one step: what is left of the event, and under it what the step added to the explained loss.
+    """Runs without one step: what is left of the event, and under it what the step added to the explained value.
 
     drawn: the steps whose predictions are drawn.
     """
@@ -209,9 +210,8 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
     _add_marks(figure, "without a blamed step", guilty, symbol="circle", colour=RAISES)
     if attrs["group"] and blamed:
         together = [(step, attrs["group_left"]) for step in attrs["group"]]
-        _add_marks(
-            figure, "without all that are blamed", together, symbol="square", colour=RAISES, mode="lines+markers"
-        )
+        name = "other batches at all that are blamed" if attrs["group_replaced"] else "without all that are blamed"
+        _add_marks(figure, name, together, symbol="square", colour=RAISES, mode="lines+markers")
     figure.add_hline(
         y=BARS.half,
         line={"color": SPARED, "width": 1.5, "dash": "dash"},

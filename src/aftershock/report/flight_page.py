@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..recorder.event import BARS
-from ..recorder.other_runs import OtherRun, idle_in_words, loss_after, other_runs, with_an_effect
+from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, value_after, with_an_effect
 from ..recorder.verdict import CALM, right
 from . import flight_figures as figures
 from . import flight_steps as steps
@@ -114,7 +114,8 @@ def _title(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     if found.kind == "not a number":
         return f"What is not a number at step {attrs['asked']}"
-    return f"The {'loss' if found.kind == 'no spike' else 'spike'} at step {attrs['step']}"
+    spike = "spike" if found.quantity == "loss" else f"spike of the {found.quantity}"
+    return f"The {found.quantity if found.kind == 'no spike' else spike} at step {attrs['step']}"
 
 
 # --- the page's parts
@@ -123,8 +124,8 @@ def _title(found: FlightExplanation) -> str:
 def _course(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     caption = (
-        f"Grey: what was usual (median ± {BARS.gone:g} robust σ of the losses before it). The ring is the loss of step "
-        f"{attrs['step']}."
+        f"Grey: what was usual (median ± {BARS.gone:g} robust σ of what was before it). The ring is the "
+        f"{found.quantity} of step {attrs['step']}."
     )
     if found.kind not in CALM:
         low, high = figures.USUAL_UPDATE
@@ -149,7 +150,7 @@ def _treatments(found: FlightExplanation) -> list[str]:
     runs = other_runs(found)
     if not runs:
         return []
-    drawn = [run for run in runs if run.losses and (run.chosen or run.prevents)]
+    drawn = [run for run in runs if run.values and (run.chosen or run.prevents)]
     parts = [f"<div class='wide'>{_runs(found)}</div>"]
     if drawn:
         parts.append(
@@ -157,7 +158,7 @@ def _treatments(found: FlightExplanation) -> list[str]:
                 figures.treatment_figure(found, drawn),
                 "treatments",
                 "Real runs, from the same state with the same batches. Those that do not prevent it are in the table.",
-                "The loss as it was and in the runs that are spared the event.",
+                f"The {found.quantity} as it was and in the runs that are spared the event.",
             )
         )
     elif not any(run.prevents for run in runs):
@@ -167,17 +168,17 @@ def _treatments(found: FlightExplanation) -> list[str]:
 
 def _runs(found: FlightExplanation) -> str:
     """Each run that differs: what becomes of the event, and what it costs."""
-    runs, control = other_runs(found), loss_after(found)
+    runs, control, name = other_runs(found), value_after(found), found.quantity
     if not runs:
         return ""
-    heads = ("done otherwise", "the event", "loss after", "change")
-    head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{name}</th>' for i, name in enumerate(heads))
+    heads = ("done otherwise", "the event", f"{name} after", "change")
+    head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{text}</th>' for i, text in enumerate(heads))
     telling, idle = with_an_effect(runs)
     rows = "\n".join(_run(run, control) for run in telling) + _idle(idle, runs)
     return (
         "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
-        "over. Loss after: the mean of the last "
-        f"losses of the window; change: against {control:.4g}, that of the run as it was.</caption>\n"
+        f"over. {name.capitalize()} after: the mean of the last of the window; change: against {control:.4g}, that of "
+        "the run as it was.</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
 
@@ -210,7 +211,8 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         return []
     words = ["Above: what is left of the event in the run without each step; placebos are steps that nobody suspects."]
     words += [
-        f"Below: what each step added to the loss of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}: measured"
+        f"Below: what each step added to the {found.quantity} of step {attrs['step']}, "
+        f"{COMPARED[attrs['ranked_by']]}: measured"
     ]
     words[-1] += ", and behind it, lighter, predicted." if drawn else "."
     if not any(c.role for c in culprits):
@@ -254,14 +256,14 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
             plot(
                 inside.emergence_figure(found, step),
                 "emergence",
-                "The loss as it was, less the loss of the run without the step: measured at every step on the way.",
-                f"What step {step} added to each later loss.",
+                f"The {found.quantity} as it was, less that of the run without the step: measured at every later step.",
+                f"What step {step} added to each later {found.quantity}.",
             ),
         ),
         section(
             f"Where step {step} waited",
             plot(
-                inside.channel_figure(known),
+                inside.channel_figure(found, known),
                 "channels",
                 "Its predicted part by where it lay right after it: in the weights at once, or in AdamW's moments.",
                 f"Bars of the part of step {step} in θ, m and v.",
@@ -325,9 +327,9 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     order = ["The blamed first, then by what is left of the event"] if tried else []
     order += ["then as predicted" if tried else "As predicted"] if predicted else []
     return (
-        "<div class='wide'><table class='sortable'>\n<caption>What each step added to the loss of step "
-        f"{attrs['step']}, {COMPARED[attrs['ranked_by']]}; positive numbers raised it. {', '.join(order)}. Click a "
-        "column to sort.</caption>\n"
+        "<div class='wide'><table class='sortable'>\n<caption>"
+        f"What each step added to the {found.quantity} of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}; "
+        f"positive numbers raised it. {', '.join(order)}. Click a column to sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
 

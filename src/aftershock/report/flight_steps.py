@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..recorder.verdict import right
 from .inside_figures import CHANNELS
@@ -105,19 +105,18 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
     """The run as it was, the run without the step, and the runs without placebos, side by side."""
     attrs = found.data.attrs
     value, others = attrs["value"], [c for c in culprits if c.role == "placebo" and c.step != culprit.step]
-    rows = [("as it was", _loss(value), "100%")]
-    rows.append((f"without step {culprit.step}", _loss(value - culprit.measured), _share(culprit.left)))
+    rows = [("as it was", _value(value), "100%")]
+    rows.append((f"without step {culprit.step}", _value(value - culprit.measured), _share(culprit.left)))
     if culprit.step in attrs["group"]:
-        together = f"without steps {', '.join(map(str, attrs['group']))} together"
-        rows.append((together, "", _share(attrs["group_left"])))
+        rows.append((_together(attrs), "", _share(attrs["group_left"])))
     if others:
         name = f"without a placebo (median of {len(others)}; all of them)"
         rows.append(
-            (name, _spread([value - c.measured for c in others], _loss), _spread([c.left for c in others], _share))
+            (name, _spread([value - c.measured for c in others], _value), _spread([c.left for c in others], _share))
         )
     body = "\n".join(
-        f'<tr><th scope="row">{name}</th><td class="number">{loss}</td><td class="number">{left}</td></tr>'
-        for name, loss, left in rows
+        f'<tr><th scope="row">{name}</th><td class="number">{value}</td><td class="number">{left}</td></tr>'
+        for name, value, left in rows
     )
     added = (
         f"So it added {_signed(culprit.measured)}."
@@ -126,10 +125,18 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
     )
     return (
         "<div class='wide'><table><caption>Measured, in real runs</caption>\n"
-        f'<thead><tr><th></th><th scope="col" class="number">loss of step {attrs["step"]}</th>'
+        f'<thead><tr><th></th><th scope="col" class="number">{found.quantity} of step {attrs["step"]}</th>'
         f'<th scope="col" class="number">left of the event</th></tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
         f"<p>{added} {_prediction(found, culprit)}</p>"
     )
+
+
+def _together(attrs: dict[str, Any]) -> str:
+    """What was done to the steps of a group."""
+    names = ", ".join(map(str, attrs["group"]))
+    if attrs["group_replaced"]:
+        return f"batches like their own in place of those of steps {names}"
+    return f"without steps {names} together"
 
 
 def _prediction(found: FlightExplanation, culprit: Culprit) -> str:
@@ -140,7 +147,7 @@ def _prediction(found: FlightExplanation, culprit: Culprit) -> str:
         return "Nothing was predicted."
     if math.isinf(culprit.predicted):
         return "Its prediction is off the scale."
-    return f"Predicted to add {_signed(culprit.predicted)} to the loss of step {attrs['step']}."
+    return f"Predicted to add {_signed(culprit.predicted)} to the {found.quantity} of step {attrs['step']}."
 
 
 def _spread(values: Sequence[float], word: Callable[[float], str]) -> str:
@@ -206,7 +213,7 @@ def _lines(parts: Iterable[str]) -> str:
     return "\n".join(parts)
 
 
-def _loss(value: float) -> str:
+def _value(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 

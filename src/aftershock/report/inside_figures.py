@@ -20,7 +20,7 @@ LAYERS = 16
 
 
 def emergence_figure(found: FlightExplanation, step: int) -> Figure:
-    """What a step had added to each later loss, measured."""
+    """What a step had added to each later loss or gradient norm, measured."""
     import plotly.graph_objects as go
 
     curve = found.data["emergence"].sel({"step": step}).values
@@ -32,15 +32,15 @@ def emergence_figure(found: FlightExplanation, step: int) -> Figure:
         mode="lines+markers",
         marker={"size": 5},
         line={"color": RAISES, "width": 2},
-        hovertemplate=f"step {step} added %{{y:+.4g}} to the loss of step %{{x}}<extra></extra>",
+        hovertemplate=f"step {step} added %{{y:+.4g}} to the {found.quantity} of step %{{x}}<extra></extra>",
     )
     zero_line(figure)
-    style(figure, "step whose loss it is", "added to that loss", height=340)
+    style(figure, f"step whose {found.quantity} it is", "added to it", height=340)
     figure.update_xaxes(dtick=-(-len(curve) // 8))  # none between two steps
     return figure
 
 
-def channel_figure(culprit: Culprit) -> Figure:
+def channel_figure(found: FlightExplanation, culprit: Culprit) -> Figure:
     """Where the effect of a step lay right after it: in the weights, or waiting in m or v."""
     import plotly.graph_objects as go
 
@@ -52,7 +52,7 @@ def channel_figure(culprit: Culprit) -> Figure:
         marker={"color": [colour for _, colour in CHANNELS.values()][::-1]},
         hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
     )
-    style(figure, "added to the loss (predicted)", "", height=200)
+    style(figure, f"added to the {found.quantity} (predicted)", "", height=200)
     figure.add_vline(x=0, line={"color": FAINT, "width": 1})
     return figure
 
@@ -72,7 +72,7 @@ def layer_figure(found: FlightExplanation, step: int) -> Figure:
         marker={"color": [RAISES if values.values[i] > 0 else LOWERS for i in order]},
         hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
     )
-    style(figure, "added to the loss (predicted)", "", height=120 + 26 * len(names))
+    style(figure, f"added to the {found.quantity} (predicted)", "", height=120 + 26 * len(names))
     figure.add_vline(x=0, line={"color": FAINT, "width": 1})
     figure.update_yaxes(type="category")
     return figure
