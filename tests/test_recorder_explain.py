@@ -369,7 +369,7 @@ def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
 
 
 def test_a_batch_whose_gradient_norm_alone_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = ak.explain(one_sided(tmp_path), treatments=False)
+    found = ak.explain(one_sided(tmp_path), treatments=False, verify=1, examples=0)
     assert "step 60: the gradient norm is" in capsys.readouterr().err
     assert (found.data.attrs["step"], found.kind, found.blamed) == (60, "own batch", (60,))
     assert found.verdict.startswith("The gradient norm of step 60 stands out, ")
@@ -502,7 +502,7 @@ def test_half_of_the_free_memory_may_hold_a_windows_states(
     monkeypatch.setattr(explaining, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
 
     def kept() -> str:
-        again = ak.explain(run.recorder, step=SPIKE, verify=1, placebos=2, treatments=False)
+        again = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0)
         best = next(c for c in again.culprits if c.step == CULPRIT)
         assert best.measured == pytest.approx(found.culprits[0].measured, rel=1e-12)  # the same either way
         return replays[-1].trajectory.keep

@@ -18,7 +18,7 @@ from ..core.layout import Layout
 from ..core.reductions import parts
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from ..errors import InvalidInput, NotFinite
+from ..errors import InvalidInput
 from .event import Event
 from .quantity import Quantity, on_weights, seen
 from .triggers import FLATTEST, usual
@@ -183,8 +183,9 @@ def data(
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
     batch, own = trajectory.steps[at].batch, seen(quantity, trajectory.steps[at])
-    earlier, later = (tuple(_on(trajectory, at, other, quantity) for other in some) for some in (before, after))
-    elsewhere = tuple(_on(trajectory, time, batch, quantity) for time in _earlier_times(trajectory, at))
+    others = on_weights(quantity, trajectory, at, [*before, *after])
+    earlier, later = others[: len(before)], others[len(before) :]
+    elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at), batch, quantity)
     middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
     sigma = max(sigma, FLATTEST * abs(middle))
 
@@ -208,12 +209,8 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     explained step is not one of them."""
     high = event.usual + HALF * (event.values[event.step] - event.usual)
     loud = [i for i in range(event.onset, event.last + 1) if event.values[i] >= high]
-    times = _earlier_times(trajectory, event.onset)
-
-    def elsewhere(i: int) -> list[float]:
-        return [_on(trajectory, time, trajectory.steps[i].batch, event.quantity) for time in times]
-
-    own = tuple(i for i in loud if _low(elsewhere(i)) >= high)
+    times, steps = _earlier_times(trajectory, event.onset), trajectory.steps
+    own = tuple(i for i in loud if _low(_elsewhere(trajectory, times, steps[i].batch, event.quantity)) >= high)
     return own if event.step in own else ()
 
 
@@ -229,8 +226,6 @@ def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
     return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)})
 
 
-def _on(trajectory: Trajectory, time: int, batch: Batch, quantity: Quantity) -> float:
-    try:
-        return on_weights(quantity, trajectory, time, batch)
-    except NotFinite:
-        return math.inf
+def _elsewhere(trajectory: Trajectory, times: Sequence[int], batch: Batch, quantity: Quantity) -> tuple[float, ...]:
+    """A batch on the weights of some times."""
+    return tuple(value for time in times for value in on_weights(quantity, trajectory, time, [batch]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from ..core.batches import Batch
 from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
+from ..errors import NotFinite
 from .records import Record
 
 Quantity = Literal["loss", "gradient norm"]
@@ -22,8 +25,16 @@ def recorded(quantity: Quantity, record: Record) -> float:
     return record.loss if quantity == "loss" else record.told_norm
 
 
-def on_weights(quantity: Quantity, trajectory: Trajectory, time: int, batch: Batch) -> float:
-    """Of another batch at the state before step `time`: a forward pass, for the norm a gradient."""
+def on_weights(quantity: Quantity, trajectory: Trajectory, time: int, batches: Sequence[Batch]) -> tuple[float, ...]:
+    """Of other batches at the state before step `time`, infinite where it is not finite: a forward pass each, for the
+    norm a gradient."""
     step, state, loss = trajectory.steps[time], trajectory.state(time), trajectory.dynamics.loss
-    arguments = (state.theta, state.buffers, batch, step.random, step.where)
-    return float(loss.value(*arguments).loss if quantity == "loss" else loss.gradient(*arguments).norm)
+
+    def of(batch: Batch) -> float:
+        arguments = (state.theta, state.buffers, batch, step.random, step.where)
+        try:
+            return float(loss.value(*arguments).loss if quantity == "loss" else loss.gradient(*arguments).norm)
+        except NotFinite:
+            return math.inf
+
+    return tuple(map(of, batches))
