@@ -94,16 +94,16 @@ def fly(run: Run, device: torch.device, say: Console) -> list[Row]:
                 recorder.step(batch, loss, norm=norm)
                 _finish(device)
                 times.append(time.perf_counter() - began)
-        trained = WINDOW * sorted(times)[len(times) // 2]
+        each = sorted(times)[len(times) // 2]
         quick = {"verify": 0, "placebos": 0, "treatments": False, "examples": 0}
-        before, _ = _explained(recorder, device, trained, quick)
-        default, found = _explained(recorder, device, trained, {})
+        before, _ = _explained(recorder, device, each, quick)
+        default, found = _explained(recorder, device, each, {})
     say.print(f"[bold]{run.name}[/bold], noise at steps {STEPS} to {STEPS + NOISE - 1}:", highlight=False)
     say.print(str(found), highlight=False, markup=False)
     say.print(
         f"before proofs {before.times:.1f}, by default {default.times:.1f} {UNIT}, {default.peak}", highlight=False
     )
-    beside = f"steps of {1e3 * trained / WINDOW:.0f} ms, recorded"
+    beside = f"{found.data.sizes['place']} steps of {1e3 * each:.0f} ms, recorded"
     grows = "two replays, a sweep of 2–3 g per step, instruments"
     return [
         Row(f"before proofs, {run.name}", before.times, run.before_proofs, UNIT, grows, f"{beside}; {before.peak}"),
@@ -118,14 +118,14 @@ class Cost:
 
 
 def _explained(
-    recorder: ak.FlightRecorder, device: torch.device, trained: float, options: dict
+    recorder: ak.FlightRecorder, device: torch.device, each: float, options: dict
 ) -> tuple[Cost, ak.FlightExplanation]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     found = ak.explain(recorder, **options)
-    times = (time.perf_counter() - began) / trained
+    times = (time.perf_counter() - began) / (each * found.data.sizes["place"])
     peak = f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.0f} GiB" if device.type == "cuda" else ""
     return Cost(times, peak), found
 

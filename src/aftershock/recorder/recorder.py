@@ -32,7 +32,7 @@ from .descriptions import Describe
 from .draws import REMEDY
 from .forecast import Forecast, forecast
 from .observing import Observer, guarded, parts_of
-from .records import Fed, Forward, Record, Source, describe, encode
+from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
 from .snapshot import Snapshots
@@ -310,7 +310,7 @@ class FlightRecorder:
 
     def _say_drawn(self, batch: Batch, random: RandomState) -> None:
         """Once, and early: random numbers that a replay would draw anew."""
-        again = self.source.batch(Fed(*encode(batch), 0, random))  # a copy: loss_fn may write to it
+        again = self.source.batch(Fed(*describe(batch), 0, random))  # a copy: loss_fn may write to it
         if self._snapshots.draws(again, random):
             say(f"loss_fn draws random numbers before it calls the model, which no replay would repeat: {REMEDY}")
 

@@ -179,7 +179,7 @@ def decode(structure: Any, tensors: Sequence[Tensor], device: torch.device) -> B
         if kind == "plain":
             return value
         found = tensors[value]
-        tensor = torch.empty_strided(found.shape, stride, dtype=found.dtype).copy_(found)
+        tensor = torch.empty_strided(found.shape, stride, dtype=found.dtype, device=found.device).copy_(found)
         return tensor if there == "cpu" else tensor.to(device)
 
     return _walk(structure, made)
