@@ -146,7 +146,7 @@ def test_the_loss_can_be_asked_for_instead(flown: Flown, found: Any) -> None:
     step = found.data.attrs["step"]
     calm = ak.explain(flown.recorder, step=step, of="loss", verify=0, treatments=False)
     assert (calm.quantity, calm.kind) == ("loss", "no spike")
-    assert 'what follows is about the loss (of="norm", --of norm, explains the norm)' in calm.verdict
+    assert 'this was about the loss (of="norm", --of norm, explains the norm)' in calm.verdict
     early = ak.explain(flown.recorder, step=CULPRIT - 4, of="norm", verify=0, treatments=False)
     assert early.verdict.startswith(f"Step {CULPRIT - 4} is no spike: its gradient norm {flown.norms[CULPRIT - 4]:.4g}")
     with pytest.raises(InvalidInput, match='"loss" or "norm"'):

@@ -28,7 +28,7 @@ def verdict(found: FlightExplanation) -> str:
     said = SAID[found.kind](found)
     event = found.kind not in CALM and found.data.attrs["value"] > _level(found)
     span = f"The event is {_spike(found)}." if event and _span(found) not in said else ""
-    return " ".join(part for part in (_opening(found), said, span) if part)
+    return " ".join(part for part in (_opening(found), said, span, _closing(found)) if part)
 
 
 def _level(found: FlightExplanation) -> float:
@@ -42,8 +42,8 @@ def _opening(found: FlightExplanation) -> str:
     attrs, parts = found.data.attrs, []
     if found.kind not in CALM and attrs["nothing_seen"]:
         parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
-    if found.kind != "not a number" and attrs["norm_first"]:
-        parts.append(_norm_first(found))
+    if _about_norm(found) and found.quantity != "loss":
+        parts.append(f"{_norm_first(found)}: what follows is about the norm, before clipping.")
     if attrs["lost_in_scatter"]:
         parts.append(
             f"Replays of this run that start a rounding away differ by {attrs['scatter']:.3g} in the {found.quantity} "
@@ -58,6 +58,16 @@ def _opening(found: FlightExplanation) -> str:
     if found.kind != "not a number":
         parts += _short(found)
     return " ".join(parts)
+
+
+def _closing(found: FlightExplanation) -> str:
+    if not _about_norm(found) or found.quantity != "loss":
+        return ""
+    return f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).'
+
+
+def _about_norm(found: FlightExplanation) -> bool:
+    return found.kind != "not a number" and bool(found.data.attrs["norm_first"])
 
 
 def _short(found: FlightExplanation) -> list[str]:
@@ -288,21 +298,17 @@ def _no_spike(found: FlightExplanation) -> str:
 
 
 def _norm_first(found: FlightExplanation) -> str:
-    """The gradient norm stands out, and the loss less or not at all: which of them is explained."""
+    """The gradient norm stands out, and the loss less or not at all."""
     attrs, at = found.data.attrs, found.data["place"].values.tolist().index(found.data.attrs["step"])
     norms, (middle, sigma) = found.data["norm"].values[: at + 1].tolist(), attrs["loss_usual"]
     z, sigmas = robust_z(norms[-1], norms[:-1]), (float(found.data["loss"][at]) - middle) / max(sigma, 1e-300)
     far = f"{z:.0f}" if z < 1000 else "more than 1000"
     loss, side = ("less", "above") if sigmas > 0 else ("falls", "below")
     loss = "does not" if abs(sigmas) <= BARS.gone else loss
-    said = (
+    return (
         f"The gradient norm of step {attrs['step']} stands out, {norms[-1]:.4g}, {far} robust σ above its median "
-        f"{usual(norms[:-1])[0]:.4g}, and the loss {loss}, {abs(sigmas):.1f} robust σ {side} its "
-        f"usual {middle:.4g}: what follows is about the"
+        f"{usual(norms[:-1])[0]:.4g}, and the loss {loss}, {abs(sigmas):.1f} robust σ {side} its usual {middle:.4g}"
     )
-    if found.quantity == "loss":
-        return f'{said} loss (of="norm", --of norm, explains the norm).'
-    return f"{said} norm, before clipping."
 
 
 SAID = {
