@@ -39,6 +39,7 @@ from .trajectory import Trajectory
 FAR = 1.0  # gradients beyond so many R are left to exact kicks: v would double
 # on the circle of radius R:
 ASIDE = math.atan(0.6)  # from the control's angle to the points on its sides: most gradients of a pool lie between
+JUDGED = 1.5 * ASIDE  # from the control's angle to where a curve is judged, where its error is 5 × that in between
 ALLOWED = 0.05  # there, of the larger side or of a typical curve: in between a curve is then right to a hundredth
 NOTHING = 1e-36  # r² of a coordinate without a curve: any gradient whose square is a number lies beyond it
 
@@ -173,8 +174,8 @@ def _points(control: ControlStep, reach: Reach) -> Float[Tensor, "3 param"]:
     for run, w in control.linear.pieces(points):
         radius = _radius(run, control.before.v[w]).clamp_(min=math.sqrt(NOTHING))
         angle = torch.atan(reach.own[w] / radius)
-        far = torch.copysign(torch.full_like(angle, math.atan(FAR)), -angle)
-        torch.stack([radius * torch.tan(to) for to in (angle + ASIDE, angle - ASIDE, far)], out=points[:, w])
+        asides = ASIDE, -ASIDE, torch.copysign(torch.full_like(angle, JUDGED), -angle)
+        torch.stack([radius * torch.tan(angle + aside) for aside in asides], out=points[:, w])
     return points
 
 
