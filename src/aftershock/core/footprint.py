@@ -172,7 +172,8 @@ def _curvature(trajectory: Trajectory) -> Curvature:
         products = max(many - product, 0) // (FEW - 1)
     except AftershockError:  # a model without second derivatives has exact answers only
         build, graph, product, products = f.gradient, f.gradient, f.gradient, f.gradient
-    played = loss.recorded("products", step.batch) is not None
+    batch, _ = trajectory.typical or (step.batch, None)
+    played = loss.recorded("products", batch) is not None
     return Curvature(graph, build, product, products, played)
 
 
