@@ -52,6 +52,20 @@ def test_weights_that_lie_on_a_kink_are_checked_beside_it(dtype: torch.dtype) ->
     assert not point.check((torch.randn(8, 4, dtype=dtype), torch.arange(8) // 3)).beside
 
 
+def test_a_wrong_product_of_a_smooth_model_is_wrong_although_it_is_right_elsewhere() -> None:
+    """Away from these weights z⁴ is all that counts, and detach() cannot be seen there; no kink is near them."""
+    model = nn.Linear(400, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight[0, ::2], model.weight[0, 1::2] = 1.0, -1.0
+
+    def loss_fn(m: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return 1e-3 * (m.weight.detach() * m.weight).mean() + (m.weight * x).sum() ** 4
+
+    point = ak.capture(model, torch.optim.AdamW(model.parameters()), loss_fn)
+    with pytest.raises(WrongHessian):
+        point.check(torch.ones(400, dtype=torch.float64))
+
+
 def test_autocast_does_not_blur_the_check() -> None:
     """The gradients of an autocast model are too noisy to difference; in float64 autocast has no effect."""
     torch.manual_seed(0)

@@ -173,12 +173,12 @@ def displacements(
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
     kicks, counts = dict[str, Kicks](), dict[str, Counts]()
-    for name, each in writes.items():
-        written = Writes.joined(each[::-1])  # the sweep went back, and pairs are in the order of steps
+    for name in found:
+        written = Writes.joined(writes.pop(name)[::-1])  # the sweep went back, and pairs are in the order of steps
         kicks[name] = Kicks(trajectory, history, written, time * count, rows)
         counts[name] = Counts(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
     pass_by(trajectory, [*(reader for one in kicks.values() for reader in one.readers), *counts.values()])
-    for name in writes:
+    for name in found:
         found[name][:, :, 1:] += kicks[name].out.cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
         found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counts[name].out], dim=1)
     return found

@@ -172,7 +172,9 @@ def _curvature(trajectory: Trajectory) -> Curvature:
         products = max(many - product, 0) // (FEW - 1)
     except AftershockError:  # a model without second derivatives has exact answers only
         build, graph, product, products = f.gradient, f.gradient, f.gradient, f.gradient
-    return Curvature(graph, build, product, products, loss.player.has("products"))
+    batch, _ = trajectory.typical or (step.batch, None)
+    played = loss.recorded("products", batch) is not None
+    return Curvature(graph, build, product, products, played)
 
 
 def room(trajectory: Trajectory, memory: str | int | None) -> int:

@@ -90,8 +90,9 @@ class GradientGraph:
         return out
 
     def pieces(self, count: int) -> list[slice]:
-        """So many rows as they are computed: a few at a time where they are played back, else at once."""
-        size = max(count, 1) if self._recorded() is None else TOGETHER
+        """So many rows as they are computed: a few at a time where products of the path are played back, since room for
+        no more is planned, whatever the shape of this batch; else at once."""
+        size = TOGETHER if self._function.player.has("products") else max(count, 1)
         return [slice(first, first + size) for first in range(0, count, size)]
 
     def _recorded(self) -> tuple[Recording, list[Tensor]] | None:

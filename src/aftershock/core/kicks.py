@@ -146,16 +146,11 @@ class _KicksOfOneLag:
         writes: Writes,
         lag: int,
     ) -> None:
-        self.out, self.layout, self.history, self.writes, self.lag = (
-            out,
-            trajectory.dynamics.layout,
-            history,
-            writes,
-            lag,
-        )
+        self.out, self.layout, self.history, self.lag = out, trajectory.dynamics.layout, history, lag
         self.where, self.place = places(writes.coordinate, self.layout.padded_size)
         self.pairs = Pairs(writes, self.place)
         self.dm, self.dv, self.begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
+        self.coordinate = writes.coordinate
         self.first = int(self.begin[0]) + 1
         self.reach = int(self.where[0]), int(self.where[-1])
 
@@ -170,7 +165,7 @@ class _KicksOfOneLag:
         kicks = torch.zeros(len(out), begun, dtype=dm.dtype, device=dm.device)
         runs = step.runs(self.layout, self.lag)
         for few, run in itertools.product(_in_cache(begun, dm.device), runs):
-            some = _inside(self.writes.coordinate[few], run, self.reach)
+            some = _inside(self.coordinate[few], run, self.reach)
             if run.active and run.bias2 > 0 and some is not None:
                 dm[few][some] *= run.beta1
                 dv[few][some] *= run.beta2

@@ -235,7 +235,9 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     if load.linear:
         work.append(f.gradient + v)
     if load.semilinear:
-        work.append((min(AT_ONCE, load.semilinear + 1) if f.together else 1) * (v + f.value))
+        count = load.semilinear + 1  # a step's own loss, or a probe that is not recorded, is read in rows
+        rows = min(AT_ONCE, count) if trajectory.dynamics.loss.sharing.tries("value", count) else 1
+        work.append(rows * (v + f.value))
     if predicted:
         c = Curvature.of(trajectory)
         most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)

@@ -164,10 +164,16 @@ class _Sweep:
         if begin == self.watch.last:
             return
         at = trajectory.linearize(trajectory.steps[begin], moment.control)
-        linear, exact = at.graph.products(torch.cat([self.start.theta, self.exact.theta])).split(count)
-        transit_with_(at, rows.linear, torch.cat([linear, linear, linear, exact]))
+        kinds = [rows.linear[k * count : (k + 1) * count] for k in range(4)]
+        linear = at.graph.products(self.start.theta)
+        for dx in kinds[:3]:
+            transit_with_(at, dx, linear.clone())
+        del linear
+        exact = at.graph.products(self.exact.theta)
+        transit_with_(at, kinds[3], exact.clone())
         at.linear.absorb_exactly_(rows.semilinear, exact, at.step.max_norm)
-        self._freeze(at, rows.linear[:count].clone())
+        del exact
+        self._freeze(at, kinds[0].clone())
         del at, moment
         yield from rollout(trajectory, begin + 1, rows, self.watch.last)
 
