@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import InvalidInput, ReplayMismatch
+from aftershock.recorder.draws import may_draw
 from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import AtStep, Spike, Triggered
 
@@ -59,7 +62,7 @@ def test_the_largest_event_of_a_window_is_explained(tmp_path: Path) -> None:
     recorder = train(tmp_path, {30: 3.0, 33: 9.0}, triggers=[AtStep(30)])
     found = ak.explain(recorder, **QUICK)
     assert found.data.attrs["step"] == 33
-    assert "kept for step 30; step 33 has a larger loss and is explained here" in str(found)
+    assert "kept for step 30; step 33 stands out more and is explained here" in str(found)
     assert "step=30 (--step 30)" in str(found)
     other = ak.explain(recorder, step=30, **QUICK)
     assert (other.data.attrs["step"], other.data.attrs["which"]) == (30, "")
@@ -253,6 +256,122 @@ def test_numbers_drawn_before_the_model_is_called_are_told_at_once(
     assert torch.equal(weight, same)
     found = ak.explain(told, step=7, **QUICK)
     assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
+
+
+def noised(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+class Trainer:
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(self.mixed(batch)).sum()
+
+    def mixed(self, batch: Tensor) -> Tensor:
+        return batch * torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "draws"),
+    [
+        (denoised, True),
+        (lambda model, batch: model(noised(batch)).sum(), True),
+        (Trainer().loss, True),
+        (functools.partial(denoised), True),
+        (squares, False),
+        (len, False),
+    ],
+)
+def test_only_code_that_names_something_that_draws_is_suspected(loss_fn: Any, draws: bool) -> None:
+    assert may_draw(loss_fn) is draws
+
+
+def test_the_recorder_never_calls_loss_fn(tmp_path: Path) -> None:
+    """A second stream of data inside loss_fn, as of unlabelled batches: a call of the recorder's would take one."""
+
+    def trained(folder: Path | None) -> tuple[list[int], Tensor]:
+        torch.manual_seed(0)
+        stream, taken = iter(range(8)), []
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+            taken.append(next(stream))
+            return (model(batch) - taken[-1]).square().mean()
+
+        recorder = None if folder is None else ak.FlightRecorder(model, optimizer, loss_fn, folder, window=8)
+        with recorder or contextlib.nullcontext():
+            for _ in range(8):
+                optimizer.zero_grad()
+                batch = torch.randn(4, 3)
+                loss = loss_fn(model, batch)
+                loss.backward()
+                optimizer.step()
+                if recorder is not None:
+                    recorder.step(batch, loss)
+        return taken, model.weight.detach()
+
+    (plain, weight), (recorded, same) = trained(None), trained(tmp_path)
+    assert plain == recorded == list(range(8))
+    assert torch.equal(weight, same)
+
+
+class PartInFloat32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x)
+
+
+def test_a_first_part_outside_autocast_does_not_end_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = PartInFloat32()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_fn(model: PartInFloat32, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden = model.first(batch)
+        return model(hidden).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=8) as recorder:
+        for _ in range(8):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 3)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                recorder.before_forward()
+                loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    assert all(record.forward.autocast for record in recorder.recent)
+    assert "to the bit" in str(ak.explain(recorder, step=7, **QUICK).certificate)
+
+
+def test_who_said_where_loss_fn_begins_is_not_told_to_say_it(tmp_path: Path) -> None:
+    """A weight that is annealed: the loss is another one, and it draws before the model, as it was told."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = {"noise": 1.0}
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return weights["noise"] * denoised(model, batch)
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=8) as recorder:
+        for _ in range(8):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 3)
+            recorder.before_forward()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+            weights["noise"] *= 0.9
+    with pytest.raises(ReplayMismatch) as raised:
+        ak.explain(recorder, step=7, **QUICK)
+    assert "cannot be explained" not in str(raised.value)
+    assert "annealed" in str(raised.value)
 
 
 def test_autocast_is_that_of_the_models_call_wherever_the_loop_says_that_a_pass_begins(tmp_path: Path) -> None:

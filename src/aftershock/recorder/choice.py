@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import InvalidInput
 from .event import SETTLED, Event
 from .instruments import ORDINARY
+from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
@@ -35,10 +36,17 @@ def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) ->
     return found, live if live is not None and found.folder.is_relative_to(live.directory) else None
 
 
-def chosen_step(flight: Flight, step: int | None) -> int:
-    """The step that was asked for; else the trigger's, or that of a larger event inside its window; else the last."""
+def chosen_step(flight: Flight, step: int | None, of: str | None = None) -> int:
+    """The step that was asked for; else the trigger's, or that of a larger event inside its window; else the last.
+
+    of: "norm" asks for the largest gradient norm of the window, where norms before clipping are known.
+    """
     if step is not None or flight.trigger is None:
         return flight.last if step is None else step
+    numbers, _ = _around(flight, flight.trigger)
+    some = [flight.records[n] for n in numbers]
+    if of == "norm" and all(record.clip is None or not math.isnan(record.raw_norm) for record in some):
+        return max((record for record in some if record.finite), key=lambda record: record.told_norm).step
     found = _largest(flight, flight.trigger)
     if found == flight.trigger and not _around(flight, found)[1].is_one:
         later = (n for n in sorted(flight.records) if n >= found and not flight.records[n].finite)
@@ -91,7 +99,7 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
         parts.append("This is the last step that was recorded (step= explains another).")
     if asked is None and told == step and flight.trigger not in (None, step):
         parts.append(
-            f"The window was kept for step {flight.trigger}; step {step} has a larger loss and is explained here. "
+            f"The window was kept for step {flight.trigger}; step {step} stands out more and is explained here. "
             f"For the other: step={flight.trigger} (--step {flight.trigger})."
         )
     if told == step == flight.trigger and flight.records[step].finite and not _around(flight, step)[1].is_one:
@@ -127,10 +135,10 @@ def _loss(flight: Flight) -> str:
     return f" The loss rose at step {highest}: step={highest} (--step {highest}) explains that."
 
 
-def page_name(flight: Flight, step: int) -> str:
-    """Such as flight-run2-step216.html."""
+def page_name(flight: Flight, step: int, quantity: Quantity) -> str:
+    """Such as flight-run2-step216.html, or flight-step216-norm.html."""
     run = f"-run{flight.number}" if flight.runs > 1 else ""
-    return f"{flight.name}{run}-step{step}.html"
+    return f"{flight.name}{run}-step{step}{'' if quantity == 'loss' else '-norm'}.html"
 
 
 def with_clip(flight: Flight, clip: float | None) -> Flight:

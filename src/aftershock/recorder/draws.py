@@ -7,10 +7,14 @@ begins.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..core.batches import Batch
 from ..core.loss import LossFunction
@@ -20,6 +24,35 @@ REMEDY = (
     "call recorder.before_forward() in the loop, right before loss_fn, or draw these numbers where the batch is made, "
     "and let them be a part of it"
 )
+
+
+NAMES = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+    "multinomial", "normal", "normal_", "uniform", "uniform_", "exponential_", "random", "random_", "randrange",
+    "choice", "choices", "sample", "rsample", "shuffle", "permutation", "gauss", "beta", "dirichlet", "gumbel_softmax",
+    "dropout",
+}  # fmt: skip
+DEPTH = 3  # calls in each other
+
+
+def may_draw(function: Any, depth: int = DEPTH) -> bool:
+    """Does the function's own code, or that of functions and methods it calls by name, name something that draws?"""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, function = getattr(function, "__self__", None), inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, types.FunctionType) or depth == 0:
+        return False
+    names = list(_names(function.__code__))
+    around = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    called = [around.get(name) for name in names] + [getattr(type(owner), name, None) for name in names]
+    return not NAMES.isdisjoint(names) or any(may_draw(one, depth - 1) for one in called if inspect.isfunction(one))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 class _Called(BaseException):
@@ -38,12 +71,13 @@ def drawn_before_the_model(
 
     loss = copy.copy(loss)
     loss._tried = True  # no copies of frozen weights, which may be most of a GPU's memory: nothing is run with them
-    handles = [part.register_forward_pre_hook(look) for part in loss.model.modules()]
+    handles: list[RemovableHandle] = []
     try:
+        handles += [part.register_forward_pre_hook(look) for part in loss.model.modules()]
         loss.call(parameters, buffers, random, lambda model: loss.raw(model, batch, "the first call of the model"))
     except _Called:
-        return not seen[0].same(random)
+        pass
     finally:
         for handle in handles:
             handle.remove()
-    return False
+    return bool(seen) and not seen[0].same(random)

@@ -115,7 +115,7 @@ def explain(
     found = with_clip(found, clip)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = _Code.of(found, recorder, given)
-    chosen = chosen_step(found, step)
+    chosen = chosen_step(found, step, of)
     asked, target = _asked(found, chosen)
     replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
     nan = _not_a_number(found, replayed, asked, code) if asked != target else None
@@ -136,7 +136,7 @@ def explain(
     told.attrs |= {
         "which": said_of(found, step, chosen, asked),
         "nothing_seen": "" if step is not None else nothing_seen(found),
-        "page": page_name(found, asked),
+        "page": page_name(found, asked, event.quantity),
         "run": found.run["id"],
     }
     if clip is not None:
@@ -153,7 +153,7 @@ def _event(replayed: Replay, quantity: Quantity) -> Event:
 
 def _norm_first(replayed: Replay, by_loss: Event) -> bool:
     """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-    if by_loss.peak > THRESHOLD * by_loss.sigma or replayed.last < FEWEST:
+    if (by_loss.is_one and by_loss.peak > THRESHOLD * by_loss.sigma) or replayed.last < FEWEST:
         return False
     *before, last = [seen("gradient norm", step) for step in replayed.trajectory.steps[: replayed.last + 1]]
     return robust_z(last, before) > THRESHOLD

@@ -41,11 +41,11 @@ DRAWN = Cause(
 
 OTHER_MASKS = Cause(
     "random",
-    "the loss draws random numbers (dropout, noise), and others than the replay does: the model was called with "
-    "gradients before the forward pass that is recorded, as where another network is trained through it; or something "
-    "else than the optimizer writes to the weights",
+    "the loss draws random numbers (dropout, noise), and may have drawn others than the replay does: the model was "
+    "called with gradients before the forward pass that is recorded, as where another network is trained through it; "
+    f"or something else than the optimizer writes to the weights; or {ANOTHER_RUN.text}",
     "call recorder.before_forward() right before the forward pass whose loss step() is given; averages that are "
-    "swapped in are not modelled",
+    f"swapped in are not modelled; else {ANOTHER_RUN.remedy}",
 )
 
 
@@ -73,7 +73,7 @@ def parting(
         return known
     if _not_zeroed(some, i, trajectory):
         return NOT_ZEROED
-    if forward and _drawn(trajectory, i):
+    if forward and not record.forward.begun and _drawn(trajectory, i):
         return DRAWN
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS

@@ -35,7 +35,7 @@ def _from_file(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Reco
         own = f"random/{i}/"
         random = RandomState.of({key.removeprefix(own): t for key, t in tensors.items() if key.startswith(own)})
         fed.append(Fed(entry["structure"], parts, int(entry["index"]), random))
-    autocast, dtype, evaluating = header["forward"]
+    autocast, dtype, evaluating, *begun = header["forward"]
     if not isinstance(getattr(torch, dtype), torch.dtype) or not fed:
         raise ValueError(f"autocast to {dtype!r}, {len(fed)} batches")
     clip, divisor = header["clip"], header["divisor"]
@@ -47,7 +47,7 @@ def _from_file(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Reco
         raw_norm=float(header["raw_norm"]),
         hypers=tuple(hyper_from_json(h) for h in header["hypers"]),
         clip=None if clip is None else float(clip),
-        forward=Forward(bool(autocast), getattr(torch, dtype), tuple(str(name) for name in evaluating)),
+        forward=Forward(bool(autocast), getattr(torch, dtype), tuple(map(str, evaluating)), any(begun)),
         divisor=None if divisor is None else float(divisor),
     )
 
@@ -71,6 +71,7 @@ def to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
             record.forward.autocast,
             str(record.forward.autocast_dtype).removeprefix("torch."),
             list(record.forward.evaluating),
+            record.forward.begun,
         ],
     }
     return tensors, header

@@ -29,7 +29,7 @@ from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from .descriptions import Describe
-from .draws import REMEDY
+from .draws import REMEDY, may_draw
 from .forecast import Forecast, forecast
 from .observing import Observer, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
@@ -54,7 +54,7 @@ class FlightRecorder:
 
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
         state is read when the model or a part of it is first called; a loss_fn that draws numbers before that needs
-        `before_forward`, and the first step says so.
+        `before_forward`, and the second step reminds of it.
     directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it, and if
@@ -143,7 +143,9 @@ class FlightRecorder:
         self._random: RandomState | None = None
         self._forward: Forward | None = None
         self._called = False  # was the model called since the last batch?
-        self._begins = False  # does the loop say where loss_fn begins, or was it looked whether it must?
+        self._begins = False  # does the loop say where loss_fn begins?
+        self._left: RandomState | None = None  # when the first batch was fed, until it is known what is drawn after it
+        self._looked = False
         self._update: Update | None = None
         self._unpaired = False  # step() was called, and no update had been made
         self._guarding = False  # a loss that was not finite came without an update, and was told
@@ -308,11 +310,17 @@ class FlightRecorder:
                 "from, let the optimizer step once before the loop's own guard"
             )
 
-    def _say_drawn(self, batch: Batch, random: RandomState) -> None:
-        """Once, and early: random numbers that a replay would draw anew."""
-        again = self.source.batch(Fed(*describe(batch), 0, random))  # a copy: loss_fn may write to it
-        if self._snapshots.draws(again, random):
-            say(f"loss_fn draws random numbers before it calls the model, which no replay would repeat: {REMEDY}")
+    def _say_drawn(self, random: RandomState) -> None:
+        """Once, and early: random numbers that a replay may draw anew. It only looks: loss_fn is the loop's to call."""
+        if self._left is None:
+            self._left = RandomState.now(self.source.device)
+            return
+        self._looked = True
+        if not random.same(self._left) and may_draw(self.loss_fn):
+            say(
+                "random numbers are drawn between recorder.step() and the call of the model, and loss_fn names "
+                f"something that draws. If it is what drew them, no replay repeats them: {REMEDY}"
+            )
 
     def trigger(self, reason: str) -> None:
         """Keep the window of the next recorded step."""
@@ -345,10 +353,12 @@ class FlightRecorder:
 
     def _read_forward(self) -> None:
         """What a pass that begins now begins with; autocast and modes as they are when the model is called."""
+        now = Forward.now(reading.unwrapped(self.model), self.source.device, begun=self._begins)
         if self._random is None:
             self._random = RandomState.now(self.source.device)
-        self._forward = Forward.now(reading.unwrapped(self.model), self.source.device)
-        self._unpaired = False
+        elif self._forward is not None and self._forward.autocast:  # before_forward() saw it; a part may run without it
+            now = replace(now, autocast=True, autocast_dtype=self._forward.autocast_dtype)
+        self._forward, self._unpaired = now, False
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
@@ -378,15 +388,17 @@ class FlightRecorder:
     @guarded
     def _feed(self, batch: Batch, loss: Tensor | float, index: int | None) -> None:
         if self._random is None:
-            raise InvalidInput("the model was not called with gradients since the last step: record after the forward")
+            raise InvalidInput(
+                "the model was not called with gradients since the last step: record after the forward; where loss_fn "
+                "is compiled, call recorder.before_forward() right before it"
+            )
         structure, tensors = describe(batch)
         self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
         self.take(Fed(structure, self._landing.values, self._index, self._random), loss)
         self._index += 1
-        if not self._begins:
-            self._begins = True
-            self._say_drawn(batch, self._random)
+        if not self._begins and not self._looked:
+            self._say_drawn(self._random)
         self._random, self._called = None, False
 
     @guarded

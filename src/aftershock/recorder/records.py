@@ -55,13 +55,14 @@ class Forward:
     autocast: bool
     autocast_dtype: torch.dtype
     evaluating: tuple[str, ...]
+    begun: bool = False  # the loop said where it begins: what loss_fn draws before it calls the model is replayed
 
     @classmethod
-    def now(cls, model: nn.Module, device: torch.device) -> Forward:
+    def now(cls, model: nn.Module, device: torch.device, *, begun: bool = False) -> Forward:
         """What surrounds a pass that begins now."""
         autocast = Autocast.now(device)
         evaluating = tuple(name for name, part in model.named_modules() if not part.training)
-        return cls(autocast.enabled, autocast.dtype, evaluating)
+        return cls(autocast.enabled, autocast.dtype, evaluating, begun)
 
 
 @dataclass(frozen=True)

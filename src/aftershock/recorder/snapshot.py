@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.adamw import Hyper
-from ..core.batches import Batch
 from ..core.capture import Captured, plain_name, read_hyper, unwrapped
 from ..core.layout import Layout
 from ..core.randomness import RandomState
 from ..core.state import JointState
-from .draws import drawn_before_the_model
 from .transfer import Transfer
 
 
@@ -61,16 +59,6 @@ class Snapshots:
         hypers = tuple(replace(h, lr=fetch(h.lr) if isinstance(h.lr, Tensor) else h.lr) for h in snapshot.hypers)
         state = JointState(theta, m, v, counts, buffers)
         return replace(self._code, loss=loss, state=state, hypers=hypers, random=snapshot.random)
-
-    def draws(self, batch: Batch, random: RandomState) -> bool:
-        """Does loss_fn draw random numbers before it calls the model? Nothing is copied."""
-        live = self._live()
-        parameters = [live[name].detach().requires_grad_() for name in self.layout.names]
-        buffers = {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
-        try:
-            return drawn_before_the_model(self._code.loss, parameters, buffers, batch, random)
-        except Exception:  # it cannot run on a copy, which a replay will say better
-            return False
 
     def _live(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
