@@ -81,7 +81,7 @@ class Check:
 def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> Check:
     """Compare one Hessian product with a central difference and test its symmetry: about 8 g, up to 16.
 
-    Three times as much where the weights lie on a kink. Raises `WrongHessian` or `Nondeterministic`.
+    Five times as much where the weights lie on a kink. Raises `WrongHessian` or `Nondeterministic`.
     """
     once, noise = repeated(loss, state, batch, random, "the check")
     rounding = 2 * torch.finfo(_working_dtype(loss)).eps * float(once.norm)  # of one gradient

@@ -323,10 +323,10 @@ def _passed(trajectory: Trajectory, first: int) -> Iterator[Passed]:
         counts = state.counts
 
 
-def steps_after(trajectory: Trajectory, first: int, lag: int = 0) -> Iterator[tuple[int, list[Run], JointState]]:
-    """Steps from `first` on with their scalars, counts `lag` behind, and the state after each."""
+def steps_after(trajectory: Trajectory, first: int) -> Iterator[tuple[int, list[Run], JointState]]:
+    """Steps from `first` on with their scalars, and the state after each."""
     for step in _passed(trajectory, first):
-        yield step.index, step.runs(trajectory.dynamics.layout, lag), step.after
+        yield step.index, step.runs(trajectory.dynamics.layout), step.after
 
 
 def _inside(coordinates: Int64[Tensor, " pair"], run: Run, reach: tuple[int, int]) -> Tensor | slice | None:

@@ -142,7 +142,7 @@ class LossFunction:
     def within(self, surroundings: Surroundings) -> LossFunction:
         """The same loss, with every call of the user's loss_fn made inside `surroundings(model)`."""
         other = copy.copy(self)
-        other.surroundings = surroundings
+        other.surroundings, other._functions = surroundings, {}
         other.sharing = Sharing(wanted=False)  # what watches a pass cannot watch a mapped one
         other.player = Player(self.layout, wanted=False)  # nor a recorded one
         return other

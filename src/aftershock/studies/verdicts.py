@@ -26,8 +26,9 @@ RULES = {
     "order of magnitude": "a value at rounding: within a factor of ten",
     "both at rounding": "both values are rounding errors, though of different size",
     "binomial": "our count lies inside the 95 % interval of a binomial with the paper's share",
-    "same side of 0.05": "both tests are significant, or neither is; where we have more systems, in at least one of "
-    "twenty draws of as many as the paper's",
+    "same side of 0.05": "both tests are significant, or neither is; where we have more systems, in 19 of 20 draws of "
+    "as many as the paper's",
+    "either way": "draws of as many of our systems as the paper's come out either way: not judged",
     "same statement": "what the paper says in words holds for our medians",
     "bound": "our median keeps the bound that the paper states",
     "rounds to the paper's value": "our median rounds to the digits that the paper prints",
@@ -86,7 +87,7 @@ def spread(measure: Measure) -> Spread:
     if measure.kind == "share":
         return Spread(float(measure.values.mean()))
     if measure.kind in ("p", "statement", "maximum", "number"):
-        return Spread(float(np.median(measure.values)))
+        return Spread(float(np.nanmedian(measure.values)))
     known = measure.values[~np.isnan(measure.values)]
     if not len(known):
         return Spread(math.nan)
@@ -119,9 +120,10 @@ def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tup
     if measure.kind == "share":
         return _same_share(measure.values, paper), "fisher"
     if measure.kind == "p":
-        return _said_often((measure.values < LEVEL) == (paper < LEVEL)), "same side of 0.05"
+        return _by_draws((measure.values < LEVEL) == (paper < LEVEL), "same side of 0.05")
     if quote.kind == "statement":
-        return _said_often(measure.values == paper), "same side of 0.05" if "p =" in measure.note else "same statement"
+        rule = "same side of 0.05" if "p =" in measure.note else "same statement"
+        return _by_draws(measure.values == paper, rule)
     if quote.kind == "bound":
         return ours.middle > paper, "bound"
     if quote.kind == "about":
@@ -145,9 +147,10 @@ def _by_systems(values: np.ndarray, ours: Spread, quote: Quote, generator: np.ra
     return inside, "bootstrap" if inside else "iqr or bootstrap"
 
 
-def _said_often(draws: np.ndarray) -> bool:
-    """One test says it or not; of several draws, one in twenty is no surprise."""
-    return bool(draws.mean() >= LEVEL)
+def _by_draws(same: np.ndarray, rule: str) -> tuple[bool | None, str]:
+    """Does the test say what the paper's does, in one draw or in almost every one?"""
+    share = float(same.mean())
+    return (None, "either way") if LEVEL < share < 1 - LEVEL else (share >= 1 - LEVEL, rule)
 
 
 def _at_rounding(ours: float, paper: float, limit: float) -> tuple[bool, str]:
