@@ -285,6 +285,15 @@ def test_only_code_that_names_something_that_draws_is_suspected(loss_fn: Any, dr
     assert may_draw(loss_fn) is draws
 
 
+def test_a_name_that_is_not_assigned_yet_is_no_error() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return later(model, batch)
+
+    assert may_draw(loss_fn) is False
+    later = denoised
+    assert may_draw(loss_fn) is True
+
+
 def test_the_recorder_never_calls_loss_fn(tmp_path: Path) -> None:
     """A second stream of data inside loss_fn, as of unlabelled batches: a call of the recorder's would take one."""
 

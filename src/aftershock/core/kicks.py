@@ -265,20 +265,12 @@ class Counts:
 
     def _moved(self, step: Passed, lag: int) -> Float[Tensor, " param"]:
         """q' − q: how counts that are `lag` behind change the step."""
-        runs, after = step.runs(self.layout), step.after
-        counts = [c - 1 - lag for c in after.counts]
-        behind = runs_of(self.layout, step.hypers, counts, _present(runs, self.layout))
-        moved = torch.zeros_like(after.theta)
-        for now in runs:
-            late = next(run for run in behind if run.where.start <= now.where.start < run.where.stop)
+        after, moved = step.after, torch.zeros_like(step.after.theta)
+        for now, late in zip(step.runs(self.layout), step.runs(self.layout, lag), strict=True):
             if now.active and late.bias2 > 0:
                 m, v = after.m[now.where], after.v[now.where]
                 moved[now.where] = step_size(late, m, v) - step_size(now, m, v)
         return moved
-
-
-def _present(runs: Sequence[Run], layout: Layout) -> list[bool]:
-    return [any(run.active and run.where.start <= start < run.where.stop for run in runs) for start in layout.starts]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class _Walk:
             return
         for name, default in _defaults(function):
             self.whole(default, name, depth + 1)
-        names = _closure(function)
+        names = closure_of(function)
         if bound is not NOTHING and function.__code__.co_argcount:
             names[function.__code__.co_varnames[0]] = bound
         for use in _uses(function.__code__):
@@ -158,12 +158,13 @@ def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _closure(function: types.FunctionType) -> dict[str, Any]:
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """What its free names hold; those that are not assigned yet are left out."""
     names = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             names[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:
             continue
     return names
 

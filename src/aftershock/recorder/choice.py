@@ -44,9 +44,9 @@ def chosen_step(flight: Flight, step: int | None, of: str | None = None) -> int:
     if step is not None or flight.trigger is None:
         return flight.last if step is None else step
     numbers, _ = _around(flight, flight.trigger)
-    some = [flight.records[n] for n in numbers]
-    if of == "norm" and all(record.clip is None or not math.isnan(record.raw_norm) for record in some):
-        return max((record for record in some if record.finite), key=lambda record: record.told_norm).step
+    some = [flight.records[n] for n in numbers if flight.records[n].finite]
+    if of == "norm" and some and all(record.clip is None or not math.isnan(record.raw_norm) for record in some):
+        return max(some, key=lambda record: record.told_norm).step
     found = _largest(flight, flight.trigger)
     if found == flight.trigger and not _around(flight, found)[1].is_one:
         later = (n for n in sorted(flight.records) if n >= found and not flight.records[n].finite)

@@ -19,13 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from ..core.batches import Batch
 from ..core.loss import LossFunction
 from ..core.randomness import RandomState
+from ..core.uses import closure_of
 
 REMEDY = (
     "call recorder.before_forward() in the loop, right before loss_fn, or draw these numbers where the batch is made, "
     "and let them be a part of it"
 )
-
-
 NAMES = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform", "uniform_", "exponential_", "random", "random_", "randrange",
@@ -43,7 +42,7 @@ def may_draw(function: Any, depth: int = DEPTH) -> bool:
     if not isinstance(function, types.FunctionType) or depth == 0:
         return False
     names = list(_names(function.__code__))
-    around = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    around = function.__globals__ | closure_of(function)
     called = [around.get(name) for name in names] + [getattr(type(owner), name, None) for name in names]
     return not NAMES.isdisjoint(names) or any(may_draw(one, depth - 1) for one in called if inspect.isfunction(one))
 
