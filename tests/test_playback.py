@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core import playback
+from aftershock.core import footprint, playback
 from aftershock.core.loss import Gradient, LossFunction
 from aftershock.core.recordings import Shape
 
@@ -236,3 +236,62 @@ def test_recorded_products_of_an_overwritten_state_are_refused() -> None:
     theta.add_(1)
     with pytest.raises(RuntimeError, match="overwritten"):
         graph.products(torch.randn(1, len(theta), device="cuda"))
+
+
+# --- in lanes
+
+
+def smooth_model() -> ak.TrainingPoint:
+    """Neither draws nor moves buffers, and is wide enough that its kernels overlap."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 3)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    plain_loss(model, batch(0)).backward()
+    optimizer.step()
+    return ak.capture(model, optimizer, plain_loss)
+
+
+@on_gpu
+def test_rows_in_lanes_have_the_bits_of_plain_passes() -> None:
+    point = smooth_model()
+    state, random, loss = point.captured.state, point.captured.random, point.loss
+    at = (state.theta, state.buffers, (batch(3), batch(4)), random)
+    assert loss.rehearse("gradient", *at, lanes=3)
+    assert loss.rehearse("value", *at, lanes=3)
+    assert len(loss.player.lanes) == 3
+    thetas, given = [state.theta * (1 + 0.01 * i) for i in range(7)], batch(5)
+    here: Any = ({}, given, random, "here")
+    for _ in range(20):  # a race would not show every time
+        found = loss.spread("gradient", given, 7, lambda i: loss.gradient(thetas[i], *here, wait=False))
+        values = loss.spread("value", given, 7, lambda i: loss.value(thetas[i], *here, wait=False))
+    for theta, gradient, value in zip(thetas, found, values):
+        plain = loss.plain("gradient", theta, {}, given, random)
+        assert isinstance(plain, Gradient)
+        assert all(torch.equal(a, b) for a, b in zip(gradient.grads, plain.grads))
+        assert torch.equal(gradient.loss, plain.loss)
+        assert torch.equal(value.loss, plain.loss)
+
+
+@on_gpu
+def test_a_pass_that_draws_or_moves_buffers_has_one_lane() -> None:
+    point, loss = made(plain_loss)
+    state = point.captured.state
+    assert loss.rehearse("gradient", state.theta, state.buffers, (batch(3), batch(4)), point.captured.random, lanes=3)
+    assert len(loss.player.lanes) == 1
+
+
+@on_gpu
+@pytest.mark.parametrize("probe", ["batch", "own"])
+def test_responses_in_lanes_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
+    """To the bit; a replaced batch that is the control's own has no response."""
+    monkeypatch.setattr(playback, "LARGE", 0)
+    pool, found = [batch(seed) for seed in range(10, 17)], []
+    for lanes in (4, 1):
+        monkeypatch.setattr(footprint, "LANES", lanes)
+        point = smooth_model()
+        path = point.follow([batch(seed) for seed in range(6)])
+        change = path.replace([*pool, batch(0)])
+        found.append(change.response(batch(30) if probe == "batch" else ak.own_loss).data["response"])
+        assert len(point.loss.player.lanes) == lanes
+        assert not found[-1].sel(answer="exact").isel(change=-1).any()
+    np.testing.assert_array_equal(*found)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +17,8 @@ import aftershock as ak
 from aftershock.core import playback
 from aftershock.core.footprint import Curvature, Footprint
 from aftershock.core.graphs import GradientGraph
-from aftershock.core.planning import Work, plan_history, plan_responses
+from aftershock.core.lanes import LANES, Lanes
+from aftershock.core.planning import Load, Work, plan_history, plan_responses, rollout_bytes
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
 from aftershock.core.responses import ANSWERS
@@ -32,15 +35,20 @@ class OnCPU:
     """A recording that runs the pass again; its inputs are those it is given, as a graph's are."""
 
     nbytes = HELD
+    separate = True
 
-    def __init__(self, work: Any, theta: Tensor, batch: Any) -> None:
+    def __init__(self, work: Any, theta: Tensor, batch: Any, stream: object = None) -> None:
         self._work, (self._leaves, self._structure) = work, flatten(batch)
         self.result: Tensor
+        self.played = 0
 
     def faithful(self, *_: object) -> bool:
         return True
 
+    repeats = faithful
+
     def play(self, theta: Tensor, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], random: Any) -> Played:
+        self.played += 1
         given = iter(inputs)
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self._leaves]
         played = self._work.plain(theta, self._structure.unflatten(leaves))
@@ -48,6 +56,13 @@ class OnCPU:
         return played
 
     run = play
+
+
+class _Stream:
+    """A CPU has one, and waits for all."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
 
 
 @pytest.fixture
@@ -62,6 +77,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], ak.TrainingPo
     monkeypatch.setattr(playback, "LARGE", 0)
     monkeypatch.setattr(playback, "Recording", OnCPU)
     monkeypatch.setattr(playback, "_launching", launching)
+    monkeypatch.setattr(Lanes, "stream", lambda self, lane: _Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
     def point(case: Case) -> ak.TrainingPoint:
         found = case.point()
@@ -189,3 +207,54 @@ def test_a_function_of_the_model_does_not_play_the_loss(recording: Callable[[Cas
     values = [float(f.value(state.theta, state.buffers, None, random, "here").loss) for f in (doubled, tripled)]
     assert values[1] == pytest.approx(1.5 * values[0], rel=1e-12)
     assert point.loss.recorded("value", None) is None
+
+
+# --- in lanes
+
+
+def test_rows_are_spread_over_the_lanes_of_a_recording(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """Each row plays its own lane's recording, eight of them two on each; the answers are those one by one."""
+    case = make("tanh_mlp")
+    given, found = batches(case, 6, 13), []
+    for lanes in (True, False):
+        point = recording(case) if lanes else case.point()
+        path = point.follow(given[:4])
+        found.append(path.replace(given[4:12]).response(given[12], answers=("exact",)).data["response"])
+        if not lanes:
+            continue
+        looked, _ = point.loss.player.looked_at(point.loss.loss_fn, "gradient", path.steps[0].batch, evaluating=False)
+        assert looked is not None
+        assert len(looked.recordings) == LANES
+        # gradients of eight batches and the control's at the step, then eight rows for three steps
+        assert [each.played for each in looked.recordings[1:]] == [2 + 3 * 2] * 3
+    xr.testing.assert_allclose(*found, rtol=1e-12)
+
+
+def test_a_lane_without_a_recording_runs_as_ever(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """A batch of another shape in a lane is a plain pass: never another lane's recording."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    path = point.follow(batches(case, 6, 4))
+    Footprint.of(path.trajectory)
+    loss, own = point.loss, path.steps[0].batch
+    assert loss.spread("gradient", own, 2, lambda i: loss.recorded("gradient", own)[0]).count(None) == 0
+    state = point.captured.state
+    at = (state.theta, state.buffers, (own, own), point.captured.random)
+    loss.rehearse("value", *at)
+    assert [found is None for found in loss.spread("gradient", own, 2, lambda i: loss.recorded("value", own))] == [
+        False,
+        True,
+    ]
+
+
+def test_lanes_are_counted(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """What lanes hold belongs to the recordings, and rows beside each other have their gradients at the same time."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    trajectory = point.follow(batches(case, 6, 4)).trajectory
+    vector = Footprint.of(trajectory).vector
+    assert point.loss.player.nbytes == LANES * (HELD + vector)
+    many, one = (rollout_bytes(trajectory, Load(exact=n)) for n in (8, 1))
+    assert many - one == 7 * 3 * vector + (LANES - 1) * max(
+        Footprint.of(trajectory).gradient, vector + Footprint.of(trajectory).update
+    )

@@ -16,6 +16,7 @@ from ..errors import AftershockError
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
+from .lanes import LANES
 from .memory import budget, free
 from .rehearsals import rehearse_products
 from .rows import row_gradients
@@ -24,9 +25,9 @@ from .trajectory import Trajectory
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
 COUNTING = 6  # and where coordinates with v = 0 are counted
 FEW = 3  # rows whose memory stands for that of many
-# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
-# products are, which takes eleven
-ROOM, PRODUCTS_ROOM = 8, 40
+# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, for each
+# lane that it is recorded on, which takes as much and one more gradient, and where products are, which takes eleven
+ROOM, LANE_ROOM, PRODUCTS_ROOM = 8, 10, 32
 PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
 
 
@@ -188,10 +189,12 @@ def _recordable(trajectory: Trajectory) -> int:
 
 
 def _record_gradient(trajectory: Trajectory) -> None:
-    """Record a large model's gradient: its rows then run one after another, each faster than its share of many."""
+    """Record a large model's gradient: its rows then run alone, each faster than its share of many, and on several
+    lanes beside each other where there is room."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    lanes = max(1, min(LANES, _recordable(trajectory) // (LANE_ROOM * state.theta.nbytes)))
     if trajectory.typical is not None:
-        loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random)
+        loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random, lanes=lanes)
 
 
 def _record_products(trajectory: Trajectory) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -38,6 +38,7 @@ from .randomness import RandomState, drawing_from
 from .recordings import Program, Recording
 from .rows import Sharing
 
+T = TypeVar("T")
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 WRITTEN = (
     "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights clamped "
@@ -199,7 +200,7 @@ class LossFunction:
             return shared
         single = {"product": "gradient", "pool": "gradient"}.get(kind, kind)
         found, _ = self.player.looked_at(self.loss_fn, single, self.place(batch), evaluating=evaluating)
-        return found is None or not (found.busy or (found.recording is not None and kind != "product"))
+        return found is None or not (found.busy or (found.recordings and kind != "product"))
 
     def recorded(self, kind: str, batch: Batch, *, evaluating: bool = False) -> tuple[Recording, list[Tensor]] | None:
         """The recording that plays this pass over batches of this shape, and what is copied into it; None where there
@@ -207,7 +208,18 @@ class LossFunction:
         if not self.player.recordings:
             return None
         found, inputs = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
-        return None if found is None or found.recording is None else (found.recording, inputs)
+        lane = self.player.lanes.turn
+        return None if found is None or len(found.recordings) <= lane else (found.recordings[lane], inputs)
+
+    def spread(
+        self, kind: str, batch: Batch, count: int, run: Callable[[int], T], *, evaluating: bool = False
+    ) -> list[T]:
+        """run(0) … run(count - 1), of which each makes such a pass: beside each other where it is recorded in lanes."""
+        most = 0
+        if count > 1 and self.player.recordings:
+            found, _ = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
+            most = 0 if found is None else len(found.recordings)
+        return self.player.lanes.spread(count, run, most=most)
 
     def _played(
         self,
@@ -236,6 +248,7 @@ class LossFunction:
         random: RandomState,
         *,
         evaluating: bool = False,
+        lanes: int = 1,
     ) -> bool:
         """Record "value" or "gradient" over batches of one shape; says whether it is played back from now on."""
 
@@ -243,7 +256,9 @@ class LossFunction:
             leaves = self.leaves(theta)
             return leaves, self.program(kind, leaves, batch, "a recorded pass")
 
-        return self.player.rehearse(self, kind, make, theta, buffers, batches, random, evaluating=evaluating)
+        return self.player.rehearse(
+            self, kind, make, theta, buffers, batches, random, evaluating=evaluating, lanes=lanes
+        )
 
     def plain(
         self,

@@ -26,9 +26,10 @@ POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
-    """Record the values of a probe of a large model."""
+    """Record the values of a probe of a large model, on as many lanes as its gradient."""
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
-    loss.rehearse("value", state.theta, state.buffers, (batch, batch), random, evaluating=probe.evaluating)
+    at = (state.theta, state.buffers, (batch, batch), random)
+    loss.rehearse("value", *at, evaluating=probe.evaluating, lanes=len(loss.player.lanes))
 
 
 def plan_states(
@@ -219,10 +220,10 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
     """
     f = Footprint.of(trajectory)
-    v, predicted = f.vector, load.predicted
+    v, predicted, lanes = f.vector, load.predicted, max(1, len(trajectory.dynamics.loss.player.lanes))
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value]
+    work = [lanes * f.value]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
@@ -230,13 +231,14 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
         count = load.exact + 1
         carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
-        alone = max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
+        beside = 1 if own else min(lanes, load.exact)  # rows whose gradients are there at the same time
+        alone = beside * max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
         work.append(shared if together else alone)
     if load.linear:
         work.append(f.gradient + v)
     if load.semilinear:
         count = load.semilinear + 1  # a step's own loss, or a probe that is not recorded, is read in rows
-        rows = min(AT_ONCE, count) if trajectory.dynamics.loss.sharing.tries("value", count) else 1
+        rows = min(AT_ONCE, count) if trajectory.dynamics.loss.sharing.tries("value", count) else lanes
         work.append(rows * (v + f.value))
     if predicted:
         c = Curvature.of(trajectory)
@@ -263,7 +265,7 @@ def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
     trajectory, chosen = work.watch.trajectory, []
     for each in passes:
-        pays = trajectory.together("pool", 1 + each.at_once)
+        pays = trajectory.together("pool", 1 + each.at_once) or len(trajectory.dynamics.loss.player.lanes) > 1
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available else each)
     return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batches import Accumulated, Batch
+from .lanes import Lanes
 from .layout import Layout
 from .randomness import RandomState
 from .recordings import Make, Recording, Shape, Work
@@ -44,13 +45,13 @@ def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
     return (plain[len(plain) // 2], plain[min(len(plain) // 2 + 1, len(plain) - 1)]) if plain else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Looked:
     """What came of trying to record a pass: neither where it cannot be, busy where it keeps the GPU busy anyway."""
 
     function: object  # the loss, or another function of the model
     shape: Shape
-    recording: Recording | None = None
+    recordings: list[Recording] = field(default_factory=list)  # one for each lane
     busy: bool = False
 
 
@@ -62,9 +63,9 @@ class Player:
 
     def __init__(self, layout: Layout, *, wanted: bool) -> None:
         self.layout, self.wanted = layout, wanted
+        self.lanes = Lanes(layout)
         self._looked: list[Looked] = []
-        self._theta: list[Float[Tensor, " param"]] = []  # where recordings read θ: one place for all of them
-        self._vectors: list[Float[Tensor, "change param"]] = []  # and where products read their vectors
+        self._vectors: list[Float[Tensor, "change param"]] = []  # where products read theirs
         self._measured: WeakKeyDictionary[object, dict[type, Any]] = WeakKeyDictionary()
 
     @property
@@ -74,18 +75,18 @@ class Player:
 
     @property
     def recordings(self) -> int:
-        """How many there are."""
-        return sum(known.recording is not None for known in self._looked)
+        """How many passes are recorded."""
+        return sum(bool(known.recordings) for known in self._looked)
 
     def has(self, kind: str) -> bool:
         """Whether there is one of this kind, for whatever batch."""
-        return any(known.shape.kind == kind and known.recording is not None for known in self._looked)
+        return any(known.shape.kind == kind and known.recordings for known in self._looked)
 
     @property
     def nbytes(self) -> int:
         """What the recordings keep on the device."""
-        kept = [known.recording.nbytes for known in self._looked if known.recording is not None]
-        return sum(kept) + sum(place.nbytes for place in (*self._theta, *self._vectors))
+        kept = [recording.nbytes for known in self._looked for recording in known.recordings]
+        return sum(kept) + self.lanes.nbytes + sum(place.nbytes for place in self._vectors)
 
     @property
     def vectors(self) -> Float[Tensor, "change param"]:
@@ -107,7 +108,7 @@ class Player:
         self.wanted = False
         self._looked.clear()
         self._measured.clear()
-        self._theta.clear()
+        self.lanes.clear()
         self._vectors.clear()
 
     def spare_vectors(self) -> None:
@@ -137,35 +138,45 @@ class Player:
         *,
         evaluating: bool = False,
         derivative: bool = False,
+        lanes: int = 1,
     ) -> bool:
         """Record a pass over batches of this shape, unless that was tried before; says whether it is played back.
 
-        Costs about seven passes, once; two where a pass keeps the GPU busy by itself and is not recorded. `batches` are
-        two of one shape, or the same one twice. derivative: it is differentiated twice.
+        Costs about seven passes, once, and four for each further lane; two where a pass keeps the GPU busy by itself
+        and is not recorded. `batches` are two of one shape, or the same one twice. derivative: it is differentiated
+        twice. lanes: on how many it is recorded, where its recordings have nothing in common that one changes.
         """
         placed = [loss.place(batch) for batch in batches]
         (shape, _), (other, _) = (Shape.of(kind, evaluating, batch, self.layout.device) for batch in placed)
         known = self._known(loss.loss_fn, shape)
-        if not self.wanted or known is not None or not other.fits(shape):
-            return known is not None and known.recording is not None
-        if self.recordings >= MOST or len(self._looked) >= LOOKED:
-            return False
-        found = Looked(loss.loss_fn, shape)
-        with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
-            work = Work(loss, make, buffers, random, evaluating, derivative)
-            work.plain(theta, placed[0])  # what happens only once is over
-            if _launching(self.layout.device, lambda: work.plain(theta, placed[0])) < LAUNCHING:
-                found = replace(found, busy=True)
-            else:
-                found = replace(found, recording=self._recorded(work, theta, placed))
-        self._looked.append(found)
-        return found.recording is not None
+        work = Work(loss, make, buffers, random, evaluating, derivative)
+        if known is None:
+            full = self.recordings >= MOST or len(self._looked) >= LOOKED
+            if not self.wanted or full or not other.fits(shape):
+                return False
+            known = Looked(loss.loss_fn, shape)
+            with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
+                self._record(known, work, theta, placed)
+            self._looked.append(known)
+        with contextlib.suppress(Exception):
+            while self.wanted and 0 < len(known.recordings) < lanes and known.recordings[0].separate:
+                self._widen(known, work, theta, placed[0])
+        return bool(known.recordings)
 
-    def _recorded(self, work: Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> Recording | None:
-        if not self._theta:
-            self._theta.append(self.layout.zeros())
-        made = Recording(work, self._theta[0], batches[0])
-        return made if made.faithful(work, theta, batches) else None
+    def _record(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> None:
+        work.plain(theta, batches[0])  # what happens only once is over
+        known.busy = _launching(self.layout.device, lambda: work.plain(theta, batches[0])) < LAUNCHING
+        if not known.busy:
+            made = Recording(work, self.lanes.place(0), batches[0])
+            known.recordings += [made] if made.faithful(work, theta, batches) else []
+
+    def _widen(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> None:
+        """The same pass on one lane more; raises where it is not the same there."""
+        lane = len(known.recordings)
+        made = Recording(work, self.lanes.place(lane), batch, self.lanes.stream(lane))
+        if not made.repeats(known.recordings[0], work, theta, batch):
+            raise RuntimeError("this pass is another one on a stream of its own")
+        known.recordings.append(made)
 
 
 def _launching(device: torch.device, work: Callable[[], object]) -> float:

@@ -201,12 +201,17 @@ class Reader:
             losses = rows.own_losses(moment.time)
             return rows.by_row(losses, losses[0] if rows.together else self.control(moment))
         if rows.together:
-            values = self.values(moment.time, rows.thetas, rows.buffers).tolist()
-            self._controls.setdefault(moment.time, values[0])
-            return rows.by_row(values, values[0])
-        states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
-        launched = [self.probe.value(self.trajectory, moment.time, x.theta, x, wait=False) for x in states]
-        return rows.by_row(seen(launched).tolist() if launched else [], self.control(moment))
+            together = self.values(moment.time, rows.thetas, rows.buffers).tolist()
+            self._controls.setdefault(moment.time, together[0])
+            return rows.by_row(together, together[0])
+        loss, batch, _, _ = self.probe.arguments(self.trajectory, moment.time)
+
+        def launched(slot: int) -> Tensor:
+            state = rows.slot_state(slot)
+            return self.probe.value(self.trajectory, moment.time, state.theta, state, wait=False)
+
+        values = seen(loss.spread("value", batch, len(rows.buffers), launched, evaluating=self.probe.evaluating))
+        return rows.by_row(values.tolist(), self.control(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""

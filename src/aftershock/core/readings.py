@@ -26,12 +26,12 @@ def row_readings(
     A forward pass a row, or less."""
 
     placed = loss.place(batch)
-    recorded = loss.recorded("reading", (read, placed))
 
     def numbers(model: nn.Module) -> Float[Tensor, " reading"]:
         return read_off(loss, model, placed, read)
 
     def alone(theta: Float[Tensor, " param"], i: int) -> Float[Tensor, " reading"]:
+        recorded = loss.recorded("reading", (read, placed))
         if recorded is not None:
             return recorded[0].play(theta, buffers[i], recorded[1], random).loss
         found: Tensor = loss.call(loss.layout.typed_views(theta), buffers[i], random, numbers)[0]
@@ -59,7 +59,7 @@ def row_readings(
         pieces = tried(loss, "reading", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return torch.cat(pieces)
-    return torch.stack([alone(thetas[i], i) for i in range(len(thetas))])
+    return torch.stack(loss.spread("reading", (read, placed), len(thetas), lambda i: alone(thetas[i], i)))
 
 
 def read_off(

@@ -111,7 +111,9 @@ class Work:
 class Recording:
     """One pass as a CUDA graph: inputs are copied in, the graph runs, results are copied out."""
 
-    def __init__(self, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> None:
+    def __init__(
+        self, work: Work, theta: Float[Tensor, " param"], batch: Batch, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self.layout, self._theta = work.loss.layout, theta
         leaves, structure = flatten(batch)
         own = [x.clone() if isinstance(x, Tensor) and x.device == theta.device else x for x in leaves]
@@ -126,7 +128,7 @@ class Recording:
                 return loss, _joined(self.layout, grads), _present(grads), norm
 
             self._buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in work.buffers}
-            found, self.nbytes, idle = _recorded(self._graph, theta.device, whole)
+            found, self.nbytes, idle = _recorded(self._graph, theta.device, whole, stream)
             set_aside(self, idle)
             return found
 
@@ -154,6 +156,23 @@ class Recording:
                 return False
         self._draws = draws
         return True
+
+    @property
+    def separate(self) -> bool:
+        """Whether it may be played while another recording of the same pass is: neither draws, nor moves buffers."""
+        return not (self._draws or self._moving)
+
+    def repeats(self, other: Recording, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> bool:
+        """Whether it gives what another recording of the same pass gives: to the bit, or as nearly as that repeats."""
+        self._draws = other._draws
+        inputs = Shape.of("", False, batch, theta.device)[1]
+
+        def played(recording: Recording) -> Played:
+            return recording.play(APART * theta, work.buffers, inputs, work.random)
+
+        truth = played(other)
+        off = _apart(truth, played(self))
+        return off == 0 or off <= SCATTER * _apart(truth, played(other))
 
     def play(
         self,
@@ -218,7 +237,9 @@ def _apart(a: Played, b: Played) -> float:
 # --- recording
 
 
-def _recorded(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int]:
+def _recorded(
+    graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], Any], stream: torch.cuda.Stream | None
+) -> tuple[Any, int, int]:
     """Run the work once watching for waits, which a recording does not survive, and record it.
 
     Returns what it gives, the bytes that the recording keeps, and those of them that torch counts as free.
@@ -231,7 +252,7 @@ def _recorded(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[
         torch.cuda.empty_cache()
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 found = work()
         except BaseException:
             generator.graphsafe_set_state(fresh)  # a recording that fails leaves it unusable

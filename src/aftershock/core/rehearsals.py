@@ -65,4 +65,4 @@ def rehearse_reading(
         return loss.layout.typed_views(theta), lambda model: (read_off(loss, model, given[1], read), [], None)
 
     both = ((read, batch), (read, batch))
-    loss.player.rehearse(loss, "reading", make, theta, buffers, both, random)
+    loss.player.rehearse(loss, "reading", make, theta, buffers, both, random, lanes=len(loss.player.lanes))

@@ -26,7 +26,7 @@ from .dynamics import Linearized, Step, Taken
 from .gates import Pattern, recording
 from .loss import Gradient
 from .reductions import equal
-from .rows import row_gradients, row_values
+from .rows import finite, row_gradients, row_values
 from .state import JointState, Tangent
 from .sweeps import transit_, transit_semilinear_
 from .trajectory import Trajectory
@@ -280,15 +280,24 @@ class ExactRows:
         if self.together:
             self._step_together(time, self._gradients(time)[0])
         else:
-            ready = self._found[1] if self._found is not None and self._found[0] == time else None
-            for slot in range(len(self._states)):
-                self._step_alone(slot, time, None if ready is None else ready[slot])
+            self._step_beside(time)
         self._found = None
 
+    def _step_beside(self, time: int) -> None:
+        """Rows that run alone, launched without waiting for a GPU: their numbers are looked at when they are asked for,
+        or a step later."""
+        ready = self._found[1] if self._found is not None and self._found[0] == time else None
+        self._look()
+
+        def step(slot: int) -> JointState | None:
+            before = None if self.parked else self._states[slot]
+            self._step_alone(slot, time, None if ready is None else ready[slot])
+            return before  # held until all rows have taken their step, which may be on several streams
+
+        self.dynamics.loss.spread("gradient", self.trajectory.steps[time].batch, len(self._states), step)
+
     def _step_alone(self, slot: int, time: int, gradient: Gradient | None) -> None:
-        """Launched without waiting for a GPU: its numbers are looked at when they are asked for, or a step later."""
         step = self._step(slot, time)
-        self._look(slot)
         if step is None or not self._alive[slot]:
             return
         # the first state belongs to whoever gave it, those after it to the row
@@ -301,13 +310,13 @@ class ExactRows:
         self._own.add(slot)
         self._states[slot] = moved(after, torch.device("cpu")) if self.parked else after
 
-    def _look(self, *slots: int) -> None:
-        """What was seen of the last step of these slots, or of all."""
-        for slot in slots or tuple(self._launched):
-            if (taken := self._launched.pop(slot, None)) is not None:
-                seen = taken.settle()
-                self._alive[slot] = math.isfinite(seen.loss + seen.clip.norm)
-                self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
+    def _look(self) -> None:
+        """What was seen of the last steps."""
+        for slot, taken in self._launched.items():
+            seen = taken.settle()
+            self._alive[slot] = math.isfinite(seen.loss + seen.clip.norm)
+            self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
+        self._launched.clear()
 
     def _stack(self) -> None:
         """One tensor per channel; the states become views of its rows, and the single tensors go."""
@@ -354,12 +363,13 @@ class ExactRows:
             thetas = self._theta if len(slots) == len(self._states) else self._theta[list(slots)]
             buffers = [state.buffers for state in states]
             return row_gradients(loss, thetas, buffers, step.batch, step.random, step.where, present)
-        out: list[Gradient | None] = []
-        for slot, state in zip(slots, states):
-            watched = loss.within(recording(patterns.setdefault(slot, Pattern()))) if self.gates else loss
-            state = moved(state, self.layout.device)
-            out += row_gradients(watched, state.theta[None], [state.buffers], step.batch, step.random, step.where, None)
-        return out
+
+        def alone(i: int) -> Gradient:
+            watched = loss.within(recording(patterns.setdefault(slots[i], Pattern()))) if self.gates else loss
+            state = moved(states[i], self.layout.device)
+            return watched.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
+
+        return finite(loss.spread("gradient", step.batch, len(slots), alone))
 
     def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:
         """AdamW on every row in as few calls as there are different hyperparameters."""

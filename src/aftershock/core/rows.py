@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..errors import NotFinite, OutOfMemory
+from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
 from .randomness import RandomState
@@ -117,11 +117,13 @@ def row_values(
         pieces = tried(loss, "value", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return seen(pieces)
-    return seen([alone(thetas[i], i) for i in range(len(thetas))])
+    return seen(loss.spread("value", batch, len(thetas), lambda i: alone(thetas[i], i), evaluating=evaluating))
 
 
 def seen(values: Sequence[Tensor]) -> Float[Tensor, " row"]:
     """Losses that were launched, in float64 on the CPU, +∞ where they are not finite: one wait for the device."""
+    if not values:
+        return torch.zeros(0, dtype=torch.float64)
     found = torch.cat([value.reshape(-1) for value in values]).double().cpu()
     return torch.where(found.isfinite(), found, math.inf)
 
@@ -141,11 +143,8 @@ def row_gradients(
     known, rows run alone.
     """
 
-    def alone(theta: Float[Tensor, " param"], i: int) -> Gradient | None:
-        try:
-            return loss.gradient(theta, buffers[i], batch, random, where)
-        except NotFinite:
-            return None
+    def alone(theta: Float[Tensor, " param"], i: int) -> Gradient:
+        return loss.gradient(theta, buffers[i], batch, random, where, wait=False)
 
     def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> list[Gradient | None]:
         assert present is not None
@@ -159,7 +158,15 @@ def row_gradients(
         pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
         if pieces is not None:
             return [gradient for piece in pieces for gradient in piece]
-    return [alone(thetas[i], i) for i in range(len(thetas))]
+    return finite(loss.spread("gradient", batch, len(thetas), lambda i: alone(thetas[i], i)))
+
+
+def finite(found: Sequence[Gradient]) -> list[Gradient | None]:
+    """Gradients that were launched, None where they are not finite: one wait for the device."""
+    if not found:
+        return []
+    sums = torch.stack([gradient.norm + gradient.loss for gradient in found])
+    return [gradient if ok else None for gradient, ok in zip(found, sums.isfinite().tolist())]
 
 
 def apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
@@ -179,10 +186,10 @@ def pool_gradients(
     where: Callable[[int], str],
     present: Sequence[bool] | None,
 ) -> list[Gradient]:
-    """The gradient of every batch at one θ: 1 g each alone, a fifth together where batches are small."""
+    """The gradient of every batch at one θ: 1 g each alone, a fifth together, or in lanes, where batches are small."""
 
     def alone(i: int) -> Gradient:
-        return loss.gradient(theta, buffers, batches[i], random, where(i))
+        return loss.gradient(theta, buffers, batches[i], random, where(i), wait=False)
 
     def mapped(some: slice) -> list[Gradient | None]:
         everything = (True,) * len(loss.layout.names)
@@ -193,13 +200,17 @@ def pool_gradients(
         return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], alone(last))
 
     stackable = present is not None and all(present) and _alike(batches)
-    if stackable and loss.sharing.tries("pool", len(batches)):
+    if stackable and loss.together("pool", batches[0], len(batches)):
         pieces = tried(loss, "pool", agrees, mapped, len(batches))
         if pieces is not None:
-            finite = [gradient for piece in pieces for gradient in piece if gradient is not None]
-            if len(finite) == len(batches):
-                return finite
-    return [alone(i) for i in range(len(batches))]
+            found = [gradient for piece in pieces for gradient in piece if gradient is not None]
+            if len(found) == len(batches):
+                return found
+    found = loss.spread("gradient", batches[0], len(batches), alone)
+    for i, gradient in enumerate(finite(found)):
+        if gradient is None:
+            loss.refuse_not_finite(found[i], where(i))
+    return found
 
 
 def _alike(batches: Sequence[Batch]) -> bool:

@@ -25,7 +25,7 @@ from ..core.probe import Watch
 from ..core.readings import row_readings
 from ..core.reductions import norms
 from ..core.rehearsals import rehearse_reading
-from ..core.rollout import Moment, Rows, rollout
+from ..core.rollout import ExactRows, Moment, Rows, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
@@ -118,10 +118,15 @@ class LogitReader:
             values = self._values(time, rows.thetas, rows.buffers)
             self.controls[time] = values[0]
         else:
-            states = (rows.slot_state(slot) for slot in range(len(rows.buffers)))
-            found = [self._values(time, state.theta[None], [state.buffers]) for state in states]
+            found = self._loss.spread(
+                "reading", (read_both, self._given(time)), len(rows.buffers), lambda slot: self._row(time, rows, slot)
+            )
             values = torch.cat(found) if found else self.controls[time][None]
         return rows.differences(values, self.controls[time])
+
+    def _row(self, time: int, rows: ExactRows, slot: int) -> Float[Tensor, "1 2"]:
+        state = rows.slot_state(slot)
+        return self._values(time, state.theta[None], [state.buffers])
 
     def nbytes(self, rows: int) -> int:
         """Logits on the way, while so many rows are read."""
@@ -197,7 +202,7 @@ class _Reruns:
 
 
 def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
-    """How many reruns are carried together: one where they run alone anyway."""
+    """How many reruns are carried together: all that fit, and where they run alone one for each lane."""
     trajectory = watch.trajectory
     vector = Footprint.of(trajectory).vector
     available = room(trajectory, memory)
@@ -214,8 +219,9 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
             f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
             f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
         )
-    sizes = (n for n in range(rows, 1, -1) if trajectory.together("gradient", n + 1) and needed(n) <= available)
-    return next(sizes, 1)
+    lanes = len(trajectory.dynamics.loss.player.lanes)
+    sizes = (n for n in range(rows, 1, -1) if n <= lanes or trajectory.together("gradient", n + 1))
+    return next((n for n in sizes if needed(n) <= available), 1)
 
 
 def _labelled(
