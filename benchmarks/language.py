@@ -196,7 +196,8 @@ def emptied(device: torch.device) -> None:
 
 def together(point: ak.TrainingPoint) -> str:
     """Which kinds of work ran in rows, so that a silent fall-back is seen."""
-    sharing, recorded = point.loss.sharing, point.loss.player.recordings
+    sharing, player = point.loss.sharing, point.loss.player
+    recorded = f"{player.recordings} recordings in {len(player.lanes)} lanes"
     if not sharing.wanted:
         return "rows not wanted together here"
     found = sharing._agreed
@@ -205,7 +206,7 @@ def together(point: ak.TrainingPoint) -> str:
         "ALONE": [kind for kind, agreed in found.items() if not agreed],
     }
     parts = [f"{word}: {', '.join(kinds)}" for word, kinds in lists.items() if kinds]
-    return "; ".join(parts or ["no kind compared yet"]) + f"; at once ≤ {sharing.at_once}; {recorded} recordings"
+    return "; ".join(parts or ["no kind compared yet"]) + f"; at once ≤ {sharing.at_once}; {recorded}"
 
 
 def milliseconds(seconds: float) -> str:
