@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import aftershock as ak
 from aftershock.core import playback
-from aftershock.core.footprint import Curvature, Footprint
+from aftershock.core.footprint import Curvature, Footprint, record_lanes
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.lanes import LANES, Lanes
-from aftershock.core.planning import Load, Work, plan_history, plan_responses, rollout_bytes
+from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_responses, rollout_bytes
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
 from aftershock.core.responses import ANSWERS
@@ -235,7 +235,7 @@ def test_a_lane_without_a_recording_runs_as_ever(recording: Callable[[Case], ak.
     case = make("tanh_mlp")
     point = recording(case)
     path = point.follow(batches(case, 6, 4))
-    Footprint.of(path.trajectory)
+    record_lanes(path.trajectory)
     loss, own = point.loss, path.steps[0].batch
     assert loss.spread("gradient", own, 2, lambda i: loss.recorded("gradient", own)[0]).count(None) == 0
     state = point.captured.state
@@ -252,9 +252,37 @@ def test_lanes_are_counted(recording: Callable[[Case], ak.TrainingPoint]) -> Non
     case = make("tanh_mlp")
     point = recording(case)
     trajectory = point.follow(batches(case, 6, 4)).trajectory
+    record_lanes(trajectory)
     vector = Footprint.of(trajectory).vector
     assert point.loss.player.nbytes == LANES * (HELD + vector)
+    assert point.loss.player.beside == (LANES - 1) * (HELD + vector)
     many, one = (rollout_bytes(trajectory, Load(exact=n)) for n in (8, 1))
     assert many - one == 7 * 3 * vector + (LANES - 1) * max(
         Footprint.of(trajectory).gradient, vector + Footprint.of(trajectory).update
     )
+
+
+def test_predictions_have_the_room_of_the_lanes(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """Lanes are for exact rows: a pass without any gives them back, is planned with what they held, and exact rows
+    that come later have them again."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    given = batches(case, 6, 13)
+    path = point.follow(given[:4])
+    change, player = path.replace(given[4:12]), point.loss.player
+    both = change.response(given[12], answers=("exact", "semilinear"))
+    vector = Footprint.of(path.trajectory).vector
+    work = Work(path.watch(0, given[12]), changes=8, scales=1)
+    need = 9 * 3 * vector  # eight rows of each answer do not fit at once, and those of one answer do
+    limit = player.nbytes + need
+    plan = plan_responses(work, ("exact", "semilinear"), limit)
+    assert [each.answers for each in plan.passes] == [("exact",), ("semilinear",)]
+    assert len(player.lanes) == LANES
+    assert plan.peak <= plan.available
+    spare = player.beside
+    assert pass_bytes(work, plan.passes[1]) > plan.available - spare
+    again = change.response(given[12], answers=("exact", "semilinear"), memory=limit)
+    assert len(player.lanes) == 1  # the last pass had no exact rows
+    xr.testing.assert_allclose(again.data["response"], both.data["response"], rtol=1e-12)
+    change.response(given[12], answers=("exact",))
+    assert len(player.lanes) == LANES

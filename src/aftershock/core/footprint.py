@@ -188,13 +188,22 @@ def _recordable(trajectory: Trajectory) -> int:
     return min(room(trajectory, trajectory.memory), free(trajectory.device))
 
 
-def _record_gradient(trajectory: Trajectory) -> None:
-    """Record a large model's gradient: its rows then run alone, each faster than its share of many, and on several
-    lanes beside each other where there is room."""
+def _record_gradient(trajectory: Trajectory, lanes: int = 1) -> None:
+    """Record a large model's gradient: its rows then run alone, each faster than its share of many."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    lanes = max(1, min(LANES, _recordable(trajectory) // (LANE_ROOM * state.theta.nbytes)))
     if trajectory.typical is not None:
         loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random, lanes=lanes)
+
+
+def record_lanes(trajectory: Trajectory) -> None:
+    """Before exact rows: a large model's gradient, if it can be recorded, on as many lanes as there is room for."""
+    player = trajectory.dynamics.loss.player
+    if not player.pays:
+        return
+    vector = Footprint.of(trajectory).vector  # which records it
+    if player.has("gradient"):
+        lanes = (_recordable(trajectory) + player.beside) // (LANE_ROOM * vector)
+        _record_gradient(trajectory, min(LANES, lanes))
 
 
 def _record_products(trajectory: Trajectory) -> None:

@@ -48,8 +48,9 @@ class Lanes:
             self._streams.append(torch.cuda.Stream(self.layout.device))
         return self._streams[lane]
 
-    def clear(self) -> None:
-        self._places.clear()
+    def narrow(self, lanes: int) -> None:
+        """Keep the places of so many."""
+        del self._places[lanes:]
 
     def spread(self, count: int, run: Callable[[int], T], *, most: int) -> list[T]:
         """run(0) … run(count - 1) on at most so many lanes; what is launched afterwards comes after all of them.

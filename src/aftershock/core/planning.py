@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from .footprint import Curvature, Footprint, room
+from .footprint import Curvature, Footprint, record_lanes, room
 from .memory import budget, readable
 from .playback import TOGETHER
 from .probe import Probe, Watch
@@ -104,6 +104,8 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     Footprint.of(trajectory)  # what is recorded is in memory before the rest is planned
     if tuple(answers) != ("exact",):
         Curvature.of(trajectory)
+    if "exact" in answers:
+        record_lanes(trajectory)
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
     try:
@@ -124,17 +126,19 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
         [*truth, predictions],
         [*truth, *((answer,) for answer in predictions)],
     ]
+    # what has no exact rows has no lanes beside the first either
+    spare = work.watch.trajectory.dynamics.loss.player.beside
     for parts in splits:
-        found = [_fitting(work, part, available) for part in parts if part]
+        found = [_fitting(work, part, available + spare * ("exact" not in part)) for part in parts if part]
         passes = [each for each in found if each is not None]
         whole = len(parts) == 1
         if len(passes) == len(found) and (not whole or passes[0].at_once == work.changes or len(wanted) == 1):
-            return _planned(work, passes, available)
-    rest = [_fitting(work, (answer,), available) for answer in predictions]
+            return _planned(work, passes, available, spare)
+    rest = [_fitting(work, (answer,), available + spare) for answer in predictions]
     parked = Pass(("exact",), 1, parked=True)
     elsewhere = work.watch.trajectory.device.type != "cpu"
     if park and truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
-        return _planned(work, [parked, *(each for each in rest if each is not None)], available)
+        return _planned(work, [parked, *(each for each in rest if each is not None)], available, spare)
     raise OutOfMemory(_advice(work, wanted, available))
 
 
@@ -150,8 +154,12 @@ def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memo
 
 def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
+    # what is recorded is in memory before the rest is planned
     if predicted:
-        Curvature.of(trajectory)  # what it records is in memory before the rest is planned
+        Curvature.of(trajectory)
+        trajectory.dynamics.loss.player.narrow()
+    else:
+        record_lanes(trajectory)
     available = room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
@@ -179,6 +187,7 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
+    record_lanes(trajectory)
     held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
     left = room(trajectory, memory) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
@@ -220,7 +229,8 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
     """
     f = Footprint.of(trajectory)
-    v, predicted, lanes = f.vector, load.predicted, max(1, len(trajectory.dynamics.loss.player.lanes))
+    v, predicted = f.vector, load.predicted
+    lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [lanes * f.value]
@@ -261,14 +271,16 @@ def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | Non
     return None if most is None else Pass(answers, math.ceil(work.changes / math.ceil(work.changes / most)))
 
 
-def _planned(work: Work, passes: Sequence[Pass], available: int) -> Plan:
+def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> Plan:
     """The passes, with gradients of the changes themselves in rows where that still fits."""
     trajectory, chosen = work.watch.trajectory, []
     for each in passes:
-        pays = trajectory.together("pool", 1 + each.at_once) or len(trajectory.dynamics.loss.player.lanes) > 1
+        exact = "exact" in each.answers
+        pays = trajectory.together("pool", 1 + each.at_once) or (exact and spare > 0)
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
-        chosen.append(rows if pass_bytes(work, rows) <= available else each)
-    return Plan(tuple(chosen), max(pass_bytes(work, each) for each in chosen), available)
+        chosen.append(rows if pass_bytes(work, rows) <= available + spare * (not exact) else each)
+    peaks = (pass_bytes(work, each) - spare * ("exact" not in each.answers) for each in chosen)
+    return Plan(tuple(chosen), max(peaks), available)
 
 
 def _advice(work: Work, answers: Sequence[str], available: int) -> str:

@@ -108,8 +108,20 @@ class Player:
         self.wanted = False
         self._looked.clear()
         self._measured.clear()
-        self.lanes.clear()
+        self.lanes.narrow(0)
         self._vectors.clear()
+
+    def narrow(self) -> None:
+        """Give back what lanes beside the first hold: work that has no exact rows needs the room."""
+        for known in self._looked:
+            del known.recordings[1:]
+        self.lanes.narrow(1)
+
+    @property
+    def beside(self) -> int:
+        """The bytes of lanes beside the first."""
+        held = [recording.nbytes for known in self._looked for recording in known.recordings[1:]]
+        return sum(held) + self.layout.padded_size * self.layout.dtype.itemsize * max(0, len(self.lanes) - 1)
 
     def spare_vectors(self) -> None:
         """Give their place back where no recording reads them."""

@@ -66,6 +66,8 @@ def respond(
     )
     reader = Reader(watch.trajectory, watch.probe)
     for each in passes:
+        if "exact" not in each.answers:
+            watch.trajectory.dynamics.loss.player.narrow()
         first, size = 0, each.at_once
         while first < len(edits):
             some = slice(first, min(first + size, len(edits)))

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.dynamics import Step
+from ..core.footprint import record_lanes
 from ..core.probe import Reader, own_loss
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
@@ -54,6 +55,7 @@ def run_again(
 
     One gradient per run and step, less in rows on a GPU. A run ends where `done` says so.
     """
+    record_lanes(trajectory)
     found: list[Values] = [{} for _ in runs]
     by_start: dict[int, list[int]] = {}
     for i, run in enumerate(runs):

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
-from ..core.footprint import Footprint, room
+from ..core.footprint import Footprint, record_lanes, room
 from ..core.memory import readable
 from ..core.planning import Load, rollout_bytes
 from ..core.probe import Watch
@@ -101,7 +101,7 @@ class LogitReader:
         self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
         self._slopes: dict[int, Tensor] = {}
         self.controls: dict[int, Tensor] = {}  # the control's two readings by time
-        Footprint.of(watch.trajectory)  # a large model's gradient is recorded with it
+        record_lanes(watch.trajectory)
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
