@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.core.exact_rows import Rows
 from aftershock.core.probe import Reader, own_loss
 from aftershock.core.responses import ANSWERS, Pass, respond
-from aftershock.core.rollout import Rows, rollout
+from aftershock.core.rollout import rollout
 from aftershock.core.state import JointState
 
 from .cases import CASES, Case, classes, cross_entropy, make

@@ -10,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.dynamics import Step
+from ..core.exact_rows import Rows
 from ..core.footprint import record_lanes
 from ..core.probe import Reader, own_loss
-from ..core.rollout import Moment, Rows, rollout
+from ..core.rollout import Moment, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from .quantity import Quantity

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
+from ..core.exact_rows import ExactRows, Rows
 from ..core.footprint import Footprint, record_lanes, room
 from ..core.memory import readable
 from ..core.planning import Load, rollout_bytes
@@ -25,7 +26,7 @@ from ..core.probe import Watch
 from ..core.readings import row_readings
 from ..core.reductions import norms
 from ..core.rehearsals import rehearse_reading
-from ..core.rollout import ExactRows, Moment, Rows, rollout
+from ..core.rollout import Moment, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
