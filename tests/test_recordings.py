@@ -286,3 +286,19 @@ def test_predictions_have_the_room_of_the_lanes(recording: Callable[[Case], ak.T
     xr.testing.assert_allclose(again.data["response"], both.data["response"], rtol=1e-12)
     change.response(given[12], answers=("exact",))
     assert len(player.lanes) == LANES
+
+
+def test_a_pass_that_is_another_one_in_a_lane_has_one(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried once, and what it took is given back."""
+    tried = []
+    monkeypatch.setattr(OnCPU, "repeats", lambda self, *_: tried.append(self))
+    case = make("tanh_mlp")
+    point = recording(case)
+    trajectory = point.follow(batches(case, 6)).trajectory
+    for _ in range(2):
+        record_lanes(trajectory)
+    assert len(tried) == 1
+    assert len(point.loss.player.lanes) == 1
+    assert point.loss.player.beside == 0

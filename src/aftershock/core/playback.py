@@ -53,6 +53,7 @@ class Looked:
     shape: Shape
     recordings: list[Recording] = field(default_factory=list)  # one for each lane
     busy: bool = False
+    alone: bool = False  # two recordings of it cannot be played beside each other
 
 
 class Player:
@@ -170,9 +171,8 @@ class Player:
             with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
                 self._record(known, work, theta, placed)
             self._looked.append(known)
-        with contextlib.suppress(Exception):
-            while self.wanted and 0 < len(known.recordings) < lanes and known.recordings[0].separate:
-                self._widen(known, work, theta, placed[0])
+        while 0 < len(known.recordings) < lanes and not known.alone:
+            self._widen(known, work, theta, placed[0])
         return bool(known.recordings)
 
     def _record(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> None:
@@ -181,14 +181,18 @@ class Player:
         if not known.busy:
             made = Recording(work, self.lanes.place(0), batches[0])
             known.recordings += [made] if made.faithful(work, theta, batches) else []
+            known.alone = not made.separate
 
     def _widen(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> None:
-        """The same pass on one lane more; raises where it is not the same there."""
+        """The same pass on one lane more; where it is not the same there, that is not tried again."""
         lane = len(known.recordings)
-        made = Recording(work, self.lanes.place(lane), batch, self.lanes.stream(lane))
-        if not made.repeats(known.recordings[0], work, theta, batch):
-            raise RuntimeError("this pass is another one on a stream of its own")
-        known.recordings.append(made)
+        with contextlib.suppress(Exception):
+            made = Recording(work, self.lanes.place(lane), batch, self.lanes.stream(lane))
+            if made.repeats(known.recordings[0], work, theta, batch):
+                known.recordings.append(made)
+                return
+        known.alone = True
+        self.lanes.narrow(max(len(looked.recordings) for looked in self._looked))
 
 
 def _launching(device: torch.device, work: Callable[[], object]) -> float:
