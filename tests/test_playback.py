@@ -261,23 +261,43 @@ def test_rows_in_lanes_have_the_bits_of_plain_passes() -> None:
     assert len(loss.player.lanes) == 3
     thetas, given = [state.theta * (1 + 0.01 * i) for i in range(7)], batch(5)
     here: Any = ({}, given, random, "here")
+    plain = [loss.plain("gradient", theta, {}, given, random) for theta in thetas]
     for _ in range(20):  # a race would not show every time
         found = loss.spread("gradient", given, 7, lambda i: loss.gradient(thetas[i], *here, wait=False))
         values = loss.spread("value", given, 7, lambda i: loss.value(thetas[i], *here, wait=False))
-    for theta, gradient, value in zip(thetas, found, values):
-        plain = loss.plain("gradient", theta, {}, given, random)
-        assert isinstance(plain, Gradient)
-        assert all(torch.equal(a, b) for a, b in zip(gradient.grads, plain.grads))
-        assert torch.equal(gradient.loss, plain.loss)
-        assert torch.equal(value.loss, plain.loss)
+        for alone, gradient, value in zip(plain, found, values):
+            assert isinstance(alone, Gradient)
+            assert all(torch.equal(a, b) for a, b in zip(gradient.grads, alone.grads))
+            assert torch.equal(gradient.loss, alone.loss)
+            assert torch.equal(value.loss, alone.loss)
 
 
 @on_gpu
-def test_a_pass_that_draws_or_moves_buffers_has_one_lane() -> None:
-    point, loss = made(plain_loss)
-    state = point.captured.state
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.BatchNorm1d(16)])
+def test_a_pass_that_draws_or_moves_buffers_has_one_lane(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 3)).cuda()
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), fused=True), plain_loss)
+    state, loss = point.captured.state, point.loss
     assert loss.rehearse("gradient", state.theta, state.buffers, (batch(3), batch(4)), point.captured.random, lanes=3)
     assert len(loss.player.lanes) == 1
+
+
+@on_gpu
+def test_a_recording_outlives_that_of_another_point() -> None:
+    """Both on the same stream: what one of them works in is not the other's."""
+    first, second = smooth_model(), smooth_model()
+    state, random = second.captured.state, second.captured.random
+    for point in (first, second):
+        at = point.captured
+        assert point.loss.rehearse("gradient", at.state.theta, {}, (batch(3), batch(4)), at.random)
+    plain = second.loss.plain("gradient", state.theta, {}, batch(5), random)
+    first.loss.player.give_back()
+    torch.cuda.empty_cache()
+    others = [torch.zeros(2**20, device="cuda") for _ in range(64)]  # where a freed workspace would be
+    found = second.loss.gradient(state.theta, {}, batch(5), random, "here")
+    assert isinstance(plain, Gradient)
+    assert all(torch.equal(a, b) for a, b in zip(found.grads, plain.grads))
+    assert not any(other.any() for other in others)
 
 
 @on_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import aftershock as ak
-from aftershock.core import playback
-from aftershock.core.footprint import Curvature, Footprint, record_lanes
+from aftershock.core import planning, playback
+from aftershock.core.footprint import Curvature, Footprint
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.lanes import LANES, Lanes
-from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_responses, rollout_bytes
+from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_lanes, plan_responses, rollout_bytes
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
 from aftershock.core.responses import ANSWERS
@@ -29,6 +29,7 @@ from .cases import Case, make
 
 BUSY = 10_000  # operations from which a pass keeps the stand-in busy: a gradient of some 40 examples
 HELD = 2**20  # bytes that each recording is said to hold
+MUCH = 2**40  # bytes, more than any test needs
 
 
 class OnCPU:
@@ -45,7 +46,7 @@ class OnCPU:
     def faithful(self, *_: object) -> bool:
         return True
 
-    repeats = faithful
+    beside = faithful
 
     def play(self, theta: Tensor, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], random: Any) -> Played:
         self.played += 1
@@ -59,10 +60,15 @@ class OnCPU:
 
 
 class _Stream:
-    """A CPU has one, and waits for all."""
+    """A CPU has one and waits for all; what was asked of it is noted."""
 
-    def wait_stream(self, other: object) -> None:
-        pass
+    noted: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.noted.append(f"{self.name} waits for {other.name}")
 
 
 @pytest.fixture
@@ -77,9 +83,10 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], ak.TrainingPo
     monkeypatch.setattr(playback, "LARGE", 0)
     monkeypatch.setattr(playback, "Recording", OnCPU)
     monkeypatch.setattr(playback, "_launching", launching)
-    monkeypatch.setattr(Lanes, "stream", lambda self, lane: _Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Lanes, "stream", lambda self, lane: _Stream(f"lane {lane}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(_Stream.noted.append(stream.name)))
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
 
     def point(case: Case) -> ak.TrainingPoint:
         found = case.point()
@@ -215,36 +222,63 @@ def test_a_function_of_the_model_does_not_play_the_loss(recording: Callable[[Cas
 def test_rows_are_spread_over_the_lanes_of_a_recording(recording: Callable[[Case], ak.TrainingPoint]) -> None:
     """Each row plays its own lane's recording, eight of them two on each; the answers are those one by one."""
     case = make("tanh_mlp")
-    given, found = batches(case, 6, 13), []
+    given, found = batches(case, 6, 17), []
     for lanes in (True, False):
         point = recording(case) if lanes else case.point()
-        path = point.follow(given[:4])
-        found.append(path.replace(given[4:12]).response(given[12], answers=("exact",)).data["response"])
+        path = point.follow(given[:8])
+        found.append(path.replace(given[8:16]).response(given[16], answers=("exact",)).data["response"])
         if not lanes:
             continue
         looked, _ = point.loss.player.looked_at(point.loss.loss_fn, "gradient", path.steps[0].batch, evaluating=False)
         assert looked is not None
         assert len(looked.recordings) == LANES
-        # gradients of eight batches and the control's at the step, then eight rows for three steps
-        assert [each.played for each in looked.recordings[1:]] == [2 + 3 * 2] * 3
+        # gradients of eight batches and the control's at the step, then eight rows for seven steps
+        assert [each.played for each in looked.recordings[1:]] == [2 + 7 * 2] * 3
     xr.testing.assert_allclose(*found, rtol=1e-12)
 
 
 def test_a_lane_without_a_recording_runs_as_ever(recording: Callable[[Case], ak.TrainingPoint]) -> None:
-    """A batch of another shape in a lane is a plain pass: never another lane's recording."""
+    """A pass that is recorded on the first lane only is a plain one on the second, never the first one's recording."""
     case = make("tanh_mlp")
     point = recording(case)
     path = point.follow(batches(case, 6, 4))
-    record_lanes(path.trajectory)
-    loss, own = point.loss, path.steps[0].batch
-    assert loss.spread("gradient", own, 2, lambda i: loss.recorded("gradient", own)[0]).count(None) == 0
-    state = point.captured.state
-    at = (state.theta, state.buffers, (own, own), point.captured.random)
-    loss.rehearse("value", *at)
-    assert [found is None for found in loss.spread("gradient", own, 2, lambda i: loss.recorded("value", own))] == [
-        False,
-        True,
+    plan_lanes(path.trajectory, 8, 8, MUCH)
+    loss, own, state, random = point.loss, path.steps[0].batch, point.captured.state, point.captured.random
+    loss.rehearse("value", state.theta, state.buffers, (own, own), random)
+    thetas = [state.theta, 2 * state.theta]
+
+    def value(i: int) -> Tensor:
+        return loss.value(thetas[i], state.buffers, own, random, "here").loss
+
+    assert loss.spread("gradient", own, 2, lambda i: loss.recorded("value", own) is None) == [False, True]
+    found = loss.spread("gradient", own, 2, value)
+    plain = [loss.plain("value", theta, state.buffers, own, random).loss for theta in thetas]
+    assert torch.equal(torch.stack(found), torch.stack(plain))
+
+
+def test_lanes_begin_after_what_came_before_and_end_before_what_comes_after(
+    recording: Callable[[Case], ak.TrainingPoint],
+) -> None:
+    case = make("tanh_mlp")
+    point = recording(case)
+    path = point.follow(batches(case, 6, 4))
+    plan_lanes(path.trajectory, 8, 8, MUCH)
+    _Stream.noted.clear()
+
+    def run(i: int) -> None:
+        _Stream.noted.append(f"run {i}")
+        if i == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        point.loss.player.lanes.spread(4, run, most=2)
+    lanes = ["lane 0", "lane 1"]
+    assert _Stream.noted == [
+        *(f"{lane} waits for main" for lane in lanes),
+        *("lane 0", "run 0", "lane 1", "run 1", "lane 0", "run 2"),
+        *(f"main waits for {lane}" for lane in lanes),
     ]
+    assert point.loss.player.lanes.turn == 0
 
 
 def test_lanes_are_counted(recording: Callable[[Case], ak.TrainingPoint]) -> None:
@@ -252,23 +286,26 @@ def test_lanes_are_counted(recording: Callable[[Case], ak.TrainingPoint]) -> Non
     case = make("tanh_mlp")
     point = recording(case)
     trajectory = point.follow(batches(case, 6, 4)).trajectory
-    record_lanes(trajectory)
+    plan_lanes(trajectory, 8, 8, MUCH)
     vector = Footprint.of(trajectory).vector
     assert point.loss.player.nbytes == LANES * (HELD + vector)
-    assert point.loss.player.beside == (LANES - 1) * (HELD + vector)
+    assert point.loss.player.lane_bytes == (LANES - 1) * (HELD + vector)
     many, one = (rollout_bytes(trajectory, Load(exact=n)) for n in (8, 1))
     assert many - one == 7 * 3 * vector + (LANES - 1) * max(
         Footprint.of(trajectory).gradient, vector + Footprint.of(trajectory).update
     )
 
 
-def test_predictions_have_the_room_of_the_lanes(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+def test_predictions_have_the_room_of_the_lanes(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lanes are for exact rows: a pass without any gives them back, is planned with what they held, and exact rows
     that come later have them again."""
+    monkeypatch.setattr(planning, "LANE_SHARE", 1.0)
     case = make("tanh_mlp")
     point = recording(case)
     given = batches(case, 6, 13)
-    path = point.follow(given[:4])
+    path = point.follow([*given[:4], *given[:4]])
     change, player = path.replace(given[4:12]), point.loss.player
     both = change.response(given[12], answers=("exact", "semilinear"))
     vector = Footprint.of(path.trajectory).vector
@@ -279,8 +316,7 @@ def test_predictions_have_the_room_of_the_lanes(recording: Callable[[Case], ak.T
     assert [each.answers for each in plan.passes] == [("exact",), ("semilinear",)]
     assert len(player.lanes) == LANES
     assert plan.peak <= plan.available
-    spare = player.beside
-    assert pass_bytes(work, plan.passes[1]) > plan.available - spare
+    assert pass_bytes(work, plan.passes[1]) > plan.available - player.lane_bytes
     again = change.response(given[12], answers=("exact", "semilinear"), memory=limit)
     assert len(player.lanes) == 1  # the last pass had no exact rows
     xr.testing.assert_allclose(again.data["response"], both.data["response"], rtol=1e-12)
@@ -293,12 +329,89 @@ def test_a_pass_that_is_another_one_in_a_lane_has_one(
 ) -> None:
     """It is tried once, and what it took is given back."""
     tried = []
-    monkeypatch.setattr(OnCPU, "repeats", lambda self, *_: tried.append(self))
+    monkeypatch.setattr(OnCPU, "beside", lambda self, *_: tried.append(self))
     case = make("tanh_mlp")
     point = recording(case)
     trajectory = point.follow(batches(case, 6)).trajectory
     for _ in range(2):
-        record_lanes(trajectory)
+        plan_lanes(trajectory, 8, 8, MUCH)
     assert len(tried) == 1
     assert len(point.loss.player.lanes) == 1
-    assert point.loss.player.beside == 0
+    assert point.loss.player.lane_bytes == 0
+
+
+def test_a_lane_that_did_not_fit_is_tried_again(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make("tanh_mlp")
+    point = recording(case)
+    trajectory = point.follow(batches(case, 6)).trajectory
+
+    def full(*_: object) -> bool:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OnCPU, "beside", full)
+        plan_lanes(trajectory, 8, 8, MUCH)
+    assert len(point.loss.player.lanes) == 1
+    plan_lanes(trajectory, 8, 8, MUCH)
+    assert len(point.loss.player.lanes) == LANES
+
+
+@pytest.mark.parametrize(("rows", "steps", "lanes"), [(1, 999, 1), (2, 40, 2), (8, 8, 4), (8, 2, 1)])
+def test_as_many_lanes_as_rows_use(
+    recording: Callable[[Case], ak.TrainingPoint], rows: int, steps: int, lanes: int
+) -> None:
+    """One row has nobody beside it; few steps do not pay for the recording."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    plan_lanes(point.follow(batches(case, 6)).trajectory, rows, steps, MUCH)
+    assert len(point.loss.player.lanes) == lanes
+
+
+@pytest.mark.parametrize("vectors", [20, 24, 28, 60])
+def test_lanes_do_not_cost_the_recordings(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch, vectors: int
+) -> None:
+    """Where rows and lanes do not fit, lanes go and recordings stay; with more room, lanes come back."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    given = batches(case, 6, 17)
+    path = point.follow(given[:8])
+    vector = Footprint.of(path.trajectory).vector
+    monkeypatch.setattr(OnCPU, "nbytes", 2 * vector)
+    change, player = path.replace(given[8:16]), point.loss.player
+    change.response(given[16], answers=("exact",))
+    assert len(player.lanes) == LANES
+    change.response(given[16], answers=("exact",), memory=vectors * vector)
+    assert player.recordings == 2
+    assert len(player.lanes) == (1 if vectors < 60 else LANES)
+    change.response(given[16], answers=("exact",))
+    assert len(player.lanes) == LANES
+
+
+def test_an_estimate_is_never_negative(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    case = make("tanh_mlp")
+    point = recording(case)
+    given = batches(case, 6, 17)
+    path = point.follow(given[:8])
+    change = path.replace(given[8:16])
+    change.response(given[16], answers=("exact",))
+    vector = Footprint.of(path.trajectory).vector
+    assert change.estimate(given[16], answers=("semilinear",)).memory > 8 * 3 * vector
+
+
+def test_products_are_recorded_after_exact_rows_as_before(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """Lanes that exact rows had do not stand in the way of what predictions record."""
+    case = make("tanh_mlp")
+    given = batches(case, 6, 17)
+    found = []
+    for first in (("exact",), ()):
+        point = recording(case)
+        vector = Footprint.of(point.follow(given[:8]).trajectory).vector
+        path = point.follow(given[:8], memory=3 * HELD + 60 * vector)
+        change = path.replace(given[8:16])
+        for answer in (*first, "semilinear"):
+            change.response(given[16], answers=(answer,))
+        found.append(point.loss.player.has("products"))
+    assert found == [True, True]

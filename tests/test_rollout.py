@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core.exact_rows import Rows
 from aftershock.core.probe import Reader, own_loss
 from aftershock.core.responses import ANSWERS, Pass, respond
-from aftershock.core.rollout import rollout
+from aftershock.core.rollout import Rows, rollout
 from aftershock.core.state import JointState
 
 from .cases import CASES, Case, classes, cross_entropy, make
@@ -51,6 +50,21 @@ def test_a_change_of_nothing_has_no_response(name: str, together: bool) -> None:
         assert (response[0, :-1] == 0.0).all()
         assert (response[0, -1] != 0.0).all()
         assert abs(response[:, :-1]).max() <= (1e-14 if together else 0)
+
+
+def test_a_row_that_is_retired_takes_no_further_step() -> None:
+    """Also where nobody has looked at the numbers of its last one yet."""
+    case = make("tanh_mlp")
+    path = with_rows(case.path(4), False)
+    state = path.trajectory.state(1)
+    rows = Rows([replace(state, theta=state.theta * factor) for factor in (1.1, 1.2)])
+    ends = []
+    for moment in rollout(path.trajectory, 1, rows, 4):
+        if moment.time == 2:
+            moment.exact.retire(0)
+        ends.append([row.theta.clone() for row in moment.states])
+    assert torch.equal(ends[1][0], ends[-1][0])
+    assert not torch.equal(ends[1][1], ends[-1][1])
 
 
 # --- together as alone

@@ -7,8 +7,9 @@ own, which a GPU steps beside others where its gradient is recorded in lanes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -21,34 +22,13 @@ from .gates import Pattern, recording
 from .loss import Gradient
 from .reductions import equal
 from .rows import finite, row_gradients, row_values
-from .state import JointState, Tangent
+from .state import JointState
 from .trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from .rollout import Rows
+
 Steps = Sequence[Step | None]  # of a whole path; None where a row takes no step
-
-
-@dataclass
-class Rows:
-    """What is carried: exact states and, as differences from the control, semilinear and linear rows.
-
-    steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
-        no step at all); None for a row that takes the path's own.
-    control: the control's state at which they start, where it is known.
-    distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
-    owned: the states belong to nobody else and may be written to.
-    gates: record which side of each kink every exact row and the control take (`Moment.gates`).
-    parked: exact rows wait in host memory and visit the device one at a time.
-    """
-
-    exact: Iterable[JointState] = ()
-    semilinear: Tangent | None = None
-    linear: Tangent | None = None
-    steps: Sequence[Steps | None] | None = None
-    control: JointState | None = None
-    distinct: bool = False
-    owned: bool = False
-    gates: bool = False
-    parked: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,17 +175,19 @@ class ExactRows:
         ready = self._found[1] if self._found is not None and self._found[0] == time else None
         self._look()
 
-        def step(slot: int) -> JointState | None:
+        going = [slot for slot, alive in enumerate(self._alive) if alive and self._step(slot, time) is not None]
+
+        def step(i: int) -> JointState | None:
+            slot = going[i]
             before = None if self.parked else self._states[slot]
             self._step_alone(slot, time, None if ready is None else ready[slot])
             return before  # held until all rows have taken their step, which may be on several streams
 
-        self.dynamics.loss.spread("gradient", self.trajectory.steps[time].batch, len(self._states), step)
+        self.dynamics.loss.spread("gradient", self.trajectory.steps[time].batch, len(going), step)
 
     def _step_alone(self, slot: int, time: int, gradient: Gradient | None) -> None:
         step = self._step(slot, time)
-        if step is None or not self._alive[slot]:
-            return
+        assert step is not None
         # the first state belongs to whoever gave it, those after it to the row
         state, consume = self.slot_state(slot), slot in self._own
         if gradient is None:
@@ -220,7 +202,7 @@ class ExactRows:
         """What was seen of the last steps."""
         for slot, taken in self._launched.items():
             seen = taken.settle()
-            self._alive[slot] = math.isfinite(seen.loss + seen.clip.norm)
+            self._alive[slot] &= math.isfinite(seen.loss + seen.clip.norm)
             self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
         self._launched.clear()
 
@@ -275,6 +257,8 @@ class ExactRows:
             state = moved(states[i], self.layout.device)
             return watched.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
 
+        if self.gates:  # watched, and so not recorded
+            return finite([alone(i) for i in range(len(slots))])
         return finite(loss.spread("gradient", step.batch, len(slots), alone))
 
     def _step_together(self, time: int, found: Sequence[Gradient | None]) -> None:

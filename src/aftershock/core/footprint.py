@@ -16,7 +16,6 @@ from ..errors import AftershockError
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .fused import available
 from .graphs import GradientGraph
-from .lanes import LANES
 from .memory import budget, free
 from .rehearsals import rehearse_products
 from .rows import row_gradients
@@ -25,9 +24,9 @@ from .trajectory import Trajectory
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
 COUNTING = 6  # and where coordinates with v = 0 are counted
 FEW = 3  # rows whose memory stands for that of many
-# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, for each
-# lane that it is recorded on, which takes as much and one more gradient, and where products are, which takes eleven
-ROOM, LANE_ROOM, PRODUCTS_ROOM = 8, 10, 32
+# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
+# products are, which takes eleven
+ROOM, PRODUCTS_ROOM = 8, 40
 PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
 
 
@@ -121,7 +120,7 @@ def _footprint(trajectory: Trajectory) -> Footprint:
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
     if loss.player.pays and _recordable(trajectory) >= ROOM * vector:
-        _record_gradient(trajectory)
+        record_gradient(trajectory)
     value, _ = measured(lambda: loss.value(*at))
     gradient, _ = measured(lambda: loss.gradient(*at))
     few = state.theta[None].expand(FEW, -1)
@@ -188,22 +187,11 @@ def _recordable(trajectory: Trajectory) -> int:
     return min(room(trajectory, trajectory.memory), free(trajectory.device))
 
 
-def _record_gradient(trajectory: Trajectory, lanes: int = 1) -> None:
+def record_gradient(trajectory: Trajectory, lanes: int = 1) -> None:
     """Record a large model's gradient: its rows then run alone, each faster than its share of many."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
     if trajectory.typical is not None:
         loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random, lanes=lanes)
-
-
-def record_lanes(trajectory: Trajectory) -> None:
-    """Before exact rows: a large model's gradient, if it can be recorded, on as many lanes as there is room for."""
-    player = trajectory.dynamics.loss.player
-    if not player.pays:
-        return
-    vector = Footprint.of(trajectory).vector  # which records it
-    if player.has("gradient"):
-        lanes = (_recordable(trajectory) + player.beside) // (LANE_ROOM * vector)
-        _record_gradient(trajectory, min(LANES, lanes))
 
 
 def _record_products(trajectory: Trajectory) -> None:

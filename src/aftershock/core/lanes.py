@@ -1,7 +1,7 @@
 """Streams on which rows that run alone overlap: the kernels of a small batch fill a part of a GPU only.
 
-Each lane has its own recording of a pass, with its own copy of θ, so that four gradients of a 0.4B model take 12 ms
-each beside one another and 17 ms one by one, with the same bits.
+Each lane has its own recording of a pass, with its own copy of θ, so that four gradients of a 0.4B model take 11.5 ms
+each beside one another and 16.9 ms one by one (H200, batch 1 × 128), with the same bits.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Lanes:
         return self._places[lane]
 
     def stream(self, lane: int) -> torch.cuda.Stream:
-        """A lane's own. What is recorded on it has a workspace of its own, which two lanes must not share."""
-        while len(self._streams) <= lane:
-            self._streams.append(torch.cuda.Stream(self.layout.device))
+        """A lane's own. All are made in one go: torch hands out few, in turn, and two lanes must not have the same."""
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(self.layout.device) for _ in range(LANES)]
         return self._streams[lane]
 
     def narrow(self, lanes: int) -> None:

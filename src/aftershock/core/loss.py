@@ -215,11 +215,17 @@ class LossFunction:
         self, kind: str, batch: Batch, count: int, run: Callable[[int], T], *, evaluating: bool = False
     ) -> list[T]:
         """run(0) … run(count - 1), of which each makes such a pass: beside each other where it is recorded in lanes."""
-        most = 0
-        if count > 1 and self.player.recordings:
-            found, _ = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
-            most = 0 if found is None else len(found.recordings)
-        return self.player.lanes.spread(count, run, most=most)
+        known, lanes = None, self.player.lanes
+        if count > 1 and len(lanes) > 1:
+            known, _ = self.player.looked_at(self.loss_fn, kind, self.place(batch), evaluating=evaluating)
+        most = 1 if known is None else len(known.recordings)
+        found = lanes.spread(count, run, most=most)
+        if most > 1:  # made on lanes, and used on the current stream from now on
+            grads = [grad for each in found if isinstance(each, Gradient) for grad in each.grads]
+            for grad in grads:
+                if grad is not None:
+                    grad.record_stream(torch.cuda.current_stream(self.layout.device))
+        return found
 
     def _played(
         self,

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .exact_rows import Rows
 from .layout import Layout
 from .probe import Reader, Watch
-from .rollout import rollout
+from .rollout import Rows, rollout
 from .state import JointState
 
 SEED = 0

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from .footprint import Curvature, Footprint, record_lanes, room
-from .memory import budget, readable
+from .footprint import Curvature, Footprint, record_gradient, room
+from .lanes import LANES
+from .memory import budget, free, readable
 from .playback import TOGETHER
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
@@ -23,6 +24,8 @@ from .trajectory import Keep, Trajectory
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
+LANE_SHARE = 0.4  # of the room, for lanes: rows need the rest
+LANE_STEPS = 48  # rows × steps from which lanes pay: recording three more takes as long as they save on about 90
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
@@ -30,6 +33,24 @@ def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
     state, (loss, batch, random, _) = trajectory.state(0), probe.arguments(trajectory, 0)
     at = (state.theta, state.buffers, (batch, batch), random)
     loss.rehearse("value", *at, evaluating=probe.evaluating, lanes=len(loss.player.lanes))
+
+
+def plan_lanes(trajectory: Trajectory, rows: int, steps: int, available: int) -> None:
+    """Before so many exact rows take so many steps within some bytes: the gradient of a large model, where it is
+    recorded, on as many lanes as rows use and there is room for; what further lanes hold is given back."""
+    player, batches = trajectory.dynamics.loss.player, trajectory.typical
+    if not player.pays or batches is None:
+        return
+    vector = Footprint.of(trajectory).vector
+    recorded = trajectory.dynamics.loss.recorded("gradient", batches[0])
+    if recorded is None:
+        return
+    each = recorded[0].nbytes + 3 * vector  # beside it θ, and a gradient on its way with what it is made of
+    left = min(available, free(trajectory.device)) + player.lane_bytes
+    lanes = max(1, min(LANES, rows, int(LANE_SHARE * left) // each))
+    player.narrow(lanes)
+    if rows * steps >= LANE_STEPS:
+        record_gradient(trajectory, lanes)
 
 
 def plan_states(
@@ -103,17 +124,19 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     loss = trajectory.dynamics.loss
     Footprint.of(trajectory)  # what is recorded is in memory before the rest is planned
     if tuple(answers) != ("exact",):
+        loss.player.narrow()
         Curvature.of(trajectory)
     if "exact" in answers:
-        record_lanes(trajectory)
+        plan_lanes(trajectory, work.changes * work.scales, work.watch.horizons, room(trajectory, memory))
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
-    try:
-        return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
-    except OutOfMemory:
-        if not loss.player.recordings:
-            raise
-    loss.player.give_back()
+    for give_back in (loss.player.narrow, loss.player.give_back):
+        try:
+            return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
+        except OutOfMemory:
+            if not loss.player.recordings:
+                raise
+        give_back()
     return _plan(work, answers, room(trajectory, memory), park=True)
 
 
@@ -127,7 +150,7 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
         [*truth, *((answer,) for answer in predictions)],
     ]
     # what has no exact rows has no lanes beside the first either
-    spare = work.watch.trajectory.dynamics.loss.player.beside
+    spare = work.watch.trajectory.dynamics.loss.player.lane_bytes
     for parts in splits:
         found = [_fitting(work, part, available + spare * ("exact" not in part)) for part in parts if part]
         passes = [each for each in found if each is not None]
@@ -145,21 +168,23 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
     """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one, for which
     recorded passes give their memory back."""
-    found = _at_once(trajectory, count, exact, predicted, memory)
-    if found is None and trajectory.dynamics.loss.player.recordings:
-        trajectory.dynamics.loss.player.give_back()
+    player = trajectory.dynamics.loss.player
+    if predicted:
+        player.narrow()
+    else:
+        plan_lanes(trajectory, count * exact, len(trajectory), room(trajectory, memory))
+    for give_back in (player.narrow, player.give_back):
         found = _at_once(trajectory, count, exact, predicted, memory)
-    return found or 1
+        if found is not None or not player.recordings:
+            return found or 1
+        give_back()
+    return _at_once(trajectory, count, exact, predicted, memory) or 1
 
 
 def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
-    # what is recorded is in memory before the rest is planned
     if predicted:
-        Curvature.of(trajectory)
-        trajectory.dynamics.loss.player.narrow()
-    else:
-        record_lanes(trajectory)
+        Curvature.of(trajectory)  # what it records is in memory before the rest is planned
     available = room(trajectory, memory)
     loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
@@ -171,6 +196,7 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
     The products of a large model are recorded first.
     """
     if trajectory.dynamics.loss.player.pays:
+        trajectory.dynamics.loss.player.narrow()
         Curvature.of(trajectory)
     layout = trajectory.dynamics.layout
     device, vector = trajectory.device, layout.padded_size * layout.dtype.itemsize
@@ -187,11 +213,16 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
-    record_lanes(trajectory)
-    held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
-    left = room(trajectory, memory) - held * footprint.vector
     most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
-    return max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
+
+    def fitting() -> tuple[int, int]:
+        # vectors: adjoints and what they are read from, or curves
+        left = room(trajectory, memory) - max(7 * outcomes + 3, 6 * outcomes + 15) * footprint.vector
+        return left, max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
+
+    left, count = fitting()
+    plan_lanes(trajectory, count, most, left)
+    return fitting()[1]
 
 
 def pass_bytes(work: Work, each: Pass) -> int:
@@ -233,7 +264,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [lanes * f.value]
+    work = [f.value]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
@@ -241,15 +272,15 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
         count = load.exact + 1
         carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
-        beside = 1 if own else min(lanes, load.exact)  # rows whose gradients are there at the same time
-        alone = beside * max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
+        at_the_same_time = 1 if own else min(lanes, load.exact)
+        alone = at_the_same_time * max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
         work.append(shared if together else alone)
     if load.linear:
         work.append(f.gradient + v)
     if load.semilinear:
         count = load.semilinear + 1  # a step's own loss, or a probe that is not recorded, is read in rows
-        rows = min(AT_ONCE, count) if trajectory.dynamics.loss.sharing.tries("value", count) else lanes
-        work.append(rows * (v + f.value))
+        together = trajectory.dynamics.loss.sharing.tries("value", count)
+        work.append(min(AT_ONCE, count) * (v + f.value) if together else lanes * v + f.value)
     if predicted:
         c = Curvature.of(trajectory)
         most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)

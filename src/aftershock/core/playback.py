@@ -28,7 +28,7 @@ from .recordings import Make, Recording, Shape, Work
 if TYPE_CHECKING:
     from .loss import LossFunction
 
-MOST = 6  # recordings of one model: each holds a pass's activations, and a gradient's the gradient
+MOST = 6  # passes of one model that are recorded: on each lane they hold activations, and a gradient's the gradient
 LOOKED = 32  # shapes of batches that are tried at all: where every batch has its own, recording is given up
 TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
@@ -112,17 +112,17 @@ class Player:
         self.lanes.narrow(0)
         self._vectors.clear()
 
-    def narrow(self) -> None:
-        """Give back what lanes beside the first hold: work that has no exact rows needs the room."""
+    def narrow(self, lanes: int = 1) -> None:
+        """Give back what further lanes hold: work that has no exact rows needs the room."""
         for known in self._looked:
-            del known.recordings[1:]
-        self.lanes.narrow(1)
+            del known.recordings[lanes:]
+        self.lanes.narrow(lanes)
 
     @property
-    def beside(self) -> int:
-        """The bytes of lanes beside the first."""
+    def lane_bytes(self) -> int:
+        """What lanes beside the first hold."""
         held = [recording.nbytes for known in self._looked for recording in known.recordings[1:]]
-        return sum(held) + self.layout.padded_size * self.layout.dtype.itemsize * max(0, len(self.lanes) - 1)
+        return sum(held) + self.lanes.nbytes - (self.lanes.nbytes // len(self.lanes) if self.lanes else 0)
 
     def spare_vectors(self) -> None:
         """Give their place back where no recording reads them."""
@@ -171,28 +171,34 @@ class Player:
             with contextlib.suppress(Exception):  # whatever it is, a plain pass says it in its own words
                 self._record(known, work, theta, placed)
             self._looked.append(known)
-        while 0 < len(known.recordings) < lanes and not known.alone:
-            self._widen(known, work, theta, placed[0])
+        while 0 < len(known.recordings) < lanes and self._widened(known, work, theta, placed[0]):
+            pass
         return bool(known.recordings)
 
     def _record(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batches: Sequence[Batch]) -> None:
         work.plain(theta, batches[0])  # what happens only once is over
         known.busy = _launching(self.layout.device, lambda: work.plain(theta, batches[0])) < LAUNCHING
         if not known.busy:
-            made = Recording(work, self.lanes.place(0), batches[0])
+            made = Recording(work, self.lanes.place(0), batches[0], self.lanes.stream(0))
             known.recordings += [made] if made.faithful(work, theta, batches) else []
             known.alone = not made.separate
 
-    def _widen(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> None:
-        """The same pass on one lane more; where it is not the same there, that is not tried again."""
+    def _widened(self, known: Looked, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> bool:
+        """Record the same pass on one lane more. Where it is not the same there, that is not tried again; where memory
+        runs out, it is, the next time."""
         lane = len(known.recordings)
-        with contextlib.suppress(Exception):
+        if known.alone:
+            return False
+        try:
             made = Recording(work, self.lanes.place(lane), batch, self.lanes.stream(lane))
-            if made.repeats(known.recordings[0], work, theta, batch):
-                known.recordings.append(made)
-                return
-        known.alone = True
+            known.alone = not made.beside(known.recordings[0], self.lanes, work, theta, batch)
+            known.recordings += [] if known.alone else [made]
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        except Exception:  # whatever cannot be recorded again has one lane
+            known.alone = True
         self.lanes.narrow(max(len(looked.recordings) for looked in self._looked))
+        return len(known.recordings) > lane
 
 
 def _launching(device: torch.device, work: Callable[[], object]) -> float:

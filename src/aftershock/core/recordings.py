@@ -22,6 +22,7 @@ from .reductions import norms
 from .structure import flatten
 
 if TYPE_CHECKING:
+    from .lanes import Lanes
     from .loss import LossFunction
 
 APART = 1.1  # how far from the first place, as a factor of θ, a recording is compared again
@@ -162,17 +163,22 @@ class Recording:
         """Whether it may be played while another recording of the same pass is: neither draws, nor moves buffers."""
         return not (self._draws or self._moving)
 
-    def repeats(self, other: Recording, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> bool:
-        """Whether it gives what another recording of the same pass gives: to the bit, or as nearly as that repeats."""
-        self._draws = other._draws
+    def beside(self, first: Recording, lanes: Lanes, work: Work, theta: Float[Tensor, " param"], batch: Batch) -> bool:
+        """Whether this and the first recording of a pass, played beside each other at two places, give what the first
+        gives alone: to the bit, or as nearly as that repeats."""
+        self._draws = first._draws
         inputs = Shape.of("", False, batch, theta.device)[1]
 
-        def played(recording: Recording) -> Played:
-            return recording.play(APART * theta, work.buffers, inputs, work.random)
+        def played(recording: Recording, factor: float) -> Played:
+            return recording.play(factor * theta, work.buffers, inputs, work.random)
 
-        truth = played(other)
-        off = _apart(truth, played(self))
-        return off == 0 or off <= SCATTER * _apart(truth, played(other))
+        pairs = [(first, 1.0), (self, APART)]
+        for found, (_, factor) in zip(lanes.spread(2, lambda i: played(*pairs[i]), most=2), pairs):
+            truth = played(first, factor)
+            off = _apart(truth, found)
+            if off > 0 and not off <= SCATTER * _apart(truth, played(first, factor)):
+                return False
+        return True
 
     def play(
         self,
@@ -252,13 +258,25 @@ def _recorded(
         torch.cuda.empty_cache()
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with _own_workspaces(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 found = work()
         except BaseException:
             generator.graphsafe_set_state(fresh)  # a recording that fails leaves it unusable
             raise
     kept = torch.cuda.memory_reserved(device) - reserved
     return found, kept, kept - (torch.cuda.memory_allocated(device) - allocated)
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """cuBLAS keeps one workspace for each stream, and graphs that are recorded on it would share it: two of them then
+    write to it at once, or one is deleted and takes the other's along. So each gets its own, as torch's compiler does.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..errors import OutOfMemory
 from .changes import ControlStep, Edit, Shock, shocks_of, touched_zero_v
-from .exact_rows import Rows, moved
+from .exact_rows import moved
 from .layout import Layout
 from .operators import WriteIn
 from .probe import Reader, Watch
 from .reductions import norms
-from .rollout import rollout
+from .rollout import Rows, rollout
 from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")

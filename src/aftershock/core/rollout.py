@@ -12,14 +12,38 @@ something of them looks at each `Moment` as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .dynamics import Linearized
-from .exact_rows import ExactRows, Gates, Rows
+from .exact_rows import ExactRows, Gates, Steps
 from .state import JointState, Tangent
 from .sweeps import transit_, transit_semilinear_
 from .trajectory import Trajectory
+
+
+@dataclass
+class Rows:
+    """What is carried: exact states and, as differences from the control, semilinear and linear rows.
+
+    steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
+        no step at all); None for a row that takes the path's own.
+    control: the control's state at which they start, where it is known.
+    distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
+    owned: the states belong to nobody else and may be written to.
+    gates: record which side of each kink every exact row and the control take (`Moment.gates`).
+    parked: exact rows wait in host memory and visit the device one at a time.
+    """
+
+    exact: Iterable[JointState] = ()
+    semilinear: Tangent | None = None
+    linear: Tangent | None = None
+    steps: Sequence[Steps | None] | None = None
+    control: JointState | None = None
+    distinct: bool = False
+    owned: bool = False
+    gates: bool = False
+    parked: bool = False
 
 
 @dataclass

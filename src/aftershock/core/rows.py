@@ -152,7 +152,7 @@ def row_gradients(
 
     def agrees() -> bool:
         far = apart(thetas)
-        return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], alone(far[1], -1))
+        return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], finite([alone(far[1], -1)])[0])
 
     if present is not None and loss.together("gradient", batch, len(thetas)):
         pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
@@ -197,8 +197,10 @@ def pool_gradients(
 
     def agrees() -> bool:
         last = len(batches) - 1
-        return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], alone(last))
+        return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], finite([alone(last)])[0])
 
+    if not batches:
+        return []
     stackable = present is not None and all(present) and _alike(batches)
     if stackable and loss.together("pool", batches[0], len(batches)):
         pieces = tried(loss, "pool", agrees, mapped, len(batches))

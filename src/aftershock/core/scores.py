@@ -21,13 +21,12 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, folded
 from .dynamics import Linearized
-from .exact_rows import Rows
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
 from .reductions import products, totals
-from .rollout import rollout
+from .rollout import Rows, rollout
 from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
 from .sweeps import adjoint_sweep

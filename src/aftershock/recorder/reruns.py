@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.dynamics import Step
-from ..core.exact_rows import Rows
-from ..core.footprint import record_lanes
+from ..core.footprint import room
+from ..core.planning import plan_lanes
 from ..core.probe import Reader, own_loss
-from ..core.rollout import Moment, rollout
+from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from .quantity import Quantity
@@ -56,11 +56,12 @@ def run_again(
 
     One gradient per run and step, less in rows on a GPU. A run ends where `done` says so.
     """
-    record_lanes(trajectory)
     found: list[Values] = [{} for _ in runs]
     by_start: dict[int, list[int]] = {}
     for i, run in enumerate(runs):
         by_start.setdefault(run.at, []).append(i)
+    most = max(map(len, by_start.values()), default=0)
+    plan_lanes(trajectory, most, last, room(trajectory, trajectory.memory))
     for at, some in sorted(by_start.items()):
         for i, values in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last, done, quantity)):
             found[i] = values

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ..core.changes import ControlStep, Shock, first_tangent, names_of
 from ..core.dynamics import Linearized
-from ..core.exact_rows import Rows
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import norms
-from ..core.rollout import Moment, rollout
+from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_with_
 from ..errors import InvalidInput

@@ -12,11 +12,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of
-from ..core.exact_rows import Rows
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import count
-from ..core.rollout import rollout
+from ..core.rollout import Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent
 from ..errors import InvalidInput
 from ..results.provenance import described

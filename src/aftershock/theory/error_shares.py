@@ -13,11 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.changes import names_of
-from ..core.exact_rows import Rows
 from ..core.gates import Pattern, recording, replaying
 from ..core.operators import WriteIn
 from ..core.probe import Watch
-from ..core.rollout import Moment, rollout
+from ..core.rollout import Moment, Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent, difference, stack
 from ..core.sweeps import transit_
 from ..errors import InvalidInput

@@ -18,15 +18,15 @@ from torch.nn.functional import cross_entropy
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
-from ..core.exact_rows import ExactRows, Rows
-from ..core.footprint import Footprint, record_lanes, room
+from ..core.exact_rows import ExactRows
+from ..core.footprint import Footprint, room
 from ..core.memory import readable
-from ..core.planning import Load, rollout_bytes
+from ..core.planning import Load, plan_lanes, rollout_bytes
 from ..core.probe import Watch
 from ..core.readings import row_readings
 from ..core.reductions import norms
 from ..core.rehearsals import rehearse_reading
-from ..core.rollout import Moment, rollout
+from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
 from ..results.provenance import described
@@ -102,7 +102,7 @@ class LogitReader:
         self._loss, self._random = watch.trajectory.dynamics.loss, watch.trajectory.steps[0].random
         self._slopes: dict[int, Tensor] = {}
         self.controls: dict[int, Tensor] = {}  # the control's two readings by time
-        record_lanes(watch.trajectory)
+        Footprint.of(watch.trajectory)  # a large model's gradient is recorded with it
         for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
             state = moment.control
             self._slopes[moment.time] = self._slope(state)
@@ -173,6 +173,7 @@ class _Reruns:
     """Exact rows of changes at signed scales, as many at once as fit."""
 
     def __init__(self, watch: Watch, logits: Logits, ways: Sequence[float], memory: str | int | None) -> None:
+        plan_lanes(watch.trajectory, len(ways), watch.horizons, room(watch.trajectory, memory))
         self.watch, self.ways, self.reader = watch, ways, LogitReader(watch, logits)
         self.size = _at_once(watch, len(ways), self.reader, memory)
         self.gradient_norm: list[float] = []
@@ -210,9 +211,10 @@ def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | N
     idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
 
     def needed(n: int) -> int:
-        held = HELD + 3 * (n > 1 and trajectory.kept(watch.first) is None)  # together the control is copied
+        together = trajectory.together("gradient", n + 1)
+        held = HELD + 3 * (together and trajectory.kept(watch.first) is None)  # together the control is copied
         started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
-        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (n == 1)
+        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (not together)
         return held * vector + max(started, carried) + reader.nbytes(n)
 
     if needed(1) > available:

@@ -15,10 +15,9 @@ from torch import Tensor
 from ..core.adamw import Run, runs_of
 from ..core.changes import ControlStep, Perturb, names_of, scales_of
 from ..core.dynamics import Step
-from ..core.exact_rows import Rows
 from ..core.operators import WriteIn, readout
 from ..core.probe import Reader, Watch
-from ..core.rollout import rollout
+from ..core.rollout import Rows, rollout
 from ..core.state import JointState, difference
 from ..errors import InvalidInput
 from ..results.provenance import described

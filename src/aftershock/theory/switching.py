@@ -19,10 +19,9 @@ from ..core.adamw import adamw_step
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
 from ..core.dynamics import Dynamics, Linearized, Step
-from ..core.exact_rows import Rows
 from ..core.gates import Pattern, replaying
 from ..core.graphs import GradientGraph
-from ..core.rollout import rollout
+from ..core.rollout import Rows, rollout
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
 
