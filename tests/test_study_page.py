@@ -168,13 +168,17 @@ def test_an_entry_opens_to_its_rule_with_mouse_and_keyboard(opened: Any) -> None
 def test_the_page_is_as_wide_as_its_screen(opened: Any) -> None:
     fits = "document.documentElement.scrollWidth <= window.innerWidth"
     drawn = "document.querySelector('#plot-curves svg.main-svg').getBoundingClientRect().width"
+    box = "document.querySelector('#plot-frozen-0 .subplot.{}').getBoundingClientRect()"
+    poles_below = f"{box.format('x2y2')}.top > {box.format('x3y3')}.bottom"
     assert opened.evaluate(fits)
+    assert not opened.evaluate(poles_below)
     assert opened.evaluate(drawn) > 800
     opened.set_viewport_size({"width": 400, "height": 800})
     opened.reload()
     opened.wait_for_selector("html[data-drawn]", state="attached")
     assert opened.evaluate(fits)
     assert 300 < opened.evaluate(drawn) <= 400
+    assert opened.evaluate(poles_below)
 
 
 def test_on_paper_nothing_is_cut(opened: Any) -> None:

@@ -35,7 +35,7 @@ LEGEND = (
     "systems. ≠ marks one that does not. ×1.3 is the smallest factor, up or down, by which the number could be wrong "
     "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
     "prints quartiles they are judged too: [≈, ≠]. The last sign is the weaker rule: ✓ where the paper's median lies "
-    "inside our quartiles or the bootstrap interval of our median, ✗ where it does not. Entries marked *ours* have no "
+    "inside our quartiles or the bootstrap interval of our median, ✗ where it does not. Entries marked ours have no "
     "counterpart in the paper, ◦ marks a number whose protocol the paper leaves open, and = one that is saturated or "
     "true by definition and not counted."
 )

@@ -61,14 +61,30 @@ const darkened = (part, key = "") => {
 // Words on lines that a small screen holds.
 const folded = (text) => text.replace(/([^<>]{28,}?) (?=\S{2})/g, "$1<br>");
 const linesOf = (text) => folded(text).split("<br>").length;
+// Panels to the right of others stand below them on a small screen.
+const stacked = (layout) => {
+  const columns = Object.keys(layout).filter((key) => /^xaxis/.test(key));
+  const right = columns.filter((key) => layout[key].domain?.[0] > 0.5);
+  if (!right.length) return layout;
+  const shape = {...layout, height: 1.6 * layout.height};
+  const above = (y) => 0.54 + 0.46 * y, below = (y) => 0.02 + 0.41 * y;
+  for (const key of columns) {
+    const upright = key.replace("x", "y");
+    shape[key] = {...layout[key], domain: [0, 1]};
+    shape[upright] = {...layout[upright], domain: layout[upright].domain.map(right.includes(key) ? below : above)};
+  }
+  shape.annotations = layout.annotations?.map((note) => ({...note, x: 0.5, y: (note.x > 0.5 ? below : above)(note.y)}));
+  return shape;
+};
 // On a small screen there is one key, and it stands under the figure.
-const narrowed = ({data, layout}) => {
+const narrowed = ({data, layout: wide}) => {
+  const layout = stacked(wide);
   const named = data.filter((trace) => trace.name && trace.showlegend !== false && layout.showlegend !== false);
   const keyed = named.reduce((sum, trace) => sum + linesOf(trace.name), 0);
   const notes = Math.max(0, ...(layout.annotations ?? []).map((note) => linesOf(note.text) - 1));
   const shape = {...layout, height: layout.height + 20 * (keyed + notes), font: {...layout.font, size: 12}};
   shape.dragmode = false;  // a finger scrolls the page
-  shape.margin = {...layout.margin, l: 44, r: 8, t: layout.margin.t + 16 * notes};
+  shape.margin = {...layout.margin, l: 50, r: 8, t: layout.margin.t + 16 * notes};
   const under = {x: 0, y: 0, xanchor: "left", yanchor: "bottom", yref: "container"};
   shape.legend = {traceorder: "normal", orientation: "h", ...under};
   shape.annotations = layout.annotations?.map((note) => ({...note, text: folded(note.text)}));
