@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
+from .attention import FusedAttention
 from .batches import Accumulated, Batch, micro_batches
 from .clipping import global_norm
 from .derivatives import derivative_error
@@ -49,6 +50,7 @@ class GradientGraph:
         self._batch = batch
         self._leaves = loss.leaves(theta)
         self._graph: dict[int, GradientEdge] | None = None
+        self.replaced = False  # a kernel without a second derivative by one that rounds otherwise
         self._at = (theta, theta._version)
         if isinstance(batch, Accumulated) or self._recorded() is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
@@ -112,7 +114,18 @@ class GradientGraph:
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
         buffers, random = self._arguments
-        return self._function.call(self._leaves, buffers, random, program, derivative=True)
+        attention = FusedAttention()
+        on_cpu = self._function.layout.device.type == "cpu"
+        # rows together are mapped, which its kernel cannot be
+        fused = on_cpu and torch.backends.cuda.flash_sdp_enabled() and not self._function.sharing.wanted
+
+        def attended(model: nn.Module) -> Any:
+            with attention if fused else contextlib.nullcontext():
+                return program(model)
+
+        found = self._function.call(self._leaves, buffers, random, attended, derivative=True)
+        self.replaced |= attention.replaced
+        return found
 
     def _build(
         self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]
