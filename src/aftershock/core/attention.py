@@ -1,7 +1,7 @@
 """Attention on a CPU, with a second derivative, in the kernel that training runs.
 
-The fused kernel has no second derivative. The math kernel has one and rounds otherwise, so that the control would need a
-plain gradient beside every graph. Here the fused kernel computes value and gradient, and a closed form the gradient's
+The fused kernel has no second derivative. The math kernel has one and rounds otherwise, so that the control would need
+a plain gradient beside every graph. Here the fused kernel computes value and gradient, and a closed form the gradient's
 derivative: a gradient with its graph has training's bits. The n × n weights are made anew, not kept.
 """
 
