@@ -117,7 +117,8 @@ class Dynamics:
         """The same, keeping the gradient's graph for later products; `plain` is the gradient where it is known."""
         graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
         found = self.plain_gradient(graph, step, state, plain)
-        found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
+        if step.max_norm is not None:  # clipping writes into it
+            found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
         after, taken = self.take(found, step, state, consume=False)
         seen = taken.settle()
         linear = self.linear_step(seen, state, graph.raw, graph.present)
