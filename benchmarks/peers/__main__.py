@@ -32,7 +32,7 @@ from .memory import hand_back_freed
 from .tables import adjoints, judgements, missing
 from .window import RECIPES, STEPS, prepare, with_bad_batch
 
-ROUNDS = 2
+ROUNDS = 5
 THINNER = 2  # batches of 16 pictures or 8 texts
 MODULES = {  # what is imported before anything is timed
     "torchopt": ("torchopt",),

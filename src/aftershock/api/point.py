@@ -19,7 +19,7 @@ from ..core.dynamics import Dynamics, Step
 from ..core.guards import Check, check, repeated
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
-from ..core.loss import LossFunction
+from ..core.loss import Gradient, LossFunction
 from ..core.memory import budget
 from ..core.planning import plan_states
 from ..core.randomness import RandomState
@@ -133,10 +133,13 @@ class TrainingPoint:
             raise InvalidInput(f'keep is "states", "checkpoints" or "graphs"; got {keep!r}')
         state = self.captured.state
         loop.refuse_other_precision(self.loss, state, steps[0])
+        first: Gradient | None = None
         if self.loss.noise is None:  # exact answers stand on it as well
-            self.loss.noise = repeated(self.loss, state, taken[0], start, steps[0].where)[1]
+            first, self.loss.noise = repeated(self.loss, state, taken[0], start, steps[0].where)
+        if len(steps) == 1:
+            first = None  # a step that is not computed does not tell how long one takes
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
-        trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing)
+        trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing, first)
         loop.refuse_unused(trajectory.steps, self.loss.layout.names)
         trajectory.dynamics.heads = loop.heads(trajectory.steps)
         return Path(self, trajectory, memory)

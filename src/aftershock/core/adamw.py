@@ -375,7 +375,10 @@ class LinearStep:
 
     def absorb_transposed_(self, c: Cotangent) -> Float[Tensor, "outcome param"]:
         """The transpose of `absorb_`: cotangents one step back, in place; returns the dual of u."""
-        w_all = torch.zeros_like(c.theta)
+        w_all = torch.empty_like(c.theta)
+        for run in self.runs:
+            if not run.active:
+                w_all[..., run.where] = 0.0
         if fused.available(c.theta):
             self._each_run(lambda run: fused.absorb_transposed_(self, run, c, w_all))
             return w_all

@@ -111,26 +111,32 @@ class Dynamics:
         found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
         return self.take(found, step, state, consume=consume)
 
-    def advance_with_graph(self, step: Step, state: JointState) -> tuple[JointState, Taken, Linearized]:
-        """The same, keeping the gradient's graph for later products."""
+    def advance_with_graph(
+        self, step: Step, state: JointState, plain: Gradient | None = None
+    ) -> tuple[JointState, Taken, Linearized]:
+        """The same, keeping the gradient's graph for later products; `plain` is the gradient where it is known."""
         graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
-        found = self.plain_gradient(graph, step, state)
-        found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
+        found = self.plain_gradient(graph, step, state, plain)
+        if step.max_norm is not None:  # clipping writes into it
+            found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
         after, taken = self.take(found, step, state, consume=False)
         seen = taken.settle()
         linear = self.linear_step(seen, state, graph.raw, graph.present)
         return after, taken, Linearized(seen, linear, graph)
 
-    def plain_gradient(self, graph: GradientGraph, step: Step, state: JointState) -> Gradient:
+    def plain_gradient(
+        self, graph: GradientGraph, step: Step, state: JointState, plain: Gradient | None = None
+    ) -> Gradient:
         """The gradient that training would have, from a graph that is there anyway where that is the same.
 
         `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's must be the
         plain one: the model's first step finds out whether they agree, and where they do not, it is computed.
         """
-        if self.loss.graph_is_plain:
+        if self.loss.graph_is_plain and not graph.replaced:
             return graph.gradient
-        plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        if self.loss.graph_is_plain is None:
+        if plain is None:
+            plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        if self.loss.graph_is_plain is None and not graph.replaced:
             self.loss.graph_is_plain = same_bits(plain.grads, graph.gradient.grads)
         return plain
 

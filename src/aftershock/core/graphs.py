@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
+from .attention import FusedAttention
 from .batches import Accumulated, Batch, micro_batches
 from .clipping import global_norm
 from .derivatives import derivative_error
@@ -49,6 +50,7 @@ class GradientGraph:
         self._batch = batch
         self._leaves = loss.leaves(theta)
         self._graph: dict[int, GradientEdge] | None = None
+        self.replaced = False  # a kernel without a second derivative by one that rounds otherwise
         self._at = (theta, theta._version)
         if isinstance(batch, Accumulated) or self._recorded() is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
@@ -89,6 +91,19 @@ class GradientGraph:
         self._run(program)
         return out
 
+    def add_products_(self, out: Float[Tensor, "change param"], vectors: Float[Tensor, "change param"]) -> None:
+        """out ← out + H u for every row u; one after another, no product is a vector of its own."""
+        graph, alone = self._graph, not self._function.together("product", self._batch, len(vectors))
+        if graph is None or not alone or not self._function.layout.uniform:
+            out.add_(self.products(vectors))
+            return
+
+        def program(model: nn.Module) -> None:
+            for u, row in zip(vectors, out):
+                self._add_alone(graph, u, row)
+
+        self._run(program)
+
     def pieces(self, count: int) -> list[slice]:
         """So many rows as they are computed: a few at a time where products of the path are played back, since room for
         no more is planned, whatever the shape of this batch; else at once."""
@@ -112,7 +127,18 @@ class GradientGraph:
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
         buffers, random = self._arguments
-        return self._function.call(self._leaves, buffers, random, program, derivative=True)
+        attention = FusedAttention()
+        on_cpu = self._function.layout.device.type == "cpu"
+        # rows together are mapped, which its kernel cannot be
+        fused = on_cpu and torch.backends.cuda.flash_sdp_enabled() and not self._function.sharing.wanted
+
+        def attended(model: nn.Module) -> Any:
+            with attention if fused else contextlib.nullcontext():
+                return program(model)
+
+        found = self._function.call(self._leaves, buffers, random, attended, derivative=True)
+        self.replaced |= attention.replaced
+        return found
 
     def _build(
         self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]
@@ -129,7 +155,7 @@ class GradientGraph:
         if together and self._write_together(curved, vectors, out):
             return
         for u, row in zip(vectors, out):
-            self._write_alone(curved, u, row)
+            self._add_alone(curved, u, row)
 
     def _write_together(
         self, curved: Mapping[int, GradientEdge], vectors: Float[Tensor, "change param"], out: Tensor
@@ -169,13 +195,18 @@ class GradientGraph:
         vector[1::2] *= -1
         together, alone = torch.zeros_like(vector).repeat(2, 1), torch.zeros_like(vector)
         self._write_batched(curved, torch.stack([beside, vector]), together)
-        self._write_alone(curved, vector, alone)
+        self._add_alone(curved, vector, alone)
         return bool(norms(together[1] - alone) <= tolerance(self._function) * norms(alone).clamp(min=1e-30))
 
-    def _write_alone(
+    def _add_alone(
         self, curved: Mapping[int, GradientEdge], vector: Float[Tensor, " param"], out: Float[Tensor, " param"]
     ) -> None:
-        """One product, parameter by parameter into its place in `out`, which is zero: it is never there twice."""
+        """One product, parameter by parameter onto its place in `out`: it is never there twice.
+
+        In shorter types than the flat vector's `out` must be zero.
+        """
+        if not curved:
+            return
         layout = self._function.layout
         views, places = layout.typed_views(vector), layout.typed_views(out)
         try:

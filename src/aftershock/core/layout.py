@@ -156,7 +156,7 @@ class Layout:
 
     def join(self, tensors: Sequence[Tensor | None]) -> Float[Tensor, " param"]:
         """A new flat vector from one tensor per parameter; `None` counts as zero."""
-        flat = self.zeros()
+        flat = self.zeros() if any(tensor is None for tensor in tensors) else self.blank()
         self.write(flat, tensors)
         return flat
 

@@ -38,7 +38,7 @@ def transit_semilinear_(at: Linearized, dx: Tangent) -> None:
 def retreat_(at: Linearized, c: Cotangent) -> None:
     """c ← Aᵀ c in place: carryᵀ(c) + P_θᵀ H write_inᵀ(c)."""
     w = at.linear.absorb_transposed_(c)
-    c.theta.add_(at.graph.products(at.linear.gradient_variation(w)))
+    at.graph.add_products_(c.theta, at.linear.gradient_variation(w))
     at.linear.add_coupled_decay_(c.theta, w)
 
 

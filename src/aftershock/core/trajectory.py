@@ -13,6 +13,7 @@ import torch
 from ..errors import NotFinite
 from .batches import Batch
 from .dynamics import Dynamics, Linearized, Step, Taken
+from .loss import Gradient
 from .playback import LONG, typical
 from .randomness import RandomState
 from .state import JointState
@@ -47,11 +48,13 @@ class Trajectory:
         steps: Sequence[Step],
         keep: Keep,
         spacing: int = 1,
+        first: Gradient | None = None,
     ) -> Trajectory:
         """Train on from `start` through `steps`, each beginning where the last left the random state.
 
         A step with `own_random` (a recorded run's) starts from that instead. A step's numbers are looked at while
-        the next one runs, as in a training loop that does not wait for its loss.
+        the next one runs, as in a training loop that does not wait for its loss. `first` is the first step's plain
+        gradient where it is known, and is consumed.
         """
         self = cls(dynamics, keep, spacing)
         state, waiting, seconds = start, list[Taken](), []
@@ -63,11 +66,11 @@ class Trajectory:
             if not step.own_random:
                 step = replace(step, random=random)
             try:
-                state, taken = self._take(step, state, step.index not in self._states)
+                state, taken = self._take(step, state, step.index not in self._states, first)
             except Exception:
                 self._settle(waiting)  # the step before it may be what is wrong
                 raise
-            random, after = taken.random, step.index + 1
+            random, after, first = taken.random, step.index + 1, None
             self._settle(waiting)
             waiting = [taken]
             if after % spacing == 0 or (after == len(steps) and spacing <= len(steps)):
@@ -85,10 +88,12 @@ class Trajectory:
         self.steps, self._states = [step], {0: start}
         return self
 
-    def _take(self, step: Step, state: JointState, consume: bool) -> tuple[JointState, Taken]:
+    def _take(self, step: Step, state: JointState, consume: bool, known: Gradient | None) -> tuple[JointState, Taken]:
+        if self.keep != "graphs" and known is not None:
+            return self.dynamics.take(known, step, state, consume=consume)
         if self.keep != "graphs":
             return self.dynamics.launch(step, state, consume=consume)
-        after, taken, linearized = self.dynamics.advance_with_graph(step, state)
+        after, taken, linearized = self.dynamics.advance_with_graph(step, state, known)
         self._linearized[step.index] = linearized
         return after, taken
 

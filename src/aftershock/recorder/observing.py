@@ -10,6 +10,11 @@ import torch
 from torch import nn
 
 Arguments = ParamSpec("Arguments")
+UNSEEN = (
+    "the model is called in compiled code, where the recorder cannot look. A replay begins each step with the random "
+    "state that the recorder.step() before it left, and with the modes and autocast of its own. Where the loop draws "
+    "random numbers in between, or enters autocast, call recorder.before_forward() right before loss_fn"
+)
 
 
 def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -29,13 +34,17 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 class Observer:
-    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages)."""
+    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages).
 
-    def __init__(self, watch: Callable[..., None] | None = None) -> None:
-        self.watch = watch
+    Nor does it in compiled code, unless `compiled`: the code would have to be cut in two where the hook looks, and
+    under `fullgraph=True` the loop would fail.
+    """
+
+    def __init__(self, watch: Callable[..., None] | None = None, *, compiled: bool = False) -> None:
+        self.watch, self.compiled = watch, compiled
 
     def __call__(self, *arguments: Any) -> None:
-        if self.watch is not None:
+        if self.watch is not None and (self.compiled or not torch.compiler.is_compiling()):
             self.watch(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
