@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ..core.adamw import Hyper
 from ..core.batches import Batch
+from ..core.calls import Autocast
 from ..core.capture import Captured, PrivateCopy, dense_stride, unwrapped
 from ..core.hooks import gradient_hook
 from ..core.layout import Layout
 from ..core.live_loop import LiveLoop
-from ..core.loss import Autocast, LossFunction
+from ..core.loss import LossFunction
 from ..core.outside import Outside
 from ..core.randomness import RandomState
 from ..core.state import CHANNELS, JointState

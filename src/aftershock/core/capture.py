@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOptimizer
 from .adamw import Hyper
 from .batches import Batch
+from .calls import Autocast
 from .hooks import KINDS, Hooks, gradient_hook, kept, refuse_unspoken
 from .layout import Layout
 from .live_loop import LiveLoop, Unused, computed_in, unused_gradients
 from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
-from .loss import Autocast, LossFunction
+from .loss import LossFunction
 from .outside import Outside, marked
 from .randomness import RandomState
 from .state import JointState

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnfrozenGate
+from .calls import Surroundings
 from .dependence import Dependence
 from .kinks import CASTS, CHOICES, PIECEWISE, REDUCTIONS, TRUTHS, WINDOWS, Piecewise, function_name, is_rough, windows
-from .loss import Surroundings
 
 OUTSIDE, ROOT = "(loss_fn)", "(model)"  # the layer of a gate outside any module, and in the model's own forward
 # kinks inside these, by their aten names, only guard against division by zero, or tell finite numbers from others

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
+from .calls import in_mode
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, Quantity, fit
-from .loss import in_mode
 
 DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(

@@ -15,10 +15,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..errors import OutOfMemory
 from .attention import FusedAttention
 from .batches import Accumulated, Batch, micro_batches
+from .calls import accumulated
 from .clipping import global_norm
 from .derivatives import derivative_error
 from .layout import Layout
-from .loss import Gradient, LossFunction, accumulated
+from .loss import Gradient, LossFunction
 from .playback import TOGETHER
 from .randomness import RandomState
 from .recordings import Recording

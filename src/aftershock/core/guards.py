@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..errors import Nondeterministic, NotFinite, UnsupportedModel, WrongHessian
 from .batches import Batch
+from .calls import WRITTEN
 from .graphs import GradientGraph
-from .loss import WRITTEN, Gradient, LossFunction
+from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .reductions import same_bits
 from .state import JointState

@@ -1,63 +1,30 @@
-"""The user's loss as a pure function of (parameters, buffers, batch, random state).
-
-Everything runs inside `functional_call` on a wrapper around the captured model, so that backward
-passes that call the model again (activation checkpointing) still see the right parameters. Buffers
-are cloned per call, the global random state is put back, and the user's model is never touched.
-"""
+"""The user's loss as a pure function of (parameters, buffers, batch, random state): values and gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import (
-    AftershockError,
-    InvalidLoss,
-    MixedDevices,
-    NoDerivative,
-    NotFinite,
-    UnsupportedModel,
-)
+from ..errors import AftershockError, NotFinite
 from .batches import Batch, added, micro_batches
+from .calls import Autocast, Calls, Surroundings, accumulated
 from .carried import Found, refuse_carried
 from .clipping import global_norm
-from .derivatives import derivative_error, first_line, named_line, refuse_reentrant
-from .keeper import Keeper, Left
+from .keeper import Left
 from .layout import Layout
-from .outside import Mark, marked, refuse_written
+from .outside import Mark
 from .playback import Player
-from .randomness import RandomState, drawing_from
+from .randomness import RandomState
 from .recordings import Program, Recording
 from .rows import Sharing
 
 T = TypeVar("T")
-Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
-WRITTEN = (
-    "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights clamped "
-    "in forward), which is no part of AdamW's step. This training point is spoilt: take the writing out of what "
-    "loss_fn calls, and capture again"
-)
-
-
-@dataclass(frozen=True)
-class Autocast:
-    """The autocast that was in force at capture."""
-
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: torch.device) -> Autocast:
-        kind = device.type
-        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
 
 @dataclass(frozen=True)
@@ -81,22 +48,8 @@ class Gradient(Evaluation):
         return tuple(grad is not None for grad in self.grads)
 
 
-class Wrapper(nn.Module):
-    """Runs a program with the model while `functional_call` holds the parameters in place."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, program: Callable[[nn.Module], Any]) -> Any:
-        return program(self.model)
-
-
-class LossFunction:
-    """ℓ(θ; B) and its gradients, Hessian products and directional derivatives.
-
-    `model` is a private copy whose parameters hold no data; `constants` are the frozen parameters.
-    """
+class LossFunction(Calls):
+    """ℓ(θ; B) and its gradients: by running the user's code, or by playing back what was recorded of it."""
 
     def __init__(
         self,
@@ -109,25 +62,14 @@ class LossFunction:
         *,
         zeroed: frozenset[int] = frozenset(),
     ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.layout = layout
-        self.constants = constants
-        self.autocast = autocast
-        self.place = place
-        self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
+        super().__init__(model, loss_fn, layout, constants, autocast, place, zeroed)
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
-        self._tried = False  # has a pass been seen to leave the constants as they are?
         self.frozen: list[Mark] = []  # constants that are the live model's own tensors, as they were at capture
         self.noise: float | None = None  # relative difference of a gradient that was run twice
         self.arithmetic: torch.dtype | None = None  # the coarsest that a pass computes in, once it was seen
         self.refused: AftershockError | None = None  # why a check failed; it is not drawn again
-        self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.sharing = Sharing(wanted=layout.device.type == "cuda" and layout.uniform)
         self.player = Player(layout, wanted=self.sharing.wanted)
-        self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
-        self.wrapper = Wrapper(model)
-        self.keeper = Keeper(model, loss_fn)
         self._functions: dict[Callable[[nn.Module], Tensor], LossFunction] = {}
 
     def with_function(self, function: Callable[[nn.Module], Tensor]) -> LossFunction:
@@ -321,122 +263,6 @@ class LossFunction:
 
         return value if kind == "value" else gradient
 
-    # -- inside
-
-    def _constants(self) -> Mapping[str, Tensor]:
-        """The frozen parameters: the live model's own, of which the first pass gets copies, should it write to them."""
-        return self.constants if self._tried else {name: p.clone() for name, p in self.constants.items()}
-
-    def leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
-        return [view.detach().requires_grad_() for view in self.layout.typed_views(theta)]
-
-    def call(
-        self,
-        parameters: Sequence[Tensor],
-        buffers: Mapping[str, Tensor],
-        random: RandomState,
-        program: Callable[[nn.Module], Any],
-        *,
-        derivative: bool = False,
-        evaluating: bool = False,
-        begin: Callable[[], None] | None = None,
-        left: list[Left] | None = None,
-    ) -> tuple[Any, dict[str, Tensor], RandomState]:
-        """Run a program with everything in place; returns its result, the buffers and the random state.
-
-        What user code changes otherwise ends with the call; `left` is filled with it, `begin` runs first.
-        """
-        device = self.layout.device
-        tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
-        constants = self._constants()
-        tensors |= {f"model.{n}": p for n, p in constants.items()}
-        tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
-        # views of one vector share its count of writes
-        counted = parameters[:1] if self.layout.uniform else parameters
-        held = [p for p in (*counted, *constants.values()) if not p.is_inference()]
-        versions = [p._version for p in held]
-        copies = [] if self._tried else marked(constants)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            if torch.is_autocast_enabled(device.type):  # the caller's own, which is not the run's
-                stack.enter_context(torch.autocast(device.type, enabled=False))
-            if derivative:
-                # flash and efficient attention have no second derivative; math agrees to rounding
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if evaluating:
-                stack.enter_context(in_mode(self.model, training=False))
-            drawing = stack.enter_context(drawing_from(random, device))
-            stack.enter_context(self.keeper.untouched([] if left is None else left))
-            if begin is not None:
-                begin()
-            result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
-        kept = {n: tensors[f"model.{n}"] for n in buffers}
-        self.moving |= {name for name, b in kept.items() if b._version}
-        refuse_written(copies)
-        if versions != [p._version for p in held]:
-            raise UnsupportedModel(WRITTEN)
-        self._tried = True
-        return result, {name: b.detach() for name, b in kept.items()}, drawing.after
-
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """The run's autocast, around a forward pass alone: loops leave it before they call backward()."""
-        if not self.autocast.enabled:
-            yield
-            return
-        torch.clear_autocast_cache()  # it would hand out casts of other parameters
-        with torch.autocast(self.layout.device.type, dtype=self.autocast.dtype):
-            yield
-        torch.clear_autocast_cache()
-
-    def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
-        try:
-            with self.surroundings(model), self.forward():
-                loss = self.loss_fn(model, self.place(batch))
-        except (AftershockError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if "same device" in str(error):
-                raise MixedDevices(
-                    f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
-                    f"{first_line(error)}. Move the batch to {self.layout.device}"
-                ) from error
-            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}") from error
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
-        return loss.reshape(())
-
-    def grad(
-        self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        if not loss.requires_grad:
-            raise NoDerivative(
-                f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
-                "without torch.no_grad() or .detach(). A probe without a derivative (an accuracy) has exact answers: "
-                "change.response(..., answers=('exact',))"
-            )
-        try:
-            grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise derivative_error(error) from error
-        if any(grad is None for grad in grads):
-            refuse_reentrant(loss)
-        if all(grad is None for grad in grads):
-            raise NoDerivative(f"the loss at {where} does not depend on any parameter of the model it was given")
-        for name, grad in zip(self.layout.names, grads):
-            if grad is not None and grad.layout != torch.strided:
-                raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
-        if not self.zeroed:
-            return grads
-        return tuple(
-            torch.zeros_like(leaf) if grad is None and i in self.zeroed else grad
-            for i, (grad, leaf) in enumerate(zip(grads, leaves))
-        )
-
     def refuse_not_finite(self, found: Gradient, where: str) -> None:
         """Raise `NotFinite` unless loss and gradient are finite: the one wait for a GPU."""
         if torch.isfinite(found.norm + found.loss):
@@ -452,34 +278,3 @@ def _as_number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else value.double()
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else value
-
-
-def _running_statistics(model: nn.Module) -> set[str]:
-    """Buffers of normalization layers, whose kernels write to them without a trace."""
-    return {
-        f"{name}.{buffer}" if name else buffer
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for buffer, _ in module.named_buffers(recurse=False)
-    }
-
-
-@contextlib.contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode, then as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, before in modes.items():
-            module.training = before
-
-
-def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """A gradient as `backward` leaves it in .grad: with its parameter's strides, in which fused kernels read it."""
-    if grad is None or grad.stride() == parameter.stride():
-        return None if grad is None else grad.detach()
-    return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
-        grad.detach()
-    )

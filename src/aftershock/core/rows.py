@@ -242,7 +242,8 @@ class _Mapped:
 
     def split(self, present: Sequence[bool]) -> list[Gradient | None]:
         """Row by row, as plain gradients are."""
-        from .loss import Gradient, accumulated
+        from .calls import accumulated
+        from .loss import Gradient
 
         order = [i for i in self.loss.layout.model_order if present[i]]
         norms = row_norms([self.grads[i] for i in order])

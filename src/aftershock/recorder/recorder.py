@@ -21,11 +21,11 @@ from ..api.point import TrainingPoint
 from ..api.schedule import LearningRate
 from ..core import capture as reading
 from ..core.batches import Batch
+from ..core.calls import Autocast
 from ..core.clipping import global_norm
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
-from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from .descriptions import Describe

@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 
 from ..core.adamw import Hyper
 from ..core.batches import Accumulated, Batch
+from ..core.calls import Autocast
 from ..core.capture import dense_stride
-from ..core.loss import Autocast
 from ..core.randomness import RandomState
 from ..core.structure import fields_of
 from ..errors import InvalidInput

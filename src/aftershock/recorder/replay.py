@@ -13,10 +13,10 @@ from ..api.path import Path
 from ..api.point import TrainingPoint
 from ..api.storage import load_captured
 from ..core.batches import Batch
+from ..core.calls import Autocast
 from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
-from ..core.loss import Autocast
 from ..core.memory import budget
 from ..core.noise import jitter
 from ..core.planning import plan_states

@@ -1,0 +1,232 @@
+"""The user's code as a pure call, with parameters, buffers and randomness in place.
+
+Everything runs inside `functional_call` on a wrapper around the captured model, so that backward
+passes that call the model again (activation checkpointing) still see the right parameters. Buffers
+are cloned per call, the global random state is put back, and the user's model is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import AftershockError, InvalidLoss, MixedDevices, NoDerivative, UnsupportedModel
+from .batches import Batch
+from .derivatives import derivative_error, first_line, named_line, refuse_reentrant
+from .keeper import Keeper, Left
+from .layout import Layout
+from .outside import marked, refuse_written
+from .randomness import RandomState, drawing_from
+
+Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+WRITTEN = (
+    "the model or loss_fn writes into parameters while the loss is computed (Embedding(max_norm=...), weights clamped "
+    "in forward), which is no part of AdamW's step. This training point is spoilt: take the writing out of what "
+    "loss_fn calls, and capture again"
+)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast that was in force at capture."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+class Wrapper(nn.Module):
+    """Runs a program with the model while `functional_call` holds the parameters in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, program: Callable[[nn.Module], Any]) -> Any:
+        return program(self.model)
+
+
+class Calls:
+    """loss_fn and the model, run with other parameters, buffers and randomness than the live ones.
+
+    `model` is a private copy whose parameters hold no data; `constants` are the frozen parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[nn.Module, Batch], Tensor],
+        layout: Layout,
+        constants: Mapping[str, Tensor],
+        autocast: Autocast,
+        place: Callable[[Batch], Batch],
+        zeroed: frozenset[int],
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.layout = layout
+        self.constants = constants
+        self.autocast = autocast
+        self.place = place
+        self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
+        self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
+        self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
+        self.wrapper = Wrapper(model)
+        self.keeper = Keeper(model, loss_fn)
+        self._tried = False  # has a pass been seen to leave the constants as they are?
+
+    def _constants(self) -> Mapping[str, Tensor]:
+        """The frozen parameters: the live model's own, of which the first pass gets copies, should it write to them."""
+        return self.constants if self._tried else {name: p.clone() for name, p in self.constants.items()}
+
+    def leaves(self, theta: Float[Tensor, " param"]) -> list[Tensor]:
+        return [view.detach().requires_grad_() for view in self.layout.typed_views(theta)]
+
+    def call(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Mapping[str, Tensor],
+        random: RandomState,
+        program: Callable[[nn.Module], Any],
+        *,
+        derivative: bool = False,
+        evaluating: bool = False,
+        begin: Callable[[], None] | None = None,
+        left: list[Left] | None = None,
+    ) -> tuple[Any, dict[str, Tensor], RandomState]:
+        """Run a program with everything in place; returns its result, the buffers and the random state.
+
+        What user code changes otherwise ends with the call; `left` is filled with it, `begin` runs first.
+        """
+        device = self.layout.device
+        tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
+        constants = self._constants()
+        tensors |= {f"model.{n}": p for n, p in constants.items()}
+        tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
+        # views of one vector share its count of writes
+        counted = parameters[:1] if self.layout.uniform else parameters
+        held = [p for p in (*counted, *constants.values()) if not p.is_inference()]
+        versions = [p._version for p in held]
+        copies = [] if self._tried else marked(constants)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            if torch.is_autocast_enabled(device.type):  # the caller's own, which is not the run's
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            if derivative:
+                # flash and efficient attention have no second derivative; math agrees to rounding
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if evaluating:
+                stack.enter_context(in_mode(self.model, training=False))
+            drawing = stack.enter_context(drawing_from(random, device))
+            stack.enter_context(self.keeper.untouched([] if left is None else left))
+            if begin is not None:
+                begin()
+            result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
+        kept = {n: tensors[f"model.{n}"] for n in buffers}
+        self.moving |= {name for name, b in kept.items() if b._version}
+        refuse_written(copies)
+        if versions != [p._version for p in held]:
+            raise UnsupportedModel(WRITTEN)
+        self._tried = True
+        return result, {name: b.detach() for name, b in kept.items()}, drawing.after
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The run's autocast, around a forward pass alone: loops leave it before they call backward()."""
+        if not self.autocast.enabled:
+            yield
+            return
+        torch.clear_autocast_cache()  # it would hand out casts of other parameters
+        with torch.autocast(self.layout.device.type, dtype=self.autocast.dtype):
+            yield
+        torch.clear_autocast_cache()
+
+    def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
+        try:
+            with self.surroundings(model), self.forward():
+                loss = self.loss_fn(model, self.place(batch))
+        except (AftershockError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "same device" in str(error):
+                raise MixedDevices(
+                    f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
+                    f"{first_line(error)}. Move the batch to {self.layout.device}"
+                ) from error
+            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}") from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
+        return loss.reshape(())
+
+    def grad(
+        self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        if not loss.requires_grad:
+            raise NoDerivative(
+                f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
+                "without torch.no_grad() or .detach(). A probe without a derivative (an accuracy) has exact answers: "
+                "change.response(..., answers=('exact',))"
+            )
+        try:
+            grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise derivative_error(error) from error
+        if any(grad is None for grad in grads):
+            refuse_reentrant(loss)
+        if all(grad is None for grad in grads):
+            raise NoDerivative(f"the loss at {where} does not depend on any parameter of the model it was given")
+        for name, grad in zip(self.layout.names, grads):
+            if grad is not None and grad.layout != torch.strided:
+                raise UnsupportedModel(f"parameter {name!r} has sparse gradients; set sparse=False on its embedding")
+        if not self.zeroed:
+            return grads
+        return tuple(
+            torch.zeros_like(leaf) if grad is None and i in self.zeroed else grad
+            for i, (grad, leaf) in enumerate(zip(grads, leaves))
+        )
+
+
+def _running_statistics(model: nn.Module) -> set[str]:
+    """Buffers of normalization layers, whose kernels write to them without a trace."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer, _ in module.named_buffers(recurse=False)
+    }
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode, then as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, before in modes.items():
+            module.training = before
+
+
+def accumulated(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """A gradient as `backward` leaves it in .grad: with its parameter's strides, in which fused kernels read it."""
+    if grad is None or grad.stride() == parameter.stride():
+        return None if grad is None else grad.detach()
+    return torch.empty_strided(grad.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
+        grad.detach()
+    )
