@@ -21,7 +21,7 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, folded
 from .dynamics import Linearized
-from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
@@ -217,9 +217,8 @@ class _Scored:
         wrote = _wrote(self.control, self._beyond)
         self._beyond, self._waiting = [], 0
         if len(wrote.writes):
-            where, place = places(wrote.writes.coordinate, len(self.control.raw))
-            slopes = self.found.first.theta[:, where].mT.double().contiguous()
-            Pairs(wrote.writes, place).add_(self.response.mT, wrote.dtheta.double(), slopes)
+            slopes = self.found.first.theta.index_select(1, wrote.writes.coordinate)
+            self.response.index_add_(0, wrote.writes.row, (slopes * wrote.dtheta).mT.double())
             self._keep(wrote.writes)
 
     def _keep(self, writes: Writes) -> None:
@@ -230,8 +229,8 @@ class _Scored:
 
     def _kick(self) -> None:
         joined, outcomes = Writes.joined(self._writes), len(self.found.horizons)
-        kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes, split=False)
-        self.response += kicked[0].mT
+        kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes)
+        self.response += kicked.mT
         self._writes = []
 
     def result(self) -> PoolScores:
@@ -319,7 +318,7 @@ def difference_scores(
         writes.append(taken_out(dx, control.after.v, layout, control.step.index, [0] * len(layout.names), row))
         values.append(pair(found.first, dx[None])[:, 0].double())
     kicked = kick_responses(trajectory, found.history, Writes.joined(writes), len(values), len(found.horizons))
-    return found.by_horizon((torch.stack(values, dim=1) + kicked.sum(0)).cpu()).mT
+    return found.by_horizon((torch.stack(values, dim=1) + kicked).cpu()).mT
 
 
 # --- examples
@@ -346,7 +345,7 @@ def example_direction(
         where, place = places(pairs, len(control.raw))
         # every pair is a row of its own, so that its response comes back by itself
         alone = replace(wrote.writes, row=torch.arange(len(pairs), device=pairs.device))
-        response = kick_responses(trajectory, found.history, alone, len(pairs), 1, split=False)[0, 0]
+        response = kick_responses(trajectory, found.history, alone, len(pairs), 1)[0]
         response += (found.first.theta[0][pairs] * wrote.dtheta).double()
         dg = wrote.dg.double()
         up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
