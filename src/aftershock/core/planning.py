@@ -22,7 +22,7 @@ from .rows import AT_ONCE
 from .trajectory import Keep, Trajectory
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
-POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
+POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
@@ -180,7 +180,7 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
     footprint, device = Footprint.of(trajectory), trajectory.device
     held = max(7 * outcomes + 3, 6 * outcomes + 15)  # vectors: adjoints and what they are read from, or curves
     left = room(trajectory, memory) - held * footprint.vector
-    most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
+    most = POOL_ON_CPU if device.type == "cpu" else POOL_AT_ONCE
     return max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
 
 

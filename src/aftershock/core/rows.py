@@ -8,7 +8,7 @@ or where it does not pay (a CPU), rows run one after another and the answers are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -178,8 +178,11 @@ def pool_gradients(
     random: RandomState,
     where: Callable[[int], str],
     present: Sequence[bool] | None,
-) -> list[Gradient]:
-    """The gradient of every batch at one θ: 1 g each alone, a fifth together where batches are small."""
+) -> Iterator[Gradient]:
+    """The gradient of every batch at one θ: 1 g each alone, a fifth together where batches are small.
+
+    Alone, each is computed when it is asked for: one that is let go leaves the next its memory, which is in the cache.
+    """
 
     def alone(i: int) -> Gradient:
         return loss.gradient(theta, buffers, batches[i], random, where(i))
@@ -197,9 +200,12 @@ def pool_gradients(
         pieces = tried(loss, "pool", agrees, mapped, len(batches))
         if pieces is not None:
             finite = [gradient for piece in pieces for gradient in piece if gradient is not None]
+            del pieces
             if len(finite) == len(batches):
-                return finite
-    return [alone(i) for i in range(len(batches))]
+                while finite:
+                    yield finite.pop(0)
+                return
+    yield from map(alone, range(len(batches)))
 
 
 def _alike(batches: Sequence[Batch]) -> bool:

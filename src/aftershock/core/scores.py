@@ -8,7 +8,7 @@ candidates share (`midpoint_slopes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,14 +144,24 @@ def pool_scores(
     layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool))
     rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
     for first in range(0, len(pool), at_once):
-        gradients = _gradients(control, list(pool[first : first + at_once]), first)
-        for row, gradient in zip(rows, gradients):
+        seen = []
+        for row, gradient in zip(rows, _gradients(control, list(pool[first : first + at_once]), first)):
             if not all(gradient.present):
                 row.zero_()
             layout.write(row, gradient.grads)
+            seen.append(_Seen(gradient.norm, products(row, control.raw), gradient.present))
             tick()
-        scored.add(rows[: len(gradients)], gradients, first)
+        scored.add(rows[: len(seen)], seen, first)
     return scored.result()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of a candidate's gradient beside its row."""
+
+    norm: Tensor
+    inner: Tensor  # with the control's
+    present: tuple[bool, ...]
 
 
 class _Scored:
@@ -173,11 +183,11 @@ class _Scored:
         self._odd: dict[int, list[int]] = {}  # batches that use other parameters: how far counts are behind
         self._direct: tuple[int, Float[Tensor, " outcome"]] | None = None  # one batch with exact kicks everywhere
 
-    def add(self, rows: Float[Tensor, "row param"], gradients: Sequence[Gradient], first: int) -> None:
-        norm = torch.stack([gradient.norm for gradient in gradients]).to(self.own)
-        inner, factor = products(rows, self.control.raw), _clip_factors(self.control, norm)
+    def add(self, rows: Float[Tensor, "row param"], seen: Sequence[_Seen], first: int) -> None:
+        norm, inner = (torch.stack(x).to(self.own) for x in ([one.norm for one in seen], [one.inner for one in seen]))
+        factor = _clip_factors(self.control, norm)
         self.sizes.append((norm.square() - 2 * inner + self.own).clamp_(min=0).sqrt_())
-        odd = {i: g.present for i, g in enumerate(gradients) if g.present != self.control.present}
+        odd = {i: one.present for i, one in enumerate(seen) if one.present != self.control.present}
         replaced = {i: self._unusual(rows[i], present, first + i) for i, present in odd.items()}
         for i in odd:
             rows[i] = self.control.raw
@@ -255,7 +265,7 @@ class _Scored:
         return float((self.response[row] - direct).norm()) / size if size > 0 else math.nan
 
 
-def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> list[Gradient]:
+def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> Iterator[Gradient]:
     """Gradients of candidates at the control's state before the step."""
     loss, step, before = control.dynamics.loss, control.step, control.before
     return pool_gradients(
