@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .adamw import Hyper, Run, displacement, pieces_of, runs_of, split_displacement, step_size
 from .layout import Layout
-from .reductions import parts
+from .reductions import marked, parts
 from .state import JointState, Tangent
 from .trajectory import Trajectory
 
@@ -93,7 +93,7 @@ COLUMNS = ("row", "coordinate", "dm", "dv", "at", "lag")
 
 def stiff(dv: Float[Tensor, " param"], v: Float[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
     """Where a write changes v by more than τ of itself."""
-    return (dv.abs() > STIFF * v).nonzero()[:, 0]
+    return marked(dv.abs() > STIFF * v)
 
 
 def taken_out(
@@ -217,7 +217,7 @@ def places(coordinates: Int64[Tensor, " pair"], size: int) -> tuple[Int64[Tensor
     """The coordinates that occur, in order, and where each pair's is among them; by counting, since sorting is slow."""
     there = torch.zeros(size, dtype=torch.bool, device=coordinates.device)
     there[coordinates] = True
-    return there.nonzero()[:, 0], (there.cumsum(0, dtype=torch.int32) - 1)[coordinates]
+    return marked(there), (there.cumsum(0, dtype=torch.int32) - 1)[coordinates]
 
 
 def count_responses(
@@ -328,4 +328,4 @@ def _inside(
         return everything
     if high < run.where.start or low >= run.where.stop:
         return None
-    return ((coordinates >= run.where.start) & (coordinates < run.where.stop)).nonzero()[:, 0]
+    return marked((coordinates >= run.where.start) & (coordinates < run.where.stop))

@@ -25,7 +25,7 @@ from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, ki
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
-from .reductions import products, totals
+from .reductions import marked, products, totals
 from .rollout import Rows, rollout
 from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
@@ -302,7 +302,7 @@ def _wrote(control: ControlStep, beyond: Sequence[Beyond]) -> _Wrote:
     row, where, other = (torch.cat([getattr(some, name) for some in beyond]) for name in ("row", "where", "g"))
     dm, dv, dtheta, dg = (torch.zeros_like(other) for _ in range(4))
     for run in control.linear.runs:
-        some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
+        some = marked((where >= run.where.start) & (where < run.where.stop))
         if run.active and len(some):
             at, now = where[some], control.before
             g = control.raw[at] * (run.sign * control.step.clip.factor) + run.coupled * now.theta[at]
