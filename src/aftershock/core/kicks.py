@@ -28,7 +28,9 @@ from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
-PAIRS_AT_ONCE = 2**22  # pairs of all candidates whose kicks are computed at once: 40 bytes each, 4 per outcome
+PAIRS_AT_ONCE = (
+    2**24
+)  # the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
 # τ. At |δv| = τ v a slope in v is off by 15 %. Over 48 steps of an MLP of which a tenth of the coordinates was beyond
 # 0.1, sums of contributions were off by 0.2 % with τ = 0.1, 0.6 % with 0.2 and 1.2 % with 0.3; reruns differ by 3–6 %
 STIFF = 0.2
@@ -43,7 +45,7 @@ class History:
 
     def keep(self, step: int, theta: Float[Tensor, "outcome param"]) -> None:
         """The cotangents at the state after `step`."""
-        self._kept[step] = theta.clone() if theta.device == self.place else theta.to(self.place)
+        self._kept[step] = theta.to(self.place, copy=True)
 
     def at(self, step: int, where: Int64[Tensor, " coordinate"] | slice) -> Float[Tensor, "outcome coordinate"] | None:
         """The same at some coordinates, on their device; None for a step that no outcome lies behind."""
@@ -114,11 +116,13 @@ def near(writes: Sequence[Writes], size: int) -> list[Writes]:
 
     `writes` are in the order of their steps, each in the order of its coordinates, of which there are `size`.
     """
-    pairs = sum(map(len, writes))
-    groups = -(-pairs // IN_CACHE) if pairs and writes[0].row.device.type == "cpu" else 1
-    bounds = torch.arange(1, groups, device=writes[0].row.device) * (size // groups) if writes else torch.zeros(0)
+    if not writes:
+        return []
+    device = writes[0].row.device
+    groups = max(1, -(-sum(map(len, writes)) // IN_CACHE)) if device.type == "cpu" else 1
+    bounds = torch.arange(1, groups, device=device) * (size // groups)
     cuts = [[0, *torch.searchsorted(some.coordinate, bounds).tolist(), len(some)] for some in writes]
-    return [Writes.joined([w[cut[i] : cut[i + 1]] for w, cut in zip(writes, cuts)]) for i in range(groups) if writes]
+    return [Writes.joined([w[cut[i] : cut[i + 1]] for w, cut in zip(writes, cuts)]) for i in range(groups)]
 
 
 def kick_responses(
@@ -129,7 +133,7 @@ def kick_responses(
     Outcomes are in the order of the sweep, the last one first, so that those alive at a step are the leading ones.
     """
     size = IN_CACHE if writes.row.device.type == "cpu" else max(len(writes), 1)
-    few = [writes[slice(first, first + size)] for first in range(0, len(writes), size)]
+    few = [writes[first : first + size] for first in range(0, len(writes), size)]
     found = Kicks(trajectory, history, few, rows, outcomes, split=False)
     pass_by(trajectory, [found])
     return found.result()[0]
@@ -140,17 +144,27 @@ class Kicks:
     adds. `writes` come in groups that are worked on at once, each in the order of its steps.
     """
 
+    where: Int64[Tensor, " coordinate"] | slice
+
     def __init__(
-        self, trajectory: Trajectory, history: History, writes: Sequence[Writes], rows: int, outcomes: int, *, split: bool
+        self,
+        trajectory: Trajectory,
+        history: History,
+        writes: Sequence[Writes],
+        rows: int,
+        outcomes: int,
+        *,
+        split: bool,
     ) -> None:
         self.layout, self.history, device = trajectory.dynamics.layout, history, trajectory.device
-        self.where: Tensor | slice = slice(None)  # coordinates at which it reads
-        place = [some.coordinate.int() for some in writes]  # among them
+        size, self.where = self.layout.padded_size, slice(None)  # where it reads: at all coordinates
+        place = [some.coordinate.int() if size < 2**31 else some.coordinate for some in writes]  # among these
         if history.place != device and writes:  # as little as possible is moved
-            self.where, joined = places(torch.cat([some.coordinate for some in writes]), self.layout.padded_size)
+            self.where, joined = places(torch.cat([some.coordinate for some in writes]), size)
             place = list(joined.split([len(some) for some in writes]))
         self.out = torch.zeros(1 + split, outcomes, rows, dtype=torch.float64, device=device)
-        self.groups = [_Group(*alike, *self.out.shape[:2]) for some, at in zip(writes, place) for alike in _by_lag(some, at)]
+        alike = [group for some, at in zip(writes, place) for group in _by_lag(some, at)]
+        self.groups = [_Group(*group, channels=1 + split, outcomes=outcomes) for group in alike]
         self.first = 1 + min((int(group.begin[0]) for group in self.groups), default=len(trajectory))
 
     def read(self, step: Passed) -> bool:
@@ -159,8 +173,9 @@ class Kicks:
         if slopes is None:
             return False
         m, v = _chosen(step.after.m, self.where), _chosen(step.after.v, self.where)
+        runs = {lag: step.runs(self.layout, lag) for lag in {group.lag for group in self.groups}}
         for group in self.groups:
-            group.kick(step, step.runs(self.layout, group.lag), m, v, slopes)
+            group.kick(step, runs[group.lag], m, v, slopes)
         return True
 
     def result(self) -> Float[Tensor, "channel outcome row"]:
@@ -182,7 +197,7 @@ def _by_lag(writes: Writes, place: Int[Tensor, " pair"]) -> Iterator[tuple[Write
 class _Group:
     """Pairs in the order of their steps, with equal lags: what is left of their writes, and their responses so far."""
 
-    def __init__(self, writes: Writes, place: Int[Tensor, " pair"], lag: int, channels: int, outcomes: int) -> None:
+    def __init__(self, writes: Writes, place: Int[Tensor, " pair"], lag: int, *, channels: int, outcomes: int) -> None:
         self.row, self.coordinate, self.place, self.lag = writes.row, writes.coordinate, place, lag
         self.dm, self.dv, self.begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
         self.found = [[torch.zeros_like(self.dm) for _ in range(outcomes)] for _ in range(channels)]

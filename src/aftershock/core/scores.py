@@ -234,7 +234,7 @@ class _Scored:
     def _keep(self, writes: Writes) -> None:
         self._writes.append(writes)
         self.pairs += len(writes)
-        if sum(map(len, self._writes)) >= PAIRS_AT_ONCE:
+        if sum(map(len, self._writes)) * len(self.found.horizons) >= PAIRS_AT_ONCE:
             self._kick()
 
     def _kick(self) -> None:
