@@ -163,7 +163,7 @@ def central_jacobian(f: Callable[[Tensor], Tensor], x: Tensor, h: Tensor) -> Ten
 class KickOracle:
     """Predicted responses carried forward, coordinate by coordinate, from the exact difference after one step.
 
-    A write (δm, δv) with |δv| > 0.2 v leaves the tangent and moves θ at every later step by AdamW's own arithmetic,
+    A write (δm, δv) with |δv| > 0.1 v leaves the tangent and moves θ at every later step by AdamW's own arithmetic,
     with the step counts that the changed run has; everything else goes through the dense-tested transitions A_s.
     """
 
@@ -218,4 +218,4 @@ class KickOracle:
         return torch.stack([found[time] @ self.layout.compact(slope) for time, slope in slopes.items()], dim=1)
 
     def is_stiff(self, at: int, dv: Tensor) -> Tensor:
-        return dv.abs() > 0.2 * self.after[at][2]
+        return dv.abs() > 0.1 * self.after[at][2]
