@@ -28,11 +28,10 @@ from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
-PAIRS_AT_ONCE = (
-    2**24
-)  # the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
-# τ: from a tenth of v on, a slope in v is off by more than a few percent. Against kicks from a hundredth of v on, sums of
-# contributions over 64 steps of an MLP are off by 0.4 % with τ = 0.1 and by 1.5 % with 0.2, in two thirds of the time
+# the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
+PAIRS_AT_ONCE = 2**24
+# τ: from a tenth of v on, a slope in v is off by more than a few percent. Against kicks from a hundredth of v on, sums
+# of contributions over 64 steps of an MLP are off by 0.4 % with τ = 0.1, by 1.5 % with 0.2 in two thirds of the time
 STIFF = 0.1
 
 
