@@ -12,7 +12,7 @@ import torch
 
 import aftershock as ak
 
-from .models import System, cnn_system, loss_fn
+from .models import System, cnn_system, loss_fn, mlp_system
 from .table import Row
 
 WINDOW = 64
@@ -24,7 +24,8 @@ def recording(device: torch.device, full: bool) -> list[Row]:
     """Steps of two twins in turn, one of them recorded; then the window explained without references and proofs."""
     if device.type == "cuda":
         return [_language_overhead(device, 8 if full else 4), _explain(cnn_system(device))]
-    return [_overhead(cnn_system(device), 4 * WINDOW if full else WINDOW), _explain(cnn_system(device))]
+    explained = [_explain(cnn_system(device)), _explain(mlp_system(device))]
+    return [_overhead(cnn_system(device), 4 * WINDOW if full else WINDOW), *explained]
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> torch.Tensor:
@@ -138,4 +139,4 @@ def _explain(system: System) -> Row:
         ak.explain(recorder, references=0, verify=0, examples=0)
         spent = time.process_time() - began
     grows = "a replay, a sweep of 2–3 g per step"
-    return Row(f"explaining {WINDOW} steps, CNN–ReLU", spent / trained, EXPLAIN_BAR, "× training them", grows)
+    return Row(f"explaining {WINDOW} steps, {system.name}", spent / trained, EXPLAIN_BAR, "× training them", grows)

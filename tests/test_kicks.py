@@ -9,7 +9,8 @@ from torch import Tensor
 
 import aftershock as ak
 from aftershock.api.contributions import EDITS
-from aftershock.core import curves
+from aftershock.core import curves, kicks
+from aftershock.core.adamw import Hyper, Run, displacement, split_displacement
 from aftershock.core.contributions import BentReadout, Layers, contributions
 from aftershock.core.scores import adjoint, mean_write, midpoint_slopes, pool_scores
 
@@ -97,6 +98,34 @@ def test_contributions_are_the_forward_recursion(name: str) -> None:
             parts = torch.tensor([theta, m - nothing, every - theta - m + nothing], dtype=torch.float64)
             torch.testing.assert_close(whole[change][at, :, 0], parts, rtol=1e-8, atol=1e-9 * scale)
             assert float(whole[change][at].sum()) == pytest.approx(every, rel=1e-8, abs=1e-9 * scale)
+
+
+@pytest.mark.parametrize("name", ["tanh_mlp", "two_groups", "unused_parameters"])
+def test_pairs_in_small_groups_and_slopes_kept_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How pairs are cut into groups, and where the sweep's slopes are kept, changes no number."""
+    case = make(name)
+    path = case.path(5)
+    slope = straight(path.watch(0, case.batch()).slope(4))
+    layers = Layers.of(path.point.loss.layout)
+    whole = contributions(path.trajectory, 4, slope, lambda step: EDITS, CPU, layers)
+    monkeypatch.setattr(kicks, "IN_CACHE", 5)
+    cut = contributions(path.trajectory, 4, slope, lambda step: EDITS, torch.device("cpu", 0), layers)
+    for change, found in whole.items():
+        torch.testing.assert_close(cut[change], found, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_a_displacement_in_two_parts(eps: float) -> None:
+    """What m does alone, and the rest, where v is zero too."""
+    run = Run.at(Hyper(1e-2, 0.9, 0.99, eps, 0.0, decoupled=True), 7)
+    m, dm = torch.randn(2, 100, dtype=torch.float64)
+    v, dv = torch.rand(2, 100, dtype=torch.float64)
+    m[:10], v[:20], dm[:5], dv[10:15] = 0, 0, 0, 0
+    alone, added = split_displacement(run, m, v, dm, dv)
+    torch.testing.assert_close(alone, displacement(run, m, v, dm, 0 * dv), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        alone + added, displacement(run, m, v, dm, dv), rtol=1e-9, atol=1e-15 * float(alone.abs().max())
+    )
 
 
 def test_a_skip_of_the_first_step_ever() -> None:

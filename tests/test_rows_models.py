@@ -261,7 +261,7 @@ class Rows:
         pool, random = [self.model.batch(10 + i) for i in range(ROWS)], self.arguments[1]
         theta, buffers = self.state.theta, self.state.buffers
         return self._joined(
-            pool_gradients(self.loss, theta, buffers, pool, random, lambda i: f"batch {i}", self.present)
+            list(pool_gradients(self.loss, theta, buffers, pool, random, lambda i: f"batch {i}", self.present))
         )
 
     def _joined(self, found: list[Any]) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ def test_one_batch_many_times_is_a_pool() -> None:
     batch = rows.model.batch(3)
     rows.loss.sharing.wanted = True
     state, random = rows.state, rows.arguments[1]
-    found = pool_gradients(rows.loss, state.theta, state.buffers, [batch] * ROWS, random, str, rows.present)
+    found = list(pool_gradients(rows.loss, state.theta, state.buffers, [batch] * ROWS, random, str, rows.present))
     assert rows.loss.sharing.tries("pool", ROWS)
     alone = rows.loss.gradient(state.theta, state.buffers, batch, random, "alone")
     for each in found:

@@ -12,6 +12,7 @@ which is the paper's carry K (eq:carry) at u = 0, its write-in B at δx = 0 and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import threshold
 from torch.optim.adam import adam
 
 from . import fused
@@ -196,8 +198,8 @@ def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*
         inverse.masked_fill_(root == 0, 0.0)
     dq_dm = inverse * (-run.lr / run.bias1)
     # V = −M m / (2 ρ2 √v̂ d): few passes, since here they are most of a sweep's time on small models
-    dq_dv = inverse.mul_(dq_dm).mul_(m).div_(root).mul_(-0.5 / run.bias2)
-    return dq_dm, dq_dv.masked_fill_(root == 0, 0.0)
+    dq_dv = (dq_dm * m).div_(threshold(root, 0.0, math.inf, inplace=True)).mul_(inverse)
+    return dq_dm, dq_dv.mul_(-0.5 / run.bias2)
 
 
 def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
@@ -397,8 +399,7 @@ class LinearStep:
 
 def step_size(run: Run, m: Tensor, v: Tensor) -> Tensor:
     """q(m, v) = −η m̂/(√v̂ + ε); 0/0 is a coordinate that does not move."""
-    d = (v / run.bias2).sqrt_().add_(run.eps)
-    return (m / d).nan_to_num_(0.0).mul_(-run.lr / run.bias1)
+    return (m / _root(run, v)).nan_to_num_(0.0).mul_(-run.lr / run.bias1)
 
 
 def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
@@ -406,7 +407,22 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
 
     eq:displacement: m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
     """
-    d = (v / run.bias2).sqrt_().add_(run.eps)
-    shocked = torch.add(v, dv).clamp_(min=0).div_(run.bias2).sqrt_().add_(run.eps)
+    d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
     ratio = torch.addcmul(dm, shocked - d, m / d, value=-1).div_(shocked).nan_to_num_(0.0)
     return ratio.mul_(-run.lr / run.bias1)
+
+
+def split_displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in two parts: what m does alone, δm/d, since q is linear in m, and what v adds, (m + δm)(1/d' − 1/d)."""
+    if run.eps == 0:
+        alone = displacement(run, m, v, dm, torch.zeros_like(dv))
+        return alone, displacement(run, m, v, dm, dv).sub_(alone)
+    d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
+    alone, factor = dm / d, -run.lr / run.bias1
+    added = torch.add(m, dm).div_(d).mul_(d.sub_(shocked).div_(shocked))
+    return alone.mul_(factor), added.mul_(factor)
+
+
+def _root(run: Run, v: Tensor) -> Tensor:
+    """√v̂ + ε"""
+    return (v / run.bias2).sqrt_().add_(run.eps)

@@ -220,9 +220,8 @@ def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> 
         loss, before.theta, before.buffers, [step.batch, *(edit.batch for edit in replaced)], step.random,
         lambda i: f"the batch that replaces step {step.index}'s", control.present,
     )  # fmt: skip
-    own = loss.layout.join(gradients.pop(0).grads).neg_().add_(control.raw)
-    for edit in replaced:
-        found = gradients.pop(0)
+    own = loss.layout.join(next(gradients).grads).neg_().add_(control.raw)
+    for edit, found in zip(replaced, gradients, strict=True):
         yield edit.shock_with(control, found, loss.layout.join(found.grads).add_(own))
 
 

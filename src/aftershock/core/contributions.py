@@ -12,7 +12,7 @@ from torch import Tensor
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
-from .kicks import Counts, History, Kicks, Writes, pass_by, taken_out
+from .kicks import Counts, History, Kicks, Writes, near, pass_by, taken_out
 from .layout import Layout
 from .operators import readout
 from .probe import Watch
@@ -174,11 +174,11 @@ def displacements(
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
     kicks, counts = dict[str, Kicks](), dict[str, Counts]()
     for name in found:
-        written = Writes.joined(writes.pop(name)[::-1])  # the sweep went back, and pairs are in the order of steps
-        kicks[name] = Kicks(trajectory, history, written, time * count, rows)
+        written = near(writes.pop(name)[::-1], layout.padded_size)  # the sweep went back
+        kicks[name] = Kicks(trajectory, history, written, time * count, rows, split=True)
         counts[name] = Counts(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
-    pass_by(trajectory, [*(reader for one in kicks.values() for reader in one.readers), *counts.values()])
+    pass_by(trajectory, [*kicks.values(), *counts.values()])
     for name in found:
-        found[name][:, :, 1:] += kicks[name].out.cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
+        found[name][:, :, 1:] += kicks[name].result().cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
         found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counts[name].out], dim=1)
     return found

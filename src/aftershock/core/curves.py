@@ -32,7 +32,7 @@ from torch import Tensor
 from .adamw import Run, displacement, pieces_of
 from .changes import ControlStep
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
-from .reductions import norms, products
+from .reductions import marked, norms, products
 from .state import Cotangent
 from .trajectory import Trajectory
 
@@ -96,7 +96,7 @@ class Reach:
 
         Early in training that is most of them: then a few rows at a time.
         """
-        columns = (largest > self.edge).nonzero()[:, 0]
+        columns = marked(largest > self.edge)
         most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
         group = max(1, most // max(len(columns), 1))
         for begin in range(0, len(rows), group):

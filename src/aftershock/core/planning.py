@@ -23,7 +23,7 @@ from .rows import AT_ONCE
 from .trajectory import Keep, Trajectory
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
-POOL_AT_ONCE, POOL_IN_CACHE = 128, 32
+POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 LANE_SHARE = 0.4  # of the room, for lanes: rows need the rest
 LANE_STEPS = 48  # rows × steps from which lanes pay: recording three more takes as long as they save on about 90
 
@@ -213,7 +213,7 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
 def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
     """How many gradients of a pool are held at once: many read the adjoints fewer times."""
     footprint, device = Footprint.of(trajectory), trajectory.device
-    most = POOL_IN_CACHE if device.type == "cpu" else POOL_AT_ONCE
+    most = POOL_ON_CPU if device.type == "cpu" else POOL_AT_ONCE
 
     def fitting() -> tuple[int, int]:
         # vectors: adjoints and what they are read from, or curves

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 COUNTED = 2**24  # truths that are summed at once
@@ -51,6 +52,11 @@ def count(mask: Bool[Tensor, " param"]) -> int:
     In parts, since a GPU sums truths as integers of eight bytes each.
     """
     return int(torch.stack([part.count_nonzero() for part in mask.split(COUNTED)]).sum())
+
+
+def marked(mask: Bool[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
+    """Which coordinates are marked. On a CPU by NumPy, which finds them nine times as fast."""
+    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

@@ -8,7 +8,7 @@ or where it does not pay (a CPU), rows run one after another and the answers are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -185,8 +185,11 @@ def pool_gradients(
     random: RandomState,
     where: Callable[[int], str],
     present: Sequence[bool] | None,
-) -> list[Gradient]:
-    """The gradient of every batch at one θ: 1 g each alone, a fifth together, or in lanes, where batches are small."""
+) -> Iterator[Gradient]:
+    """The gradient of every batch at one θ: 1 g each alone, a fifth together, or in lanes, where batches are small.
+
+    Alone, each is computed when it is asked for: one that is let go leaves the next its memory, which is in the cache.
+    """
 
     def alone(i: int) -> Gradient:
         return loss.gradient(theta, buffers, batches[i], random, where(i), wait=False)
@@ -200,19 +203,27 @@ def pool_gradients(
         return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], finite([alone(last)])[0])
 
     if not batches:
-        return []
+        return
     stackable = present is not None and all(present) and _alike(batches)
     if stackable and loss.together("pool", batches[0], len(batches)):
         pieces = tried(loss, "pool", agrees, mapped, len(batches))
         if pieces is not None:
             found = [gradient for piece in pieces for gradient in piece if gradient is not None]
+            del pieces
             if len(found) == len(batches):
-                return found
-    found = loss.spread("gradient", batches[0], len(batches), alone)
-    for i, gradient in enumerate(finite(found)):
-        if gradient is None:
-            loss.refuse_not_finite(found[i], where(i))
-    return found
+                while found:
+                    yield found.pop(0)
+                return
+    size = max(1, len(loss.player.lanes))
+    for first in range(0, len(batches), size):
+        places = range(first, min(first + size, len(batches)))
+        found = loss.spread("gradient", batches[0], len(places), lambda i: alone(places[i]))  # noqa: B023  (called at once)
+        for i, gradient in zip(places, finite(found)):
+            if gradient is None:
+                loss.refuse_not_finite(found[i - first], where(i))
+        del gradient
+        while found:
+            yield found.pop(0)
 
 
 def _alike(batches: Sequence[Batch]) -> bool:

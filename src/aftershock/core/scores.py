@@ -8,7 +8,7 @@ candidates share (`midpoint_slopes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,11 +21,11 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, folded
 from .dynamics import Linearized
-from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Pairs, Writes, count_responses, kick_responses, places, taken_out
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
-from .reductions import products, totals
+from .reductions import marked, products, totals
 from .rollout import Rows, rollout
 from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
@@ -144,14 +144,24 @@ def pool_scores(
     layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool))
     rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
     for first in range(0, len(pool), at_once):
-        gradients = _gradients(control, list(pool[first : first + at_once]), first)
-        for row, gradient in zip(rows, gradients):
+        seen = []
+        for row, gradient in zip(rows, _gradients(control, list(pool[first : first + at_once]), first)):
             if not all(gradient.present):
                 row.zero_()
             layout.write(row, gradient.grads)
+            seen.append(_Seen(gradient.norm, products(row, control.raw), gradient.present))
             tick()
-        scored.add(rows[: len(gradients)], gradients, first)
+        scored.add(rows[: len(seen)], seen, first)
     return scored.result()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of a candidate's gradient beside its row."""
+
+    norm: Tensor
+    inner: Tensor  # with the control's
+    present: tuple[bool, ...]
 
 
 class _Scored:
@@ -173,11 +183,11 @@ class _Scored:
         self._odd: dict[int, list[int]] = {}  # batches that use other parameters: how far counts are behind
         self._direct: tuple[int, Float[Tensor, " outcome"]] | None = None  # one batch with exact kicks everywhere
 
-    def add(self, rows: Float[Tensor, "row param"], gradients: Sequence[Gradient], first: int) -> None:
-        norm = torch.stack([gradient.norm for gradient in gradients]).to(self.own)
-        inner, factor = products(rows, self.control.raw), _clip_factors(self.control, norm)
+    def add(self, rows: Float[Tensor, "row param"], seen: Sequence[_Seen], first: int) -> None:
+        norm, inner = (torch.stack(x).to(self.own) for x in ([one.norm for one in seen], [one.inner for one in seen]))
+        factor = _clip_factors(self.control, norm)
         self.sizes.append((norm.square() - 2 * inner + self.own).clamp_(min=0).sqrt_())
-        odd = {i: g.present for i, g in enumerate(gradients) if g.present != self.control.present}
+        odd = {i: one.present for i, one in enumerate(seen) if one.present != self.control.present}
         replaced = {i: self._unusual(rows[i], present, first + i) for i, present in odd.items()}
         for i in odd:
             rows[i] = self.control.raw
@@ -217,21 +227,20 @@ class _Scored:
         wrote = _wrote(self.control, self._beyond)
         self._beyond, self._waiting = [], 0
         if len(wrote.writes):
-            where, place = places(wrote.writes.coordinate, len(self.control.raw))
-            slopes = self.found.first.theta[:, where].mT.double().contiguous()
-            Pairs(wrote.writes, place).add_(self.response.mT, wrote.dtheta.double(), slopes)
+            slopes = self.found.first.theta.index_select(1, wrote.writes.coordinate)
+            self.response.index_add_(0, wrote.writes.row, (slopes * wrote.dtheta).mT.double())
             self._keep(wrote.writes)
 
     def _keep(self, writes: Writes) -> None:
         self._writes.append(writes)
         self.pairs += len(writes)
-        if sum(map(len, self._writes)) >= PAIRS_AT_ONCE:
+        if sum(map(len, self._writes)) * len(self.found.horizons) >= PAIRS_AT_ONCE:
             self._kick()
 
     def _kick(self) -> None:
         joined, outcomes = Writes.joined(self._writes), len(self.found.horizons)
-        kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes, split=False)
-        self.response += kicked[0].mT
+        kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes)
+        self.response += kicked.mT
         self._writes = []
 
     def result(self) -> PoolScores:
@@ -256,7 +265,7 @@ class _Scored:
         return float((self.response[row] - direct).norm()) / size if size > 0 else math.nan
 
 
-def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> list[Gradient]:
+def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> Iterator[Gradient]:
     """Gradients of candidates at the control's state before the step."""
     loss, step, before = control.dynamics.loss, control.step, control.before
     return pool_gradients(
@@ -293,7 +302,7 @@ def _wrote(control: ControlStep, beyond: Sequence[Beyond]) -> _Wrote:
     row, where, other = (torch.cat([getattr(some, name) for some in beyond]) for name in ("row", "where", "g"))
     dm, dv, dtheta, dg = (torch.zeros_like(other) for _ in range(4))
     for run in control.linear.runs:
-        some = ((where >= run.where.start) & (where < run.where.stop)).nonzero()[:, 0]
+        some = marked((where >= run.where.start) & (where < run.where.stop))
         if run.active and len(some):
             at, now = where[some], control.before
             g = control.raw[at] * (run.sign * control.step.clip.factor) + run.coupled * now.theta[at]
@@ -319,7 +328,7 @@ def difference_scores(
         writes.append(taken_out(dx, control.after.v, layout, control.step.index, [0] * len(layout.names), row))
         values.append(pair(found.first, dx[None])[:, 0].double())
     kicked = kick_responses(trajectory, found.history, Writes.joined(writes), len(values), len(found.horizons))
-    return found.by_horizon((torch.stack(values, dim=1) + kicked.sum(0)).cpu()).mT
+    return found.by_horizon((torch.stack(values, dim=1) + kicked).cpu()).mT
 
 
 # --- examples
@@ -346,7 +355,7 @@ def example_direction(
         where, place = places(pairs, len(control.raw))
         # every pair is a row of its own, so that its response comes back by itself
         alone = replace(wrote.writes, row=torch.arange(len(pairs), device=pairs.device))
-        response = kick_responses(trajectory, found.history, alone, len(pairs), 1, split=False)[0, 0]
+        response = kick_responses(trajectory, found.history, alone, len(pairs), 1)[0]
         response += (found.first.theta[0][pairs] * wrote.dtheta).double()
         dg = wrote.dg.double()
         up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
