@@ -122,7 +122,7 @@ def _events(name: str, values: Sequence[float], numbers: Sequence[int]) -> list[
             restart = name == "lr" and values[at] > was and _falls(values[:at]) and _falls(values[at:])
             found.append(("restart" if restart else "jump", at, len(values), values[at]))
     for first, last in zip([0, *jumps], [*jumps, len(values)]):
-        found += _ramp(name, values[first:last], numbers[first:last], first, len(values))
+        found += _ramp(name, values[first:last], numbers[first:last], first)
     return found
 
 
@@ -154,15 +154,13 @@ def _falls(values: Sequence[float]) -> bool:
     return all(x >= y for x, y in pairwise(values)) and (len(values) < 2 or values[0] > values[-1])
 
 
-def _ramp(
-    name: str, values: Sequence[float], numbers: Sequence[int], first: int, length: int
-) -> list[tuple[str, int, int, float]]:
-    """A stretch without jumps whose value changes all the same."""
+def _ramp(name: str, values: Sequence[float], numbers: Sequence[int], first: int) -> list[tuple[str, int, int, float]]:
+    """A stretch without jumps whose value changes all the same; it ends with the next jump."""
     changed = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
     if not changed or abs(_log(_ratio(name, values[0], values[-1]))) < math.log(RAMP):
         return []
     kind = "warm-up" if name == "lr" and _warms_up(values, numbers) else "ramp"
-    return [(kind, first + changed[0], length, values[-1])]
+    return [(kind, first + changed[0], first + len(values), values[-1])]
 
 
 def _warms_up(values: Sequence[float], numbers: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .event import Event
+from .event import BARS, Event
 from .reruns import Run, Values, run_again
 
 HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
@@ -22,6 +22,7 @@ RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)
 TAIL = 4  # last values of the event: what a treatment costs afterwards
+MOVED = 6  # other runs in which the event must be gone, too: of a run that loses it by luck in half of all, one in 64
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,24 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
             best, left=max(best.left, event.left_by_then(again)), prevents=False, delays=False
         )
     return found
+
+
+def not_by_luck(trajectory: Trajectory, event: Event, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The same, where each that removes half does so too without any one of some other steps: where leaving out steps
+    that nobody suspects removes the event, a change may have done so as they did."""
+    others = [round(k * (event.onset - 1) / (MOVED - 1)) for k in range(MOVED)]
+    return [_moved(trajectory, event, o, others) if o.left <= BARS.half else o for o in outcomes]
+
+
+def _moved(trajectory: Trajectory, event: Event, outcome: Outcome, others: Sequence[int]) -> Outcome:
+    run = outcome.treatment.run
+    for i in dict.fromkeys(others):
+        moved = replace(run, at=min(i, run.at), steps={**run.steps, i: None})
+        (values,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
+        left = event.left_by_then(values, moved.left_out)
+        if left > BARS.half:
+            return replace(outcome, left=left, prevents=False, delays=False, after=math.nan)
+    return outcome
 
 
 def possible(trajectory: Trajectory, event: Event) -> Iterator[Treatment]:

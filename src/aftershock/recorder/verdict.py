@@ -28,7 +28,7 @@ def verdict(found: FlightExplanation) -> str:
     said = SAID[found.kind](found)
     event = found.kind not in CALM and found.data.attrs["value"] > _level(found)
     span = f"The event is {_spike(found)}." if event and _span(found) not in said else ""
-    return " ".join(part for part in (_opening(found), said, span, _closing(found)) if part)
+    return " ".join(part for part in (_opening(found), said, _condition(found), span, _closing(found)) if part)
 
 
 def _level(found: FlightExplanation) -> float:
@@ -205,6 +205,15 @@ def _hyperparameter(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
     return f"A hyperparameter did it: {said}; with the former value {_without(left)} (replayed). No batch is to blame."
+
+
+def _condition(found: FlightExplanation) -> str:
+    """A change that lasts, without which the blamed batch would not have done it."""
+    attrs = found.data.attrs
+    if not found.blamed or attrs["hyperparameter_said"] is None:
+        return ""
+    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
+    return f"In this window, {said}; with the former value, too, {_without(left)} (replayed)."
 
 
 def _instability(found: FlightExplanation) -> str:
