@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 ABRUPT = ("jump", "excursion", "restart")
+CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
 
 
@@ -97,10 +98,11 @@ class Findings:
         removes = [(left, i) for left, i in self._removing if self.changes[i].kind in kinds]
         if not removes:
             return None
-        best = min(removes)[1]
-        change, guilty = self.changes[best], self.inquiry.blamed
+        left, best = min(removes)
+        change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
         brief = change.until - change.at <= BARS.together  # leaving out the few steps that had it undoes it as well
-        return best if not guilty or brief or change.at in guilty else None
+        clearer = group is not None and left <= group.left - CLEARER  # several steps at the new value undo part of it
+        return best if not guilty or brief or change.at in guilty or clearer else None
 
     @property
     def condition(self) -> int | None:

@@ -372,7 +372,8 @@ def outcome(data: xr.Dataset, i: int) -> str:
     left = float(data["treatment_left"][i])
     if bool(data["treatment_delays"][i]):
         return "delays it"
-    return f"leaves {left:.0%}" if left < 10 else "makes it worse"
+    so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
+    return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
 
 
 def certificate(found: FlightExplanation) -> Certificate:
