@@ -209,8 +209,8 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
-    if f.inquiry.removing > BARS.specific:
-        f.held = not_by_luck(trajectory, event, f.held)
+    doubtful = [not c.brief or f.inquiry.share > BARS.specific for c in f.changes]
+    f.held = [not_by_luck(trajectory, event, o) if doubt else o for o, doubt in zip(f.held, doubtful)]
 
 
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:

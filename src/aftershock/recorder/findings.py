@@ -100,9 +100,8 @@ class Findings:
             return None
         left, best = min(removes)
         change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
-        brief = change.until - change.at <= BARS.together  # leaving out the few steps that had it undoes it as well
         clearer = group is not None and left <= group.left - CLEARER  # several steps at the new value undo part of it
-        return best if not guilty or brief or change.at in guilty or clearer else None
+        return best if not guilty or change.brief or change.at in guilty or clearer else None
 
     @property
     def condition(self) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..core.dynamics import Step
+from .event import BARS
 from .records import Record
 
 NAMES = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
@@ -39,6 +40,11 @@ class HyperChange:
     now: tuple[float, ...]  # after the change; the most extreme value of an excursion
     ratio: float  # the largest, of rates, decay, eps, clip, and of the memory 1/(1−β) of a beta
     unusual: float  # by which changes are ordered
+
+    @property
+    def brief(self) -> bool:
+        """It lasts for so few steps that leaving them out undoes it as well."""
+        return self.until - self.at <= BARS.together
 
     def hold(self, step: Step) -> Step:
         """The step with this hyperparameter at its former value, where it had another."""

@@ -70,11 +70,6 @@ class Inquiry:
         return _changing(self.placebos)
 
     @property
-    def removing(self) -> float:
-        """Of the placebos: those that remove half of the event."""
-        return sum(t.removes for t in self.placebos) / max(len(self.placebos), 1)
-
-    @property
     def blamed(self) -> tuple[int, ...]:
         """Steps without which half of it is gone, where that is so of hardly any other step."""
         if self.group is not None:
