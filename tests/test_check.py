@@ -66,6 +66,32 @@ def test_a_wrong_product_of_a_smooth_model_is_wrong_although_it_is_right_elsewhe
         point.check(torch.ones(400, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("kind", ["a teacher", "weights of classes", "a network after the model"])
+def test_constants_of_the_loss_in_float32_do_not_blur_the_check(kind: str) -> None:
+    """The student is near its teacher: gradients are small differences, of which float32 leaves few digits."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).requires_grad_(False)
+    after, weights = nn.Linear(3, 5).requires_grad_(False), torch.tensor([1.0, 2.0, 0.5])
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    model.load_state_dict({name: p + 1e-3 * torch.randn_like(p) for name, p in teacher.state_dict().items()})
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        if kind == "a teacher":
+            with torch.no_grad():
+                soft = teacher(x).softmax(-1)
+            return F.kl_div(model(x).log_softmax(-1), soft, reduction="batchmean")
+        if kind == "weights of classes":
+            return F.cross_entropy(model(x), y, weight=weights)
+        return after(model(x)).square().mean()
+
+    point = ak.capture(model, torch.optim.AdamW(model.parameters()), loss_fn, constant=[teacher, after])
+    found = point.check((torch.randn(32, 6), torch.randint(3, (32,))))
+    assert found.dtype == torch.float64
+    assert found.error < 1e-6
+    assert {p.dtype for p in (*teacher.parameters(), *after.parameters(), weights)} == {torch.float32}
+
+
 def test_autocast_does_not_blur_the_check() -> None:
     """The gradients of an autocast model are too noisy to difference; in float64 autocast has no effect."""
     torch.manual_seed(0)

@@ -91,6 +91,8 @@ def test_what_every_schedule_does_is_no_event() -> None:
 def test_a_restart_of_a_falling_rate() -> None:
     found = hyperparameters(records(lr=[COSINE[:24] + COSINE[:8]]))
     assert (found[0].kind, found[0].at, found[0].until) == ("restart", 24, N)
+    before = next(c for c in found if c.kind == "ramp")  # it ends where the rate is restarted, and so do its words
+    assert (before.at, before.until, before.steps[1]) == (1, 24, records(lr=[COSINE])[23].step)
 
 
 def test_a_jump_inside_a_schedule_and_the_most_unusual_first() -> None:

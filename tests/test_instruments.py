@@ -276,6 +276,7 @@ def regression(*, sigma: float = 0.3) -> tuple[nn.Module, torch.optim.AdamW, Any
         (3.0, [3.0] * 6, 1e-2, "shift"),
         (3.0, [3.0, 3.0], 1e-2, "shift"),
         (3.0, [3.0, 0.0] * 3, 1e-2, "shift"),  # from here on half of the data are others
+        (3.0, [3.0] * 8 + [0.0] * 8, 1e-2, "own batch"),  # a bad shard that has ended
         (0.0, [0.0] * 6, 50.0, "weights"),  # the step before it was far too large
         (0.0, [0.0] * 6, 1e-2, "ordinary"),
         (0.0, [3.0] * 6, 1e-2, "ordinary"),

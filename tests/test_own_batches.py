@@ -62,6 +62,15 @@ def test_batches_that_are_bad_one_after_the_other_are_named_together(tmp_path: P
     assert max(clean[BAD:]) < 0.1 * losses[BAD]
 
 
+def test_a_bad_shard_that_ends_is_no_shift_of_the_data(tmp_path: Path) -> None:
+    bad = range(BAD, BAD + 6)
+    recorder, losses = recorded(tmp_path, set(bad))
+    assert max(losses[BAD + 6 :]) < 0.5 * min(losses[i] for i in bad)  # what follows is not like it
+    found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", tuple(bad))
+    assert "The data changed" not in found.verdict
+
+
 def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, {BAD})
     found = ak.explain(recorder, step=BAD)

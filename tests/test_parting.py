@@ -163,3 +163,38 @@ def test_a_model_that_is_called_before_the_recorded_pass(tmp_path: Path) -> None
     told = adversary(tmp_path / "told", told=True)
     found = ak.explain(told, step=STEPS - 1, verify=0, treatments=False)
     assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
+
+
+def accumulated(folder: Path, *, edited: bool) -> ak.FlightRecorder:
+    """Updates of four micro-batches, each divided by four; one has three. Or all have four, and the gradients of one
+    are changed after the norm was taken."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, squares, folder, window=STEPS, triggers=()) as recorder:
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            count = 3 if i == 6 and not edited else 4
+            for part in range(count):
+                batch = torch.randn(8, 4), torch.randn(8, 1)
+                loss = squares(model, batch) / 4
+                loss.backward()
+                if part < count - 1:
+                    recorder.micro(batch, loss)
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            if edited and i == 6:
+                for p in model.parameters():
+                    p.grad *= torch.randn_like(p)  # type: ignore[operator]
+            optimizer.step()
+            recorder.step(batch, loss, norm=norm)
+    return recorder
+
+
+def test_a_short_update_that_was_divided_as_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ReplayMismatch, match=r"part at step 6, .* has 3 micro-batches where others have 4.* divisor=4"):
+        ak.explain(accumulated(tmp_path, edited=False), step=STEPS - 1)
+
+
+def test_gradients_that_were_changed_behind_a_told_norm(tmp_path: Path) -> None:
+    with pytest.raises(ReplayMismatch, match=r"part at step 7, .* changed after the norm was taken"):
+        ak.explain(accumulated(tmp_path, edited=True), step=STEPS - 1)

@@ -18,6 +18,7 @@ from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
 from ..core.guards import Check, check, repeated
 from ..core.hooks import Hooks
+from ..core.lifting import lifting
 from ..core.live_loop import Unused
 from ..core.loss import Gradient, LossFunction
 from ..core.memory import budget
@@ -170,9 +171,14 @@ class TrainingPoint:
         needed = LIFTED_VECTORS * 8 * self.loss.layout.size
         if needed > budget(memory, self.loss.layout.device):
             return self._check(batch)
+        lifted = self.to(dtype=torch.float64)
         try:
-            return self.to(dtype=torch.float64)._check(batch)
+            return lifted._check(batch)
         except InvalidLoss:
+            constants_too = replace(lifted.captured, loss=lifted.loss.within(lifting))
+        try:
+            return TrainingPoint(constants_too)._check(batch)
+        except (InvalidLoss, WrongHessian):
             return self._check(batch)  # a model that insists on its own dtype is checked in it
 
     def _check(self, batch: Batch) -> Check:

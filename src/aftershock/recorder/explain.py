@@ -26,7 +26,7 @@ from ..errors import (
 )
 from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, with_clip
 from .descriptions import Describe, Kept, kept
-from .event import FEWEST, Event
+from .event import BARS, FEWEST, Event
 from .explanation import FlightExplanation
 from .findings import Findings, labelled
 from .hyperparameters import HyperChange, hyperparameters
@@ -41,7 +41,7 @@ from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
 from .suspects import LARGEST, LEAST, inquire
 from .sweep import Swept, sweep
-from .treatments import Treatment, proved, try_all
+from .treatments import Treatment, not_by_luck, proved, try_all
 from .triggers import THRESHOLD, robust_z
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
@@ -180,7 +180,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     steps, last = trajectory.steps, replayed.last
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
-    after = [s.batch for s in steps[last + 1 : last + 1 + OTHERS]]
+    after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
     f.data = data(trajectory, last, before, after, event.quantity)
     changes = hyperparameters(replayed.records)  # those after the spike too: what is held is held over all of it
     f.changes = [c for c in changes if c.kind != "warm-up" and c.at <= last][:HELD]
@@ -209,6 +209,8 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
+    doubtful = [not c.brief or f.inquiry.share > BARS.specific for c in f.changes]
+    f.held = [not_by_luck(trajectory, event, o) if doubt else o for o, doubt in zip(f.held, doubtful)]
 
 
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:

@@ -210,7 +210,7 @@ class FlightExplanation:
         width = max((len(run.name) for run in telling), default=0)
         for run in telling:
             after = "" if math.isnan(run.after) else f"{self.quantity} after it {run.after:.4g}"
-            lines.append(f"  {run.name:<{width}}  {run.word:<14} {after}".rstrip())
+            lines.append(f"  {run.name:<{width}}  {run.word:<18} {after}".rstrip())
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:

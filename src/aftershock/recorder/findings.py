@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 ABRUPT = ("jump", "excursion", "restart")
+CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
-CLEARER = 0.1  # of the event: what a hyperparameter must remove more than a batch, to be the cause
 
 
 @dataclass
@@ -93,16 +93,25 @@ class Findings:
         return self.replayed.records[self.replayed.last].step
 
     def hyperparameter(self, kinds: tuple[str, ...]) -> int | None:
-        """The change, of these kinds, with which at least half of the event goes, and more than with any one batch."""
-        removes = [
-            (o.left, i) for i, o in enumerate(self.held) if self.changes[i].kind in kinds and o.left <= BARS.half
-        ]
+        """The change, of these kinds, with which at least half of the event goes. One that lasts is a condition of
+        whatever comes after it: where a batch did what others did not at the new value, that is the cause."""
+        removes = [(left, i) for left, i in self._removing if self.changes[i].kind in kinds]
         if not removes:
             return None
         left, best = min(removes)
-        tried = (*self.inquiry.suspects, *([self.inquiry.group] if self.inquiry.group else []))
-        guilty = [t.left for t in tried if self.inquiry.blamed and t.removes]
-        return best if not guilty or left <= min(guilty) - CLEARER or self.changes[best].kind in ABRUPT else None
+        change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
+        clearer = group is not None and left <= group.left - CLEARER  # several steps at the new value undo part of it
+        return best if not guilty or change.brief or change.at in guilty or clearer else None
+
+    @property
+    def condition(self) -> int | None:
+        """The change without which a blamed batch would not have done it."""
+        return min(self._removing)[1] if self.blamed and self._removing else None
+
+    @property
+    def _removing(self) -> list[tuple[float, int]]:
+        """What is left with a hyperparameter at its former value, where that is at most half, and which change."""
+        return [(o.left, i) for i, o in enumerate(self.held) if o.left <= BARS.half]
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -209,6 +218,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best, scatter = sufficient(f.outcomes), f.replayed.scatter(event.quantity)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
+    condition = change if change is not None else f.condition
     group = inquiry.own if f.kind == "own batch" and len(f.blamed) > 1 else inquiry.group
     replaced = inquiry.blamed_by_replacing if f.blamed else ()
     return {
@@ -247,8 +257,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "group_placebos_change": sum(not t.keeps for t in inquiry.group_placebos),
         "treatment": None if best is None else best.treatment.name,
         "hyperparameter": None if change is None else f.changes[change].name,
-        "hyperparameter_said": None if change is None else f.changes[change].sentence,
-        "hyperparameter_left": math.nan if change is None else f.held[change].left,
+        "hyperparameter_said": None if condition is None else f.changes[condition].sentence,
+        "hyperparameter_left": math.nan if condition is None else f.held[condition].left,
         "changes": [c.sentence for c in f.changes],
         "data": "" if f.data is None else f.data.sentence,
         "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),

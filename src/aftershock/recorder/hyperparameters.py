@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..core.dynamics import Step
+from .event import BARS
 from .records import Record
 
 NAMES = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
@@ -39,6 +40,11 @@ class HyperChange:
     now: tuple[float, ...]  # after the change; the most extreme value of an excursion
     ratio: float  # the largest, of rates, decay, eps, clip, and of the memory 1/(1−β) of a beta
     unusual: float  # by which changes are ordered
+
+    @property
+    def brief(self) -> bool:
+        """It lasts for so few steps that leaving them out undoes it as well."""
+        return self.until - self.at <= BARS.together
 
     def hold(self, step: Step) -> Step:
         """The step with this hyperparameter at its former value, where it had another."""
@@ -122,7 +128,7 @@ def _events(name: str, values: Sequence[float], numbers: Sequence[int]) -> list[
             restart = name == "lr" and values[at] > was and _falls(values[:at]) and _falls(values[at:])
             found.append(("restart" if restart else "jump", at, len(values), values[at]))
     for first, last in zip([0, *jumps], [*jumps, len(values)]):
-        found += _ramp(name, values[first:last], numbers[first:last], first, len(values))
+        found += _ramp(name, values[first:last], numbers[first:last], first)
     return found
 
 
@@ -154,15 +160,13 @@ def _falls(values: Sequence[float]) -> bool:
     return all(x >= y for x, y in pairwise(values)) and (len(values) < 2 or values[0] > values[-1])
 
 
-def _ramp(
-    name: str, values: Sequence[float], numbers: Sequence[int], first: int, length: int
-) -> list[tuple[str, int, int, float]]:
-    """A stretch without jumps whose value changes all the same."""
+def _ramp(name: str, values: Sequence[float], numbers: Sequence[int], first: int) -> list[tuple[str, int, int, float]]:
+    """A stretch without jumps whose value changes all the same; it ends with the next jump."""
     changed = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
     if not changed or abs(_log(_ratio(name, values[0], values[-1]))) < math.log(RAMP):
         return []
     kind = "warm-up" if name == "lr" and _warms_up(values, numbers) else "ramp"
-    return [(kind, first + changed[0], length, values[-1])]
+    return [(kind, first + changed[0], first + len(values), values[-1])]
 
 
 def _warms_up(values: Sequence[float], numbers: Sequence[int]) -> bool:

@@ -30,7 +30,8 @@ HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordin
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 LOW = 0.2  # of them may have less without the batch being ordinary there
-LEAST_AFTER = 2  # high batches in a row after the spike that make a shift: one may be bad by itself
+LEAST_AFTER = 2  # high batches after the spike that make a shift: one may be bad by itself
+STAYING = 0.25  # of the later half of the batches after it that are high, else what came was a bad shard and has ended
 
 
 # --- the update against its memory
@@ -177,8 +178,9 @@ def data(
 
     A value is high when it has half of the spike: the spike is beyond 5 σ of the values that the run had, so that half
     of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
-    it, half of all: one may be bad by itself. Where a run is unstable, weights are often bad for a batch that is
-    ordinary on all others: data are to blame only if they are high on earlier weights too.
+    it, half of those that follow soon, and goes on: one may be bad by itself, and a bad shard ends. Where a run is
+    unstable, weights are often bad for a batch that is ordinary on all others: data are to blame only if they are high
+    on earlier weights too.
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
@@ -192,7 +194,9 @@ def data(
     def high(value: float) -> bool:
         return value - middle >= HALF * (own - middle)
 
-    follows = sum(map(high, later)) >= max(LEAST_AFTER, len(later) / 2)
+    soon, late = later[: len(later) // 2], later[len(later) // 2 :]
+    many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= STAYING * len(late)
+    follows = sum(map(high, later)) >= LEAST_AFTER and many and stay
     if own - middle <= ORDINARY * sigma:
         kind = "ordinary"
     elif high(statistics.median(earlier)):

@@ -9,6 +9,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import nn
 
+from ..errors import InvalidInput
+
 Arguments = ParamSpec("Arguments")
 UNSEEN = (
     "the model is called in compiled code, where the recorder cannot look. A replay begins each step with the random "
@@ -61,3 +63,46 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             yield child
             yield from parts_of(child)
+
+
+ANOTHER = "for a replay that is another run: make a recorder for it, and record it in a `with` of its own"
+
+
+class Trained:
+    """What is trained, and by whom, as it was when the recording began."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._named, self._optimizer = dict(model.named_parameters()), optimizer
+        self._needed, self._grouped = self._needs(), self._in_groups()
+        self._versions: int | None = None  # of the weights, when a step came without an update
+
+    def refuse_others(self) -> None:
+        """Refuse parameters that were frozen, unfrozen or given to the optimizer since."""
+        if self._needs() == self._needed and self._in_groups() == self._grouped:
+            return
+        pairs = zip(self._named, self._needs(), self._needed)
+        name = next((name for name, now, before in pairs if now != before), None)
+        what = "the optimizer was given other parameters (add_param_group)"
+        if name is not None:
+            what = f"parameters were frozen or unfrozen ({name!r})"
+        raise InvalidInput(f"{what} since the recording began; {ANOTHER}")
+
+    def refuse_another_optimizer(self) -> None:
+        """Called at a step without an update: refuse weights that have moved since the last such step all the same."""
+        versions = sum(p._version for p in self._named.values() if p.requires_grad)
+        moved, self._versions = self._versions not in (None, versions), versions
+        if moved:
+            raise InvalidInput(
+                "the weights change, and the optimizer that the recorder was given makes no steps: another one was "
+                f"made in its place, or something else writes to them; {ANOTHER}"
+            )
+
+    def updated(self) -> None:
+        """The optimizer has made a step."""
+        self._versions = None
+
+    def _needs(self) -> list[bool]:
+        return [p.requires_grad for p in self._named.values()]
+
+    def _in_groups(self) -> int:
+        return sum(len(group["params"]) for group in self._optimizer.param_groups)

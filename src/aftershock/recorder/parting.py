@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -48,6 +49,13 @@ OTHER_MASKS = Cause(
     f"swapped in are not modelled; else {ANOTHER_RUN.remedy}",
 )
 
+UNSEEN = Cause(
+    "gradient",
+    "the gradients were changed after the norm was taken that step() is told (a scaler, noise, a second clipping); or "
+    f"{WRITTEN.text}",
+    "leave that out, it is not modelled; without norm= the recorder takes the norm itself, and tells the two apart",
+)
+
 
 def said(cause: Cause) -> str:
     remedy = cause.remedy
@@ -68,6 +76,8 @@ def parting(
     alike = clipped_alike(records)
     if alike is not None:
         return alike
+    if forward and _divided_otherwise(record, step.loss, records):
+        return _short(record, records)
     known = _by_state(some, i - 1 if forward else i, trajectory, recorded)
     if known is not None:
         return known
@@ -77,13 +87,32 @@ def parting(
         return DRAWN
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS
+    if forward and record.step == records[0].step:
+        return ANOTHER_RUN
     if forward:
-        return ANOTHER_RUN if record.step == records[0].step else WRITTEN
+        return WRITTEN if math.isnan(some[i - 1].raw_norm) else UNSEEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
         return scaled_by(factor, record.norm, record.clip)
     return EDITED
+
+
+def _divided_otherwise(record: Record, replayed: float, records: Sequence[Record]) -> bool:
+    """Were the losses of an update with fewer micro-batches divided by the number that others have?"""
+    few, many = len(record.fed), max(len(other.fed) for other in records)
+    divided = abs(record.loss - replayed * few / many) <= SAME * abs(record.loss)
+    return record.divisor is None and few < many and divided
+
+
+def _short(record: Record, records: Sequence[Record]) -> Cause:
+    few, many = len(record.fed), max(len(other.fed) for other in records)
+    return Cause(
+        "gradient",
+        f"the update of step {record.step} has {few} micro-batches where others have {many}, and each loss was divided "
+        f"by {many} all the same",
+        f"tell recorder.step(…, divisor={many}) in the next recording",
+    )
 
 
 def clipped_alike(records: Sequence[Record]) -> Cause | None:

@@ -31,7 +31,7 @@ from ..errors import InvalidInput
 from .descriptions import Describe
 from .draws import REMEDY, may_draw
 from .forecast import Forecast, forecast
-from .observing import UNSEEN, Observer, guarded, parts_of
+from .observing import UNSEEN, Observer, Trained, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
@@ -129,6 +129,7 @@ class FlightRecorder:
         device = first.loss.layout.device
         self.source = Source(device, self.dataset)
         self._order = [p for p in reading.unwrapped(self.model).parameters() if p.requires_grad]
+        self._trained = Trained(reading.unwrapped(self.model), self.optimizer)
         counts = {id(p): float(updates_of(p, self.optimizer)) for p in self._order}
         self._updates = Updates(max(first.state.counts), counts, self.clip)
         self._saved = self._updates.step
@@ -286,6 +287,7 @@ class FlightRecorder:
             self._unpaired = True  # GradScaler skipped it, or optimizer.step() is still to come
             self._asked = asked
             self._say_untrained(losses)
+            self._trained.refuse_another_optimizer()
             return
         if norm is None and update.norm is None:
             raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
@@ -399,6 +401,8 @@ class FlightRecorder:
 
     def _read_update(self, counted: nn.Parameter) -> None:
         grads = [p.grad for p in self._order]
+        self._trained.updated()
+        self._trained.refuse_others()
         norm = None if self._told else global_norm(grads, range(len(grads)))
         hypers = tuple(read_hyper(group, self.optimizer) for group in self.optimizer.param_groups)
         self._update = Update(norm, counted, updates_of(counted, self.optimizer), hypers)

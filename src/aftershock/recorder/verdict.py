@@ -28,7 +28,7 @@ def verdict(found: FlightExplanation) -> str:
     said = SAID[found.kind](found)
     event = found.kind not in CALM and found.data.attrs["value"] > _level(found)
     span = f"The event is {_spike(found)}." if event and _span(found) not in said else ""
-    return " ".join(part for part in (_opening(found), said, span, _closing(found)) if part)
+    return " ".join(part for part in (_opening(found), said, _condition(found), span, _closing(found)) if part)
 
 
 def _level(found: FlightExplanation) -> float:
@@ -207,6 +207,15 @@ def _hyperparameter(found: FlightExplanation) -> str:
     return f"A hyperparameter did it: {said}; with the former value {_without(left)} (replayed). No batch is to blame."
 
 
+def _condition(found: FlightExplanation) -> str:
+    """A change that lasts, without which the blamed batch would not have done it."""
+    attrs = found.data.attrs
+    if not found.blamed or attrs["hyperparameter_said"] is None:
+        return ""
+    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
+    return f"In this window, {said}; with the former value, too, {_without(left)} (replayed)."
+
+
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
     parts, many = ["No batch did this."], attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
@@ -363,7 +372,8 @@ def outcome(data: xr.Dataset, i: int) -> str:
     left = float(data["treatment_left"][i])
     if bool(data["treatment_delays"][i]):
         return "delays it"
-    return f"leaves {left:.0%}" if left < 10 else "makes it worse"
+    so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
+    return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
 
 
 def certificate(found: FlightExplanation) -> Certificate:

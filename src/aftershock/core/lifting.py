@@ -1,0 +1,33 @@
+"""A loss in float64 whose constants are not: what loss_fn holds itself, a teacher or class weights, is lifted where
+it meets the model's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .kinks import function_name
+
+
+def lifting(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Around a loss: every operation with a float64 number among its inputs has all of them in float64."""
+    return _Lifting()
+
+
+class _Lifting(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        written = name.endswith("_") and not name.endswith("__")  # what is written to keeps its type
+        if not written and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(_lifted, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _lifted(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
