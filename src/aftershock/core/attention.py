@@ -23,10 +23,25 @@ HIDING = functional.multi_head_attention_forward  # calls attention where no mod
 aten = torch.ops.aten
 
 
+def takes_fused(loss: Tensor) -> bool:
+    """Whether a loss was computed with the fused kernel of a CPU, by the graph that it has."""
+    seen, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("ScaledDotProductFlashAttentionForCpu"):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 class FusedAttention(TorchFunctionMode):
     """Gives attention its second derivative where training takes the fused kernel of a CPU.
 
-    Goes inside `sdpa_kernel(SDPBackend.MATH)`, which all other attention then takes.
+    Goes inside `sdpa_kernel(SDPBackend.MATH)`, which all other attention then takes. For models that take that kernel
+    only: under any such mode some functions of torch lose an argument (`F.l1_loss` its weight).
     """
 
     def __init__(self) -> None:

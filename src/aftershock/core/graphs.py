@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
-from .attention import FusedAttention
+from .attention import FusedAttention, takes_fused
 from .batches import Accumulated, Batch, micro_batches
 from .calls import accumulated
 from .clipping import global_norm
@@ -128,10 +128,7 @@ class GradientGraph:
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
         buffers, random = self._arguments
-        attention = FusedAttention()
-        on_cpu = self._function.layout.device.type == "cpu"
-        # rows together are mapped, which its kernel cannot be
-        fused = on_cpu and torch.backends.cuda.flash_sdp_enabled() and not self._function.sharing.wanted
+        attention, fused = FusedAttention(), self._attends()
 
         def attended(model: nn.Module) -> Any:
             with attention if fused else contextlib.nullcontext():
@@ -140,6 +137,21 @@ class GradientGraph:
         found = self._function.call(self._leaves, buffers, random, attended, derivative=True)
         self.replaced |= attention.replaced
         return found
+
+    def _attends(self) -> bool:
+        """Whether training takes the fused attention of a CPU: a forward pass, once. Rows together are mapped, which
+        its kernel cannot be."""
+        loss = self._function
+        if loss.layout.device.type != "cpu" or loss.sharing.wanted or not torch.backends.cuda.flash_sdp_enabled():
+            return False
+        if loss.attends is None:
+            batch, _ = next(iter(micro_batches(self._batch, loss.layout.device)))
+            buffers, random = self._arguments
+            found, _, _ = loss.call(
+                self._leaves, buffers, random, lambda model: takes_fused(loss.raw(model, batch, self._where))
+            )
+            loss.attends = bool(found)
+        return loss.attends
 
     def _build(
         self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]

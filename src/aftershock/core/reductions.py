@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -56,7 +55,7 @@ def count(mask: Bool[Tensor, " param"]) -> int:
 
 def marked(mask: Bool[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
     """Which coordinates are marked. On a CPU by NumPy, which finds them nine times as fast."""
-    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
+    return torch.from_numpy(mask.numpy().nonzero()[0]) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
