@@ -50,7 +50,6 @@ def read(
 ) -> Captured:
     """Copy a live model and optimizer. Neither is touched."""
     model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer, hooks)
-    loss_fn = uncompiled(loss_fn)
     private = PrivateCopy(model, hooks)
     members = _optimized_parameters(private, optimizer)
     _refuse_shared_memory(private, {name for name, _ in members})
@@ -103,13 +102,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside `torch.compile`; a wrapper of the user's around one stays, though it copies its marks."""
-    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
-        function = function._torchdynamo_orig_callable  # type: ignore[attr-defined]
-    return function
 
 
 def plain_name(name: str) -> str:

@@ -90,7 +90,7 @@ class FlightCallback(TrainerCallback):
         clip = float(args.max_grad_norm) if args.max_grad_norm else None
         self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=clip, **self.options)
         self.recorder.__enter__()
-        self._handle = model.register_forward_hook(Observer(self._after_forward, compiled=True), with_kwargs=True)
+        self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

@@ -12,11 +12,6 @@ from torch import nn
 from ..errors import InvalidInput
 
 Arguments = ParamSpec("Arguments")
-UNSEEN = (
-    "the model is called in compiled code, where the recorder cannot look. A replay begins each step with the random "
-    "state that the recorder.step() before it left, and with the modes and autocast of its own. Where the loop draws "
-    "random numbers in between, or enters autocast, call recorder.before_forward() right before loss_fn"
-)
 
 
 def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -36,17 +31,13 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 class Observer:
-    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages).
+    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages)."""
 
-    Nor does it in compiled code, unless `compiled`: the code would have to be cut in two where the hook looks, and
-    under `fullgraph=True` the loop would fail.
-    """
-
-    def __init__(self, watch: Callable[..., None] | None = None, *, compiled: bool = False) -> None:
-        self.watch, self.compiled = watch, compiled
+    def __init__(self, watch: Callable[..., None] | None = None) -> None:
+        self.watch = watch
 
     def __call__(self, *arguments: Any) -> None:
-        if self.watch is not None and (self.compiled or not torch.compiler.is_compiling()):
+        if self.watch is not None:
             self.watch(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
@@ -94,7 +85,7 @@ class Trained:
         if moved:
             raise InvalidInput(
                 "the weights change, and the optimizer that the recorder was given makes no steps: another one was "
-                f"made in its place, or something else writes to them; {ANOTHER}"
+                f"made in its place, its step() is compiled, or something else writes to them; {ANOTHER}"
             )
 
     def updated(self) -> None:

@@ -31,7 +31,7 @@ from ..errors import InvalidInput
 from .descriptions import Describe
 from .draws import REMEDY, may_draw
 from .forecast import Forecast, forecast
-from .observing import UNSEEN, Observer, Trained, guarded, parts_of
+from .observing import Observer, Trained, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
@@ -145,8 +145,6 @@ class FlightRecorder:
         self._forward: Forward | None = None
         self._called = False  # was the model called since the last batch?
         self._begins = False  # does the loop say where loss_fn begins?
-        self._unseen = False  # is the model called in compiled code, where no hook runs?
-        self._between: RandomState | None = RandomState.now(device)  # what such a call begins with
         self._left: RandomState | None = None  # when the first batch was fed, until it is known what is drawn after it
         self._looked = False
         self._update: Update | None = None
@@ -277,7 +275,6 @@ class FlightRecorder:
     @guarded
     def finish(self, norm: Tensor | float | None = None, divisor: float | None = None) -> None:
         """The update that was made with the micro-batches taken since the last one."""
-        self._look_for_update()
         update, self._update = self._update, None
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []
@@ -365,23 +362,9 @@ class FlightRecorder:
             now = replace(now, autocast=True, autocast_dtype=self._forward.autocast_dtype)
         self._forward, self._unpaired = now, False
 
-    def _read_unseen(self) -> None:
-        """A pass that no hook saw. It began as the last batch left things, if nothing happened in between."""
-        self._look_for_update()
-        if self._update is None and reading.uncompiled(self.loss_fn) is self.loss_fn:
-            raise InvalidInput(
-                "the model was not called with gradients since the last step: record after the forward; where loss_fn "
-                "is compiled, call recorder.before_forward() right before it"
-            )
-        if not self._unseen:
-            self._unseen = True
-            say(UNSEEN)
-        self._random = self._between or RandomState.now(self.source.device)
-        self._forward = Forward.now(reading.unwrapped(self.model), self.source.device, begun=True)
-        self._looked, self._unpaired = True, False
-
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
+        grads = [p.grad for p in self._order]
         first = next((p for p in self._order if p.grad is not None), None)
         if first is None:
             return
@@ -389,23 +372,11 @@ class FlightRecorder:
             raise InvalidInput(
                 "recorder.step() was called before optimizer.step(); call it after, once for each optimizer.step()"
             )
-        self._read_update(first)
-
-    def _look_for_update(self) -> None:
-        """One that no hook saw, where optimizer.step() is compiled: a count that has moved tells that it was made."""
-        first = next((p for p in self._order if p.grad is not None), None)
-        if self._update is None and first is not None:
-            self._settle(0)
-            if float(updates_of(first, self.optimizer)) > self._updates.count(first):
-                self._read_update(first)
-
-    def _read_update(self, counted: nn.Parameter) -> None:
-        grads = [p.grad for p in self._order]
         self._trained.updated()
         self._trained.refuse_others()
         norm = None if self._told else global_norm(grads, range(len(grads)))
-        hypers = tuple(read_hyper(group, self.optimizer) for group in self.optimizer.param_groups)
-        self._update = Update(norm, counted, updates_of(counted, self.optimizer), hypers)
+        hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
+        self._update = Update(norm, first, updates_of(first, self.optimizer), hypers)
 
     # --- inside
 
@@ -421,8 +392,10 @@ class FlightRecorder:
     @guarded
     def _feed(self, batch: Batch, loss: Tensor | float, index: int | None) -> None:
         if self._random is None:
-            self._read_unseen()
-        assert self._random is not None
+            raise InvalidInput(
+                "the model was not called with gradients since the last step: record after the forward; where loss_fn "
+                "is compiled, call recorder.before_forward() right before it"
+            )
         structure, tensors = describe(batch)
         self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
@@ -430,7 +403,6 @@ class FlightRecorder:
         self._index += 1
         if not self._begins and not self._looked:
             self._say_drawn(self._random)
-        self._between = RandomState.now(self.source.device) if self._unseen else None
         self._random, self._called = None, False
 
     @guarded

@@ -31,7 +31,7 @@ def updates_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Ten
 
 @dataclass(frozen=True)
 class Update:
-    """What was seen of one update when it was made."""
+    """What the optimizer's hook saw of one update."""
 
     norm: Tensor | None  # None where the loop tells it
     counted: nn.Parameter  # whose count of updates tells that it was made
@@ -73,10 +73,6 @@ class Updates:
         self._counts = dict(counts)
         self._pending: deque[Pending] = deque()
         self._asked: str | None = None
-
-    def count(self, parameter: nn.Parameter) -> float:
-        """How many updates it had seen after the last that was read."""
-        return self._counts[id(parameter)]
 
     def add(self, made: Pending) -> None:
         self._pending.append(made)
