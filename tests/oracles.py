@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -67,8 +66,10 @@ class StepOracle:
         named = dict(zip(self.layout.names, parameters))
         batch = self.step.batch if batch is None else batch
         micro = batch.batches if isinstance(batch, Accumulated) else (batch,)
-        twice = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # the fused kernel has no second one
-        with torch.random.fork_rng(devices=[]), twice if create_graph else contextlib.nullcontext():
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        ):
             torch.set_rng_state(self.step.random.cpu)
 
             def run(model: nn.Module) -> tuple[Tensor | None, ...]:
@@ -80,17 +81,10 @@ class StepOracle:
             return torch.func.functional_call(_Run(self.model), tensors, (run,))
 
     def raw(self, theta: Tensor, create_graph: bool = False) -> Tensor:
-        """Training's own gradient, to the bit; with a graph, the math kernel's derivative is its derivative."""
-
-        def joined(grads: Sequence[Tensor | None]) -> Tensor:
-            pairs = zip(grads, self.layout.sizes)
-            return torch.cat([theta.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs])
-
-        plain = joined(self.gradients(theta.detach()))
-        if not create_graph:
-            return plain
-        curved = joined(self.gradients(theta, create_graph=True))
-        return curved + (plain - curved).detach()
+        grads = self.gradients(theta, create_graph=create_graph)
+        return torch.cat(
+            [theta.new_zeros(size) if g is None else g.reshape(-1) for g, size in zip(grads, self.layout.sizes)]
+        )
 
     def clip(self, raw: Tensor) -> Tensor:
         if self.step.max_norm is None:

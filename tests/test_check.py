@@ -185,17 +185,15 @@ def test_silent_errors_are_found(build, error) -> None:  # type: ignore[no-untyp
 
 
 def test_attention_that_is_forced_is_named() -> None:
-    """A mask is more than the second derivative of the fused kernel on a CPU has."""
-    model = nn.Linear(4, 12)
+    case = make("transformer", torch.float32)
 
-    def flash(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def flash(m: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            q, k, v = m(x).unsqueeze(1).chunk(3, -1)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(5, 5)).square().mean()
+            return F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    point = ak.capture(model, torch.optim.AdamW(model.parameters()), flash)
+    point = ak.capture(case.model, case.optimizer, flash)
     with pytest.raises(UnsupportedAttention, match=r"SDPBackend\.MATH"):
-        point.check(torch.randn(3, 5, 4))
+        point.check(case.batch())
 
 
 class OnceOnly(torch.autograd.Function):

@@ -134,13 +134,14 @@ class TrainingPoint:
             raise InvalidInput(f'keep is "states", "checkpoints" or "graphs"; got {keep!r}')
         state = self.captured.state
         loop.refuse_other_precision(self.loss, state, steps[0])
-        first: Gradient | None = None
+        known = list[Gradient]()
         if self.loss.noise is None:  # exact answers stand on it as well
             first, self.loss.noise = repeated(self.loss, state, taken[0], start, steps[0].where)
-        if len(steps) == 1:
-            first = None  # a step that is not computed does not tell how long one takes
+            if len(steps) > 1:  # a single step that is not computed does not tell how long one takes
+                known.append(first)
+            del first
         kept, spacing = plan_states(len(taken), state.nbytes, keep, memory, self.loss.layout.device)
-        trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing, first)
+        trajectory = Trajectory.follow(Dynamics(self.loss), state, start, steps, kept, spacing, known)
         loop.refuse_unused(trajectory.steps, self.loss.layout.names)
         trajectory.dynamics.heads = loop.heads(trajectory.steps)
         return Path(self, trajectory, memory)

@@ -132,11 +132,11 @@ class Dynamics:
         `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's must be the
         plain one: the model's first step finds out whether they agree, and where they do not, it is computed.
         """
-        if self.loss.graph_is_plain and not graph.replaced:
+        if self.loss.graph_is_plain:
             return graph.gradient
         if plain is None:
             plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        if self.loss.graph_is_plain is None and not graph.replaced:
+        if self.loss.graph_is_plain is None and graph.built:
             self.loss.graph_is_plain = same_bits(plain.grads, graph.gradient.grads)
         return plain
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import OutOfMemory
-from .attention import FusedAttention, takes_fused
 from .batches import Accumulated, Batch, micro_batches
 from .calls import accumulated
 from .clipping import global_norm
@@ -51,7 +50,6 @@ class GradientGraph:
         self._batch = batch
         self._leaves = loss.leaves(theta)
         self._graph: dict[int, GradientEdge] | None = None
-        self.replaced = False  # a kernel without a second derivative by one that rounds otherwise
         self._at = (theta, theta._version)
         if isinstance(batch, Accumulated) or self._recorded() is not None:
             found = loss.gradient(theta, buffers, batch, random, where)
@@ -65,6 +63,11 @@ class GradientGraph:
         self.raw: Float[Tensor, " param"] = loss.layout.join(found.grads)  # ĝ
         views = loss.layout.typed_views(self.raw)
         self.gradient = replace(found, grads=[v if ok else None for v, ok in zip(views, found.present)])
+
+    @property
+    def built(self) -> bool:
+        """Whether it holds a graph, whose gradient may round otherwise; else the gradient is a plain one."""
+        return self._graph is not None
 
     @property
     def present(self) -> tuple[bool, ...]:
@@ -128,30 +131,7 @@ class GradientGraph:
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
         buffers, random = self._arguments
-        attention, fused = FusedAttention(), self._attends()
-
-        def attended(model: nn.Module) -> Any:
-            with attention if fused else contextlib.nullcontext():
-                return program(model)
-
-        found = self._function.call(self._leaves, buffers, random, attended, derivative=True)
-        self.replaced |= attention.replaced
-        return found
-
-    def _attends(self) -> bool:
-        """Whether training takes the fused attention of a CPU: a forward pass, once. Rows together are mapped, which
-        its kernel cannot be."""
-        loss = self._function
-        if loss.layout.device.type != "cpu" or loss.sharing.wanted or not torch.backends.cuda.flash_sdp_enabled():
-            return False
-        if loss.attends is None:
-            batch, _ = next(iter(micro_batches(self._batch, loss.layout.device)))
-            buffers, random = self._arguments
-            found, _, _ = loss.call(
-                self._leaves, buffers, random, lambda model: takes_fused(loss.raw(model, batch, self._where))
-            )
-            loss.attends = bool(found)
-        return loss.attends
+        return self._function.call(self._leaves, buffers, random, program, derivative=True)
 
     def _build(
         self, model: nn.Module, batch: Batch, share: Callable[[Tensor], Tensor]

@@ -64,7 +64,6 @@ class LossFunction(Calls):
     ) -> None:
         super().__init__(model, loss_fn, layout, constants, autocast, place, zeroed)
         self.graph_is_plain: bool | None = None  # does a gradient with its graph have the plain one's bits?
-        self.attends: bool | None = None  # does a pass take the fused attention of a CPU?
         self.frozen: list[Mark] = []  # constants that are the live model's own tensors, as they were at capture
         self.noise: float | None = None  # relative difference of a gradient that was run twice
         self.arithmetic: torch.dtype | None = None  # the coarsest that a pass computes in, once it was seen

@@ -48,13 +48,13 @@ class Trajectory:
         steps: Sequence[Step],
         keep: Keep,
         spacing: int = 1,
-        first: Gradient | None = None,
+        known: list[Gradient] | None = None,
     ) -> Trajectory:
         """Train on from `start` through `steps`, each beginning where the last left the random state.
 
         A step with `own_random` (a recorded run's) starts from that instead. A step's numbers are looked at while
-        the next one runs, as in a training loop that does not wait for its loss. `first` is the first step's plain
-        gradient where it is known, and is consumed.
+        the next one runs, as in a training loop that does not wait for its loss. `known` holds the
+        first step's plain gradient where it was computed before, and is emptied.
         """
         self = cls(dynamics, keep, spacing)
         state, waiting, seconds = start, list[Taken](), []
@@ -66,11 +66,11 @@ class Trajectory:
             if not step.own_random:
                 step = replace(step, random=random)
             try:
-                state, taken = self._take(step, state, step.index not in self._states, first)
+                state, taken = self._take(step, state, step.index not in self._states, known.pop() if known else None)
             except Exception:
                 self._settle(waiting)  # the step before it may be what is wrong
                 raise
-            random, after, first = taken.random, step.index + 1, None
+            random, after = taken.random, step.index + 1
             self._settle(waiting)
             waiting = [taken]
             if after % spacing == 0 or (after == len(steps) and spacing <= len(steps)):
