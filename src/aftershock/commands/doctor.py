@@ -176,8 +176,8 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
         yield Finding(
             "attention",
             "approximated",
-            f"runs as {backend}; the replay too, to the bit. Hessian products run as math, on a CPU in closed form "
-            "where there is no mask; both agree to rounding (about 3e-7 in float32)",
+            f"runs as {backend}; the replay too, to the bit. Hessian products run as math, which agrees to rounding "
+            "(about 3e-7 in float32)",
         )
     if any(name in seen.names for name in RANDOM):
         yield Finding(
