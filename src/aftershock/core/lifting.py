@@ -15,7 +15,10 @@ from .kinks import function_name
 
 
 def lifting(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Around a loss: every operation with a float64 number among its inputs has all of them in float64."""
+    """Around a loss: every operation with a float64 number among its inputs has all of them in float64.
+
+    Under any such mode torch's `F.l1_loss` loses its weight: a check would then be of the loss without it.
+    """
     return _Lifting()
 
 
