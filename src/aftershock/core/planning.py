@@ -25,8 +25,8 @@ from .trajectory import Keep, Trajectory
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 LANE_SHARE = 0.4  # of the room, for lanes: rows need the rest
-# rows × steps from which lanes are recorded. By an estimate for 0.4B three more pay after about 90, but later work finds
-# them there
+# rows × steps from which lanes are recorded: by an estimate for 0.4B three more pay after about 90, but later work
+# finds them there
 LANE_STEPS = 48
 
 
