@@ -234,7 +234,7 @@ def test_rows_wait_in_host_memory_only_where_there_is_another(monkeypatch: pytes
     one = path.replace(others[:1]).estimate(probe, answers=("exact",), scales=[0.1] * 6).memory
     plan = plan_responses(work, ("exact",), one)
     assert plan.passes == (Pass(("exact",), 1),)
-    assert plan.chunks(2) == 2
+    assert plan.chunks == 2
     with pytest.raises(OutOfMemory):
         plan_responses(work, ("exact",), one - 1)
     monkeypatch.setattr(Trajectory, "device", torch.device("cuda"))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core import footprint, playback
+from aftershock.core import planning, playback
 from aftershock.core.loss import Gradient, LossFunction
 from aftershock.core.recordings import Shape
 
@@ -307,7 +307,7 @@ def test_responses_in_lanes_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(playback, "LARGE", 0)
     pool, found = [batch(seed) for seed in range(10, 17)], []
     for lanes in (4, 1):
-        monkeypatch.setattr(footprint, "LANES", lanes)
+        monkeypatch.setattr(planning, "LANES", lanes)
         point = smooth_model()
         path = point.follow([batch(seed) for seed in range(6)])
         change = path.replace([*pool, batch(0)])

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.changes import Edit, names_of, scales_of
-from ..core.noise import noise_floor
+from ..core.noise import Noise
 from ..core.planning import Plan, Work, plan_responses
 from ..core.probe import Watch
 from ..core.responses import ANSWERS, Responses, first_disagreement, respond
@@ -97,22 +97,21 @@ class Change:
         scales = scales_of(self.edits, scales)
         answers, refused = self._answers(answers, watch)
         names = names_of(self.edits, labels)
-        plan = self._plan(watch, scales, answers, memory)
-        work = plan.chunks(len(self)) * watch.horizons
-        with progress("response", work, self._cost(plan, watch, scales, _noise_cost(watch, answers))) as tick:
-            found = respond(watch, self.edits, scales, plan.passes, tick)
-        parked = any(each.parked for each in plan.passes)
-        noise = noise_floor(watch, found.control, exact="exact" in answers, parked=parked)
-        self._prove_where_wrong(found, noise)
-        return labelled(self, watch, found, noise, names, scales, refused)
+        plan, noise = self._plan(watch, scales, answers, memory), Noise(watch)
+        cost = self._cost(plan, watch, scales, _noise_cost(watch, answers))
+        with progress("response", plan.chunks * watch.horizons, cost) as tick:
+            found = respond(watch, self.edits, scales, plan.passes, tick, noise)
+        floor = noise.floor(found.control)
+        self._prove_where_wrong(found, floor)
+        return labelled(self, watch, found, floor, names, scales, refused)
 
     def numbers(
         self, watch: Watch, answer: str = "exact", *, scale: float = 1.0, memory: str | int | None = None
     ) -> Float[Tensor, "change horizon"]:
         """One answer alone, by horizon, for those who have their own noise floor and checks."""
-        plan = self._plan(watch, (scale,), (answer,), memory)
-        work = plan.chunks(len(self)) * watch.horizons
-        with progress(f"{answer} response", work, self._cost(plan, watch, (scale,))) as tick:
+        plan = self._plan(watch, (scale,), (answer,), memory, rounding=False)
+        cost = self._cost(plan, watch, (scale,))
+        with progress(f"{answer} response", plan.chunks * watch.horizons, cost) as tick:
             return respond(watch, self.edits, (scale,), plan.passes, tick).values[answer][:, 0]
 
     def estimate(
@@ -148,9 +147,17 @@ class Change:
     def _watch(self, probe: Any, horizon: int | None) -> Watch:
         return self.path.watch(self.at, probe, horizon)
 
-    def _plan(self, watch: Watch, scales: Sequence[float], answers: Sequence[str], memory: str | int | None) -> Plan:
+    def _plan(
+        self,
+        watch: Watch,
+        scales: Sequence[float],
+        answers: Sequence[str],
+        memory: str | int | None,
+        *,
+        rounding: bool = True,
+    ) -> Plan:
         limit = self.path.memory if memory is None else memory
-        work = Work(watch, len(self), len(scales), by_scale=self.edits[0].by_gradient)
+        work = Work(watch, len(self), len(scales), by_scale=self.edits[0].by_gradient, rounding=rounding)
         return plan_responses(work, answers, limit)
 
     def _cost(self, plan: Plan, watch: Watch, scales: Sequence[float], beside: float = 0.0) -> Estimate:
@@ -167,7 +174,7 @@ class Change:
                 + read * FORWARD_COST
             )
         seconds = gradients * self.path.trajectory.seconds_per_step
-        return Estimate(gradients, seconds, plan.peak, plan.chunks(len(self)))
+        return Estimate(gradients, seconds, plan.peak, plan.chunks)
 
     def _answers(self, answers: Sequence[str] | None, watch: Watch) -> tuple[list[str], str]:
         """The answers to run, and why others are not."""

@@ -213,7 +213,7 @@ def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> 
     """
     replaced = [edit for edit in edits if isinstance(edit, Replace)]
     loss, step, before = control.dynamics.loss, control.step, control.before
-    if not in_rows or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
+    if not in_rows or not edits or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
         yield from (edit.shock(control) for edit in edits)
         return
     gradients = pool_gradients(

@@ -17,54 +17,73 @@ from torch.utils._pytree import tree_leaves
 
 from .layout import Layout
 from .probe import Reader, Watch
-from .rollout import Rows, rollout
+from .rollout import Moment, Rows, rollout
 from .state import JointState
 
 SEED = 0
 NEAR = 2  # horizons on each side that tell how large noise is at one: alone it may cross zero there
 
 
-def noise_floor(
-    watch: Watch, control: Float[Tensor, " horizon"], *, exact: bool, parked: bool = False
-) -> Float[Tensor, " horizon"]:
-    """The scatter of an exact response by rounding alone, at every horizon.
+class Noise:
+    """The scatter of an exact response by rounding alone, measured while rows pass.
 
-    control: the probe without any change. exact: exact runs are read, whose states scatter too: that part costs one
-    more exact row. It is one draw, so that a floor may be several times too low where a run amplifies perturbations.
+    One more exact row starts from the control's state, one rounding away; and the probe is read twice more at three
+    states. It is one draw, so that a floor may be several times too low where a run amplifies perturbations.
     """
-    read = read_noise(watch, control)
-    return torch.hypot(run_noise(watch, parked=parked), read) if exact else read
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._dtype = watch, _arithmetic(watch)
+        self._times = {watch.first, (watch.first + watch.last) // 2, watch.last}
+        self._read: dict[int, float] = {}
+        self._ran: list[float] = []
+        self._eps = 0.0
+
+    def row(self, control: JointState) -> JointState:
+        """Where the further row starts: the control's state right after the step, θ one rounding away."""
+        self._ran = []
+        theta = jitter(self._watch.trajectory.dynamics.layout, control).add_(control.theta)
+        return JointState(theta, control.m.clone(), control.v.clone(), control.counts, control.buffers)
+
+    def ran(self, value: Float[Tensor, ""]) -> None:
+        """How far that row's reading is from the control's, horizon by horizon."""
+        self._ran.append(float(value))
+
+    def look(self, moment: Moment) -> None:
+        """The scatter of readings by the probe's own arithmetic: three forward passes, at three states in all.
+
+        F(θ + d) + F(θ − d) − 2 F(θ) at a jitter d of half a rounding is rounding alone, where d's curvature is small.
+        """
+        if moment.time not in self._times or moment.time in self._read:
+            return
+        trajectory, state = self._watch.trajectory, moment.control
+        theta = jitter(trajectory.dynamics.layout, state, self._dtype).div_(2).add_(state.theta)
+
+        def value(theta: Float[Tensor, " param"]) -> Tensor:
+            return self._watch.probe.value(trajectory, moment.time, theta, state, wait=False)
+
+        found = [value(state.theta), value(theta), value(theta.neg_().add_(state.theta, alpha=2))]
+        middle, *beside = (value.double() for value in found)
+        self._read[moment.time] = float(sum(beside) - 2 * middle)
+        self._eps = torch.finfo(found[0].dtype).eps
+
+    def floor(self, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
+        """The scatter at every horizon; `control` is the probe without any change.
+
+        A difference of two readings scatters √3 times less than the three of `look`, and at least by the rounding of
+        the numbers themselves. Where exact rows were read their states scatter too.
+        """
+        squares = [value**2 / 3 for value in self._read.values()]
+        read = (sum(squares) / len(squares) + (self._eps * control) ** 2 / 6) ** 0.5
+        return torch.hypot(_smoothed(torch.tensor(self._ran, dtype=torch.float64)), read) if self._ran else read
 
 
-def run_noise(watch: Watch, *, parked: bool = False) -> Float[Tensor, " horizon"]:
-    """How far a rounding of θ right after the step leads the probe away, by horizon: 1 g and a forward pass each."""
-    start = watch.trajectory.state(watch.first)
-    theta = start.theta + jitter(watch.trajectory.dynamics.layout, start)
-    row = JointState(theta, start.m.clone(), start.v.clone(), start.counts, start.buffers)
-    reader = Reader(watch.trajectory, watch.probe)
-    rows = Rows([row], control=start, owned=True, parked=parked)
-    moments = rollout(watch.trajectory, watch.first, rows, watch.last)
-    return _smoothed(torch.cat([reader.exact(moment) for moment in moments]))
-
-
-def read_noise(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
-    """The scatter of a difference of two readings of the probe, by its own arithmetic: ten forward passes in all.
-
-    F(θ + d) + F(θ − d) − 2 F(θ) at a jitter d of half a rounding is rounding alone, where d's curvature is small; it is
-    read first, half way and last. A difference of two readings scatters √3 times less, and at least by the rounding
-    of the numbers themselves.
-    """
-    found, eps, dtype = [], 0.0, _arithmetic(watch)
-    for time in sorted({watch.first, (watch.first + watch.last) // 2, watch.last}):
-        state = watch.trajectory.state(time)
-        middle = watch.probe.value(watch.trajectory, time, state.theta, state)
-        d = jitter(watch.trajectory.dynamics.layout, state, dtype) / 2
-        jittered = Reader(watch.trajectory, watch.probe).values(
-            time, torch.stack([state.theta + d, state.theta - d]), [state.buffers] * 2
-        )
-        found.append((float(jittered.sum()) - 2 * float(middle)) ** 2 / 3)
-        eps = torch.finfo(middle.dtype).eps
-    return (sum(found) / len(found) + (eps * control) ** 2 / 6) ** 0.5
+def noise_floor(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
+    """The same for exact rows that were carried elsewhere: one more row, and nine forward passes."""
+    noise, reader, start = Noise(watch), Reader(watch.trajectory, watch.probe), watch.trajectory.state(watch.first)
+    for moment in rollout(watch.trajectory, watch.first, Rows([noise.row(start)], owned=True), watch.last):
+        noise.ran(reader.exact(moment)[0])
+        noise.look(moment)
+    return noise.floor(control)
 
 
 def jitter(

@@ -74,10 +74,7 @@ class Plan:
     passes: tuple[Pass, ...]
     peak: int
     available: int
-
-    def chunks(self, changes: int) -> int:
-        """How often the path is walked."""
-        return sum(math.ceil(changes / each.at_once) for each in self.passes)
+    chunks: int  # how often the path is walked
 
 
 @dataclass(frozen=True)
@@ -85,21 +82,26 @@ class Work:
     """Responses to so many changes at one step, each at so many scales.
 
     by_scale: the changes have a ξ, so that one tangent serves all scales.
+    rounding: one more exact row, which tells what rounding alone does.
     """
 
     watch: Watch
     changes: int
     scales: int
     by_scale: bool = True
+    rounding: bool = False
+
+    def units(self, answers: Sequence[str]) -> int:
+        """What a pass cuts into chunks: changes, and the row of rounding."""
+        return self.changes + (self.rounding and "exact" in answers)
 
     def load(self, each: Pass) -> Load:
-        """The rows of one chunk of a pass."""
-        rows = each.at_once * self.scales
-        tangents = each.at_once if self.by_scale else rows
-        have = each.answers
-        return Load(
-            rows * ("exact" in have), rows * ("semilinear" in have), tangents * ("tangent" in have), each.parked
-        )
+        """The rows of the largest chunk of a pass."""
+        changes = min(each.at_once, self.changes)
+        rows = changes * self.scales
+        tangents, have = changes if self.by_scale else rows, each.answers
+        exact = (rows + (each.at_once > self.changes)) * ("exact" in have)
+        return Load(exact, rows * ("semilinear" in have), tangents * ("tangent" in have), each.parked)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
         loss.player.narrow()
         Curvature.of(trajectory)
     if "exact" in answers:
-        plan_lanes(trajectory, work.changes * work.scales, work.watch.horizons, room(trajectory, memory))
+        rows = work.changes * work.scales + work.rounding
+        plan_lanes(trajectory, rows, work.watch.horizons, room(trajectory, memory))
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
     for give_back in (loss.player.narrow, loss.player.give_back):
@@ -157,7 +160,7 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
         found = [_fitting(work, part, available + spare * ("exact" not in part)) for part in parts if part]
         passes = [each for each in found if each is not None]
         whole = len(parts) == 1
-        if len(passes) == len(found) and (not whole or passes[0].at_once == work.changes or len(wanted) == 1):
+        if len(passes) == len(found) and (not whole or passes[0].at_once == work.units(wanted) or len(wanted) == 1):
             return _planned(work, passes, available, spare)
     rest = [_fitting(work, (answer,), available + spare) for answer in predictions]
     parked = Pass(("exact",), 1, parked=True)
@@ -230,10 +233,11 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
 def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
-    carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own)
+    carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own, rounding=work.rounding)
     # gradients of changes in rows are there until the last one is used, and so is the control's
-    waiting = (each.at_once + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
-    return max(_start_bytes(work, load) + waiting, carried)
+    waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
+    before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
+    return max(_start_bytes(work, before) + waiting, carried)
 
 
 def _start_bytes(work: Work, load: Load) -> int:
@@ -256,17 +260,18 @@ def _start_bytes(work: Work, load: Load) -> int:
     return control + max(gradient, rows + max(end, write))
 
 
-def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> int:
+def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False) -> int:
     """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
 
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
+    rounding: the probe is read near the control, too.
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value]
+    work = [f.value + 2 * v * rounding]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
@@ -299,9 +304,9 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False) -> i
 
 def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:
     """As many changes at once as fit, in chunks of one size; None where not even one does."""
-    sizes = (n for n in _sizes(work.changes) if pass_bytes(work, Pass(answers, n)) <= available)
-    most = next(sizes, None)
-    return None if most is None else Pass(answers, math.ceil(work.changes / math.ceil(work.changes / most)))
+    units = work.units(answers)
+    most = next((n for n in _sizes(units) if pass_bytes(work, Pass(answers, n)) <= available), None)
+    return None if most is None else Pass(answers, math.ceil(units / math.ceil(units / most)))
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> Plan:
@@ -313,7 +318,8 @@ def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> 
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
         chosen.append(rows if pass_bytes(work, rows) <= available + spare * (not exact) else each)
     peaks = (pass_bytes(work, each) - spare * ("exact" not in each.answers) for each in chosen)
-    return Plan(tuple(chosen), max(peaks), available)
+    chunks = sum(math.ceil(work.units(each.answers) / each.at_once) for each in chosen)
+    return Plan(tuple(chosen), max(peaks), available, chunks)
 
 
 def _advice(work: Work, answers: Sequence[str], available: int) -> str:

@@ -14,6 +14,7 @@ from ..errors import OutOfMemory
 from .changes import ControlStep, Edit, Shock, shocks_of, touched_zero_v
 from .exact_rows import moved
 from .layout import Layout
+from .noise import Noise
 from .operators import WriteIn
 from .probe import Reader, Watch
 from .reductions import norms
@@ -54,8 +55,12 @@ def respond(
     scales: Sequence[float],
     passes: Sequence[Pass],
     tick: Callable[[], None] = lambda: None,
+    noise: Noise | None = None,
 ) -> Responses:
-    """δF_{t+h} for every change, scale and horizon, in passes that fit into memory."""
+    """δF_{t+h} for every change, scale and horizon, in passes that fit into memory.
+
+    noise: looks at what rounding alone does; its own row goes along with the last changes that are run exactly.
+    """
     shape = (len(edits), len(scales), watch.horizons)
     answers = [answer for answer in ANSWERS if any(answer in each.answers for each in passes)]
     out = Responses(
@@ -70,9 +75,10 @@ def respond(
         if "exact" not in each.answers:
             watch.trajectory.dynamics.loss.player.narrow()
         first, size = 0, each.at_once
-        while first < len(edits):
-            some = slice(first, min(first + size, len(edits)))
-            if _fits(lambda: _carry(watch, edits[some], scales, each, out, some, reader, tick)):  # noqa: B023
+        units = len(edits) + (noise is not None and "exact" in each.answers)
+        while first < units:
+            some = Chunk(first, min(first + size, units), len(edits))
+            if _fits(lambda: _carry(watch, edits, scales, each, out, some, reader, tick, noise)):  # noqa: B023
                 first += size
             elif size == 1:
                 plan = ", ".join(f"{other.at_once} × {'/'.join(other.answers)}" for other in passes)
@@ -99,12 +105,30 @@ def _fits(work: Callable[[], None]) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through the path: which answers it gives, and for how many changes at once."""
+    """One way through the path: which answers it gives, and for how many changes at once; where rounding is looked at,
+    its row counts as one of the changes that are run exactly."""
 
     answers: tuple[str, ...]
     at_once: int
     parked: bool = False
     shocks_in_rows: bool = False  # the gradients of the changes themselves too
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of the changes, and the row of rounding where that is past the last of them."""
+
+    first: int
+    stop: int
+    changes: int  # in all
+
+    @property
+    def some(self) -> slice:
+        return slice(min(self.first, self.changes), min(self.stop, self.changes))
+
+    @property
+    def rounded(self) -> bool:
+        return self.stop > self.changes
 
 
 def _carry(
@@ -113,26 +137,36 @@ def _carry(
     scales: Sequence[float],
     each: Pass,
     out: Responses,
-    some: slice,
+    chunk: Chunk,
     reader: Reader,
     tick: Callable[[], None],
+    noise: Noise | None,
 ) -> None:
     """Some changes from their step to the last horizon."""
-    starts = _Starts(watch, edits, scales, each, out, some)
+    some = chunk.some
+    shape = (some.stop - some.start, len(scales))
+    rows = math.prod(shape)
+    answers = each.answers if rows else ("exact",)
+    starts = _Starts(watch, edits[some], scales, each, out, some, noise if chunk.rounded else None)
     for moment in rollout(watch.trajectory, watch.first, starts.rows, watch.last):
         h = moment.time - watch.first
         tick()
         if not watch.reads(h + 1):
             continue
-        if "exact" in each.answers:
-            out.values["exact"][some, :, h] = reader.exact(moment).view(len(edits), len(scales))
-        if "semilinear" in each.answers:
-            out.values["semilinear"][some, :, h] = reader.semilinear(moment).view(len(edits), len(scales))
-        if "tangent" in each.answers:
+        if "exact" in answers:
+            exact = reader.exact(moment)
+            out.values["exact"][some, :, h] = exact[:rows].view(shape)
+            if chunk.rounded and noise is not None:
+                noise.ran(exact[rows])
+        if "semilinear" in answers:
+            out.values["semilinear"][some, :, h] = reader.semilinear(moment).view(shape)
+        if "tangent" in answers:
             out.values["tangent"][some, :, h] = starts.scaled(reader.linear(moment))
         out.control[h] = reader.control(moment)
-        if moment.last and "exact" in each.answers:
-            switched = torch.tensor(moment.exact.clip_switches(), dtype=torch.bool).view(len(edits), len(scales))
+        if noise is not None:
+            noise.look(moment)
+        if moment.last and "exact" in answers:
+            switched = torch.tensor(moment.exact.clip_switches()[:rows], dtype=torch.bool).view(shape)
             out.clip_switched[some] |= switched
 
 
@@ -143,7 +177,14 @@ class _Starts:
     """
 
     def __init__(
-        self, watch: Watch, edits: Sequence[Edit], scales: Sequence[float], each: Pass, out: Responses, some: slice
+        self,
+        watch: Watch,
+        edits: Sequence[Edit],
+        scales: Sequence[float],
+        each: Pass,
+        out: Responses,
+        some: slice,
+        noise: Noise | None,
     ) -> None:
         self.scales, self.changes = scales, len(edits)
         self._answers, self._out, self._parked = each.answers, out, each.parked
@@ -153,6 +194,8 @@ class _Starts:
         for i, shock in enumerate(shocks_of(control, edits, in_rows=each.shocks_in_rows)):
             self._start(control, shock, some.start + i)
             del shock
+        if noise is not None:
+            self._add_exact(noise.row(control.after))
         rows = self._semilinear.rows, self._linear.rows
         self.rows = Rows(_handed_over(self._exact), *rows, control=control.after, owned=True, parked=each.parked)
 
@@ -168,9 +211,7 @@ class _Starts:
             if "tangent" in self._answers and shock.xi is None:
                 self._linear.add_difference(end, control.after, count, spend=False)
             if "exact" in self._answers:
-                own = end.clone() if end is control.before else end
-                self._exact.append(moved(own, torch.device("cpu")) if self._parked else own)
-                del own
+                self._add_exact(end.clone() if end is control.before else end)
             if "semilinear" in self._answers:
                 spend = "exact" not in self._answers and end is not control.before
                 self._semilinear.add_difference(end, control.after, count, spend=spend)
@@ -179,6 +220,9 @@ class _Starts:
             out.xi_norm[i] = float(norms(shock.xi))
             if "tangent" in self._answers:
                 self._linear.add(WriteIn(control.linear).mv(shock.xi), self.changes)
+
+    def _add_exact(self, state: JointState) -> None:
+        self._exact.append(moved(state, torch.device("cpu")) if self._parked else state)
 
     def scaled(self, values: Float[Tensor, " row"]) -> Float[Tensor, "change scale"]:
         """The tangent of every scale: α times that of the change."""

@@ -128,7 +128,7 @@ def measured(scene: Scene) -> xr.Dataset:
         )
     with clock.part("noise"):
         watch = scene.path.watch(0, scene.probe)
-        noise = noise_floor(watch, torch.as_tensor(found["control"].values), exact=True)
+        noise = noise_floor(watch, torch.as_tensor(found["control"].values))
     judge_noise(scene, found["exact"].sel(scale=max(protocol.scales)).values, noise.numpy())
     predicted = {answer: _predicted(scene, answer) for answer in PREDICTIONS}
     with clock.part("hybrids"):
