@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.core.loss import LossFunction
 from aftershock.core.noise import Arithmetic
 
 from .cases import make, mlp
@@ -190,3 +191,21 @@ def test_a_floor_is_there_for_every_kind_of_model(name: str) -> None:
     floor = path.skip(0).response(ak.own_loss).data["noise_floor"].values
     losses = np.array(path.losses[1:])
     assert ((floor > 0.1 * np.finfo(float).eps * losses) & (floor < 1e3 * np.finfo(float).eps * losses)).all()
+
+
+def test_it_walks_no_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row goes along with the others, whichever way the path is cut: no state of the control is computed twice."""
+    case, horizons, taken = make("tanh_mlp"), 6, []
+    path = case.point().follow(case.batches(horizons), keep="checkpoints")
+    path.trajectory._states = {0: path.trajectory.state(0)}  # every later one is computed again
+    change, probe = path.replace(case.batches(3)), case.batch()
+    one = path.replace(case.batches(1)).estimate(probe, answers=("exact",)).memory
+    change.response(probe, answers=("exact",), memory=one)
+    plain = LossFunction.gradient
+    monkeypatch.setattr(LossFunction, "gradient", lambda *a, **k: taken.append(1) or plain(*a, **k))
+    for memory, chunks in ((None, 1), (one, 4)):
+        taken.clear()
+        change.response(probe, answers=("exact",), memory=memory)
+        rows, control = 4 * (horizons - 1), horizons - 1
+        assert change.estimate(probe, answers=("exact",), memory=memory).chunks == chunks
+        assert len(taken) == 3 + rows + control + chunks  # each chunk begins with the control's own step

@@ -103,13 +103,13 @@ class Dynamics:
 
         `consume` writes into the tensors of `state`, which is then gone.
         """
-        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        return self.advance_with(found, step, state, consume=consume)
+        given = (state.theta, state.buffers, step.batch, step.random, step.where)
+        return self.advance_with(self.loss.gradient(*given, lent=True), step, state, consume=consume)
 
     def launch(self, step: Step, state: JointState, *, consume: bool = False) -> tuple[JointState, Taken]:
         """The same without waiting for a GPU; nobody has looked whether the step's numbers are finite."""
-        found = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where, wait=False)
-        return self.take(found, step, state, consume=consume)
+        given = (state.theta, state.buffers, step.batch, step.random, step.where)
+        return self.take(self.loss.gradient(*given, wait=False, lent=True), step, state, consume=consume)
 
     def advance_with_graph(
         self, step: Step, state: JointState, plain: Gradient | None = None

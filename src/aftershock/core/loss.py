@@ -121,12 +121,14 @@ class LossFunction(Calls):
         *,
         evaluating: bool = False,
         wait: bool = True,
+        lent: bool = False,
     ) -> Gradient:
         """The plain gradient, equal to the bit to `loss.backward()`: 1 g.
 
         wait: until it is seen to be finite; else whoever asks looks at its norm later, and a GPU is not held up.
+        lent: it is used up before the next pass, which may write over it.
         """
-        found = self._played("gradient", theta, buffers, batch, random, evaluating)
+        found = self._played("gradient", theta, buffers, batch, random, evaluating, lent=lent)
         if found is None:
             found = self.plain("gradient", theta, buffers, batch, random, where, evaluating=evaluating)
         assert isinstance(found, Gradient)
@@ -177,12 +179,14 @@ class LossFunction(Calls):
         batch: Batch,
         random: RandomState,
         evaluating: bool,
+        *,
+        lent: bool = False,
     ) -> Evaluation | None:
         """The same by a recording, where there is one for batches of this shape."""
         found = self.recorded(kind, batch, evaluating=evaluating)
         if found is None:
             return None
-        played = found[0].play(theta, buffers, found[1], random)
+        played = found[0].play(theta, buffers, found[1], random, lent=lent)
         if played.norm is None:
             return Evaluation(played.loss, played.buffers, played.random)
         return Gradient(played.loss, played.buffers, played.random, played.grads(self.layout), played.norm)

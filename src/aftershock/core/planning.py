@@ -47,7 +47,7 @@ def plan_lanes(trajectory: Trajectory, rows: int, steps: int, available: int) ->
     recorded = trajectory.dynamics.loss.recorded("gradient", batches[0])
     if recorded is None:
         return
-    each = recorded[0].nbytes + 3 * vector  # beside it θ, and a gradient on its way with what it is made of
+    each = recorded[0].nbytes + 2 * vector  # beside it θ, and the gradient of a change
     left = min(available, free(trajectory.device)) + player.lane_bytes
     lanes = max(1, min(LANES, rows, int(LANE_SHARE * left) // each))
     player.narrow(lanes)
@@ -279,8 +279,8 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, roun
         count = load.exact + 1
         carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
-        at_the_same_time = 1 if own else min(lanes, load.exact)
-        alone = at_the_same_time * max(f.gradient, v + f.update) + v * (load.exact - 1) * own + 3 * v * load.parked
+        stepping = f.gradient + v * (load.exact - 1) if own else f.step * min(lanes, load.exact)
+        alone = max(stepping, v * load.exact * own + f.update) + 3 * v * load.parked
         work.append(shared if together else alone)
     if load.linear:
         work.append(f.gradient + v)

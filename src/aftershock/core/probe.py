@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -205,13 +206,17 @@ class Reader:
             self._controls.setdefault(moment.time, together[0])
             return rows.by_row(together, together[0])
         loss, batch, _, _ = self.probe.arguments(self.trajectory, moment.time)
+        slots, states = len(rows.buffers), [] if moment.time in self._controls else [moment.control]
 
-        def launched(slot: int) -> Tensor:
-            state = rows.slot_state(slot)
+        def launched(i: int) -> Tensor:
+            state = rows.slot_state(i) if i < slots else states[0]
             return self.probe.value(self.trajectory, moment.time, state.theta, state, wait=False)
 
-        values = seen(loss.spread("value", batch, len(rows.buffers), launched, evaluating=self.probe.evaluating))
-        return rows.by_row(values.tolist(), self.control(moment))
+        count = slots + len(states)
+        found = seen(loss.spread("value", batch, count, launched, evaluating=self.probe.evaluating)).tolist()
+        if states and math.isfinite(found[-1]):  # else the control's own reading says so
+            self._controls[moment.time] = found[-1]
+        return rows.by_row(found[:slots], self.control(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""

@@ -186,11 +186,17 @@ class Recording:
         buffers: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
         random: RandomState,
+        *,
+        lent: bool = False,
     ) -> Played:
-        """The pass at other numbers; nobody has looked whether what it gives is finite."""
+        """The pass at other numbers; nobody has looked whether what it gives is finite.
+
+        lent: the gradient stays in the recording's own memory, and is gone with the next run.
+        """
         random = self.run(theta, buffers, inputs, random)
         after = {**buffers, **{name: self._buffers[name].clone() for name in self._moving}}
-        grad, norm = (None if x is None else x.clone() for x in (self._grad, self._norm))
+        grad = self._grad if lent or self._grad is None else self._grad.clone()
+        norm = None if self._norm is None else self._norm.clone()
         return Played(self.result.clone(), grad, self._present, norm, after, random)
 
     def run(
