@@ -309,7 +309,7 @@ def test_responses_in_lanes_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch
     for lanes in (4, 1):
         monkeypatch.setattr(planning, "LANES", lanes)
         point = smooth_model()
-        path = point.follow([batch(seed) for seed in range(6)])
+        path = point.follow([batch(seed) for seed in range(8)])
         change = path.replace([*pool, batch(0)])
         found.append(change.response(batch(30) if probe == "batch" else ak.own_loss).data["response"])
         assert len(point.loss.player.lanes) == lanes

@@ -125,8 +125,8 @@ class _Controls:
         kept = self._trajectory.kept(self._time)
         if kept is not None:
             self._state = kept
-        elif at is None:
-            self._state = dynamics.advance(step, self._state, consume=owned)[0]
+        elif at is None:  # finite, since the path was
+            self._state = dynamics.launch(step, self._state, consume=owned)[0]
         else:
             found = dynamics.plain_gradient(at.graph, step, self._state)
             self._state = dynamics.advance_with(found, step, self._state, consume=owned)[0]
