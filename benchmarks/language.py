@@ -30,6 +30,7 @@ from aftershock.core.footprint import measured as metered
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import free, keep_freed, readable
 from aftershock.core.planning import Plan
+from aftershock.core.playback import Player
 from aftershock.core.responses import ANSWERS
 from aftershock.core.state import Tangent
 from aftershock.errors import OutOfMemory
@@ -248,7 +249,7 @@ def exact(run: Run, bandwidth: float) -> Iterator[Row]:
     yield _exact(run, change, None)
     if chunks > 1:
         emptied(run.device)
-        yield _exact(run, change, int(MOST_FREE * free(run.device)))
+        yield _exact(run, change, int(MOST_FREE * free(run.device)) + run.point.loss.player.nbytes)
 
 
 def _exact(run: Run, change: ak.Change, memory: int | None) -> Row:
@@ -371,8 +372,9 @@ def rank(run: Run, bandwidth: float) -> Iterator[Row]:
 
 
 def answers(run: Run, bandwidth: float) -> Iterator[Row]:
-    """All three answers within a fixed memory, beside nothing but the captured point."""
+    """All three answers within a fixed memory, beside nothing but the captured point: no pass is recorded yet."""
     run.drop_everything()
+    run.point.loss.player = Player(run.point.loss.layout, wanted=run.point.loss.player.wanted)
     path = run.follow(memory=run.point.captured.state.nbytes)  # too little for a second state: only the start is kept
     change = path.replace(run.candidates)
     emptied(run.device)

@@ -272,7 +272,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, roun
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value + 2 * v * rounding]
+    work = [f.value + v * rounding]
     if trajectory.spacing > 1 and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
