@@ -236,8 +236,8 @@ def test_rows_are_spread_over_the_lanes_of_a_recording(recording: Callable[[Case
         looked, _ = point.loss.player.looked_at(point.loss.loss_fn, "gradient", path.steps[0].batch, evaluating=False)
         assert looked is not None
         assert len(looked.recordings) == LANES
-        # gradients of eight batches and the control's at the step, then nine rows, one of them rounding's, seven steps
-        assert [each.played for each in looked.recordings[1:]] == [*[2 + 7 * 2] * 3, 1 + 7]
+        # gradients of eight batches at the step, then nine rows, one of them rounding's, seven steps
+        assert [each.played for each in looked.recordings[1:]] == [2 + 7 * 2, 2 + 7 * 2, 1 + 7 * 2, 1 + 7]
     xr.testing.assert_allclose(*found, rtol=1e-12)
 
 

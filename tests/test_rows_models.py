@@ -311,9 +311,10 @@ def test_answers_and_rankings_are_the_same_together(name: str) -> None:
         path = rows.point.follow(path_batches)
         response = path.replace(others).response(probe[0]).data["response"].values
         found.append([torch.from_numpy(response), *_ranked(path.rank(others, probe[0], by="response"))])
+    within = 1e-4 if name == "NeoX eager" else 1e-7  # its softmax is in float32
     for alone, together in zip(*found):
         assert float(alone.norm()) > 0
-        assert float((alone - together).norm()) <= 1e-7 * float(alone.norm())
+        assert float((alone - together).norm()) <= within * float(alone.norm())
 
 
 def _ranked(ranking: Any) -> list[Tensor]:

@@ -302,6 +302,10 @@ class LinearStep:
         """No derivative: v̂ = 0 with m̂ ≠ 0, or no gradient at all in this step."""
         return self._mask(lambda at: (at.v == 0) & (at.m != 0), inactive=True)
 
+    @cached_property
+    def _zeros(self) -> int:
+        return count(self.zero_v)
+
     def _mask(self, marked: Callable[[Control], Tensor], inactive: bool) -> Bool[Tensor, " param"]:
         out = torch.full_like(self.raw, inactive, dtype=torch.bool)
         for run, w in self.pieces():
@@ -310,7 +314,7 @@ class LinearStep:
 
     def zero_counts(self, one: Float[Tensor, " param"], other: Tensor) -> tuple[int, int, int]:
         """(coordinates with v̂ = 0, those at which `one` and `other` differ, such ones without any derivative)."""
-        zero, touched, broken = count(self.zero_v), 0, 0
+        zero, touched, broken = self._zeros, 0, 0
         if zero or not all(run.active for run in self.runs):
             moved = one != other
             touched, broken = count(self.zero_v & moved), count(self.broken & moved)

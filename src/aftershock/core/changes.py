@@ -206,23 +206,23 @@ class Reset(Edit):
 
 
 def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> Iterator[Shock]:
-    """Every change at the control's step, one after another; gradients of replaced batches in rows where that pays.
-
-    Rows round differently than a gradient alone, so that the control's own batch is one of them and a batch counts by
-    its difference: one that equals the control's is the control.
-    """
+    """Every change at the control's step, one after another; gradients of replaced batches in rows where that pays."""
     replaced = [edit for edit in edits if isinstance(edit, Replace)]
     loss, step, before = control.dynamics.loss, control.step, control.before
     if not in_rows or not edits or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
         yield from (edit.shock(control) for edit in edits)
         return
+    # together they round differently than alone: the control's own batch is then one of them, and a batch counts by its
+    # difference, so that one that equals the control's is the control
+    beside = [step.batch] if loss.together("pool", step.batch, 1 + len(edits)) else []
     gradients = pool_gradients(
-        loss, before.theta, before.buffers, [step.batch, *(edit.batch for edit in replaced)], step.random,
+        loss, before.theta, before.buffers, [*beside, *(edit.batch for edit in replaced)], step.random,
         lambda i: f"the batch that replaces step {step.index}'s", control.present,
     )  # fmt: skip
-    own = loss.layout.join(next(gradients).grads).neg_().add_(control.raw)
+    own = loss.layout.join(next(gradients).grads).neg_().add_(control.raw) if beside else None
     for edit, found in zip(replaced, gradients, strict=True):
-        yield edit.shock_with(control, found, loss.layout.join(found.grads).add_(own))
+        raw = loss.layout.join(found.grads)
+        yield edit.shock_with(control, found, raw if own is None else raw.add_(own))
 
 
 def touched_zero_v(control: ControlStep, shock: Shock, endpoint: JointState) -> tuple[int, int, int]:
