@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
 ENOUGH = 8  # placebos, below which a blame is weak
+PLACEBOS_DECIDE = ("batch", "group", "instability", "unknown")  # kinds that rest on what other steps do
 CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
@@ -72,18 +73,18 @@ def _about_norm(found: FlightExplanation) -> bool:
 
 def _short(found: FlightExplanation) -> list[str]:
     """Where too little was recorded before it, and what to do next time."""
-    attrs = found.data.attrs
-    before = found.data["place"].values.tolist().index(attrs["stretch"][0])
+    attrs, places = found.data.attrs, found.data["place"].values.tolist()
+    before = places.index(attrs["stretch"][0])
     if before < FEWEST:
-        return [
-            f"Only {before} step(s) before it are recorded, too few to know what is usual: start the recorder earlier, "
-            "or record with a larger window=, next time."
-        ]
+        earlier = "start the recorder earlier, or record with a larger window=, next time"
+        remedy = earlier if places[0] else "the run had only begun"
+        return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
     others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
-    if attrs["event"] in ("batch", "group", "unknown") and found.tried and others < ENOUGH:
+    if attrs["event"] in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
+        remedy = "record with a larger window= next time" if places[0] else "the run had only begun"
         return [
             f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
-            "what others do not do; record with a larger window= next time."
+            f"what others do not do; {remedy}."
         ]
     return []
 
@@ -218,7 +219,8 @@ def _condition(found: FlightExplanation) -> str:
 
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    parts, many = ["No batch did this."], attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
+    parts = ["No batch did this." if attrs["placebos"] else "No batch is known to have done this."]
+    many = attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
     if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
