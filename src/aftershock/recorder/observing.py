@@ -12,6 +12,10 @@ from torch import nn
 from ..errors import InvalidInput
 
 Arguments = ParamSpec("Arguments")
+UNSEEN = (
+    "the model was not called with gradients since the last step: record after the forward; where its call is "
+    "compiled, call recorder.before_forward() right before it"
+)
 
 
 def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -30,13 +34,31 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return safe
 
 
+def must_stay_whole() -> bool:
+    """Asked by torch while it compiles a call of the model: may it not cut this code in two (`fullgraph=True`)?"""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracing = InstructionTranslator.current_tx()
+        return bool(tracing.one_graph or tracing.error_on_graph_break)
+    except (ImportError, AttributeError):  # another torch: the hook looks, and where it must not, torch says so
+        return False
+
+
 class Observer:
-    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages)."""
+    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages).
+
+    It cuts compiled code in two. Where torch must not do that it does nothing, so that what is compiled is what it is
+    without a recorder; the recorder then says that it has not seen the model being called.
+    """
 
     def __init__(self, watch: Callable[..., None] | None = None) -> None:
         self.watch = watch
+        torch.compiler.assume_constant_result(must_stay_whole)  # here: it loads the compiler, as an optimizer does
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling() and must_stay_whole():
+            return
         if self.watch is not None:
             self.watch(*arguments)
 

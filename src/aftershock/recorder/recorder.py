@@ -31,7 +31,7 @@ from ..errors import InvalidInput
 from .descriptions import Describe
 from .draws import REMEDY, may_draw
 from .forecast import Forecast, forecast
-from .observing import Observer, Trained, guarded, parts_of
+from .observing import UNSEEN, Observer, Trained, guarded, parts_of
 from .records import Fed, Forward, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
@@ -392,10 +392,7 @@ class FlightRecorder:
     @guarded
     def _feed(self, batch: Batch, loss: Tensor | float, index: int | None) -> None:
         if self._random is None:
-            raise InvalidInput(
-                "the model was not called with gradients since the last step: record after the forward; where loss_fn "
-                "is compiled, call recorder.before_forward() right before it"
-            )
+            raise InvalidInput(UNSEEN)
         structure, tensors = describe(batch)
         self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
