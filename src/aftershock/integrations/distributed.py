@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..core.batches import Batch
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
-from ..recorder.observing import UNSEEN, Observer
+from ..recorder.observing import Observer
+from ..recorder.passes import UNSEEN
 from ..recorder.recorder import FlightRecorder
 from ..recorder.records import Fed, encode
 
