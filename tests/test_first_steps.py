@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.recorder.event import Event
+from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import Spike, Triggered
 
 from .cases import cross_entropy, mlp
@@ -136,3 +137,23 @@ def test_a_run_that_had_only_begun_says_so(tmp_path: Path) -> None:
     assert first.verdict.startswith(
         "Only 2 step(s) before it are recorded, too few to know what is usual: the run had only begun."
     )
+
+
+def test_the_worst_window_may_be_that_of_the_second_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=20, after=2, triggers=[Spike()]) as recorder:
+        for step in range(30):
+            batch = torch.randn(8, 3), torch.randn(8, 1) + {1: 200.0, 25: 20.0}.get(step, 0.0)
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    assert [path.name for path in recorder.flights] == ["step-000001", "step-000025"]
+    assert open_flight(tmp_path).trigger == 1
