@@ -202,6 +202,19 @@ def test_the_trainer_is_equal_to_the_bit_and_replayed(kind: str, tmp_path: Path)
         assert other.data.equals(found.data)
 
 
+def test_the_trainer_says_that_a_whole_graph_cannot_be_looked_into(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = Classifier()
+        model.compile(backend="eager", fullgraph=True)
+        return model
+
+    plain = train(tmp_path, made(), sentences(12), num_train_epochs=1)
+    callback = TrainerFlight(tmp_path / "flight", triggers=())
+    with pytest.warns(RuntimeWarning, match="leave fullgraph out while you record"):
+        assert same(plain, train(tmp_path, made(), sentences(12), callback, num_train_epochs=1))
+
+
 def test_the_trainer_finds_a_planted_batch(tmp_path: Path) -> None:
     callback = TrainerFlight(tmp_path / "flight", window=16, triggers=[AtStep(12)])
     model = language_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)

@@ -163,7 +163,7 @@ def test_a_watched_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
         optimizer.step()
         recorder.step(batch, loss)
         cross_entropy(copy.deepcopy(model), batch)
-        assert recorder._random is None, "a copy's forward pass was taken for the model's"
+        assert recorder._passes.random is None, "a copy's forward pass was taken for the model's"
         assert recorder.recording
 
 

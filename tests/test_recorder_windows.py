@@ -71,6 +71,15 @@ def test_a_trigger_inside_joins_and_lengthens_but_not_for_ever(tmp_path: Path) -
     assert flight.reason == "step 9 was asked for; step 13: step 13 was asked for; step 16: step 16 was asked for"
 
 
+def test_of_windows_that_look_back_as_far_the_one_that_goes_on_longest_answers(tmp_path: Path) -> None:
+    live = Live(tmp_path, window=32, every=32, after=5, triggers=[AtStep(9)])
+    with live.recorder:
+        live.step(20)
+    own, other = open_flight(tmp_path, 9), open_flight(tmp_path, 12)
+    assert (own.folder.name, own.last) == ("step-000009", 14)
+    assert (other.folder.name, other.last) == ("ring", 19)
+
+
 def test_an_open_window_is_explained_at_once_and_closed_at_the_end(tmp_path: Path) -> None:
     live = Live(tmp_path, after=100, triggers=[AtStep(12)])
     with live.recorder as recorder:

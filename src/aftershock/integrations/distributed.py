@@ -24,6 +24,7 @@ from ..core.batches import Batch
 from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from ..recorder.observing import Observer
+from ..recorder.passes import UNSEEN
 from ..recorder.recorder import FlightRecorder
 from ..recorder.records import Fed, encode
 
@@ -149,7 +150,7 @@ class RankRecorder:
             return None, "rank 0 has stopped"
         try:
             if self._random is None:
-                raise InvalidInput("the model was not called with gradients since the last step")
+                raise InvalidInput(UNSEEN)
             structure, tensors = encode(batch)
             number = self._index if index is None else index
             return _encoded(Fed(structure, tensors, number, self._random), loss), ""

@@ -119,14 +119,23 @@ class FlightCallback(TrainerCallback):
             self._inputs = dict(named)
             self._losses.append(_loss_of(outputs).detach())
 
+    def _must_be_seen(self) -> None:
+        if not self._losses:
+            raise InvalidInput(
+                "the model was called where the recorder cannot look, as in code that is compiled with fullgraph=True: "
+                "leave fullgraph out while you record"
+            )
+
     @guarded
     def _micro(self) -> None:
         """A micro-batch. What each adds to the step's loss is known when all of them are."""
+        self._must_be_seen()
         assert self.recorder is not None
         self.recorder.micro(self._inputs, 0.0)
 
     @guarded
     def _step(self) -> None:
+        self._must_be_seen()
         losses, self._losses = self._losses, []
         # a model that is told num_items_in_batch divides by it; otherwise the Trainer divides by the micro-batches
         divisor = 1 if self._inputs.get("num_items_in_batch") is not None else len(losses)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .quantity import Quantity
-from .triggers import FLATTEST, usual
+from .triggers import FLATTEST, USUAL, usual
 
 
 @dataclass(frozen=True)
 class Bars:
     """The numbers that decide a verdict."""
 
-    gone: float = 3.0  # robust σ above the usual value, below which there is no event
+    gone: float = USUAL  # robust σ above the usual value, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone
     slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it

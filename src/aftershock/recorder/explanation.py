@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import MissingPackage
 from ..results.files import write_whole
+from . import certificate as trust
 from . import verdict as words
 from .descriptions import read
 from .other_runs import idle_in_words, other_runs, with_an_effect
@@ -138,7 +139,7 @@ class FlightExplanation:
     @property
     def certificate(self) -> Certificate:
         """How far to trust it: findings with their levels."""
-        return words.certificate(self)
+        return trust.certificate(self)
 
     @property
     def descriptions(self) -> dict[int, str | bytes]:

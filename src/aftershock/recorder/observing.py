@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InvalidInput
+from .triggers import say
 
 Arguments = ParamSpec("Arguments")
 
@@ -30,13 +32,31 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return safe
 
 
+def must_stay_whole() -> bool:
+    """Asked by torch while it compiles a call of the model: may it not cut this code in two (`fullgraph=True`)?"""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracing = InstructionTranslator.current_tx()
+        return bool(tracing.one_graph or tracing.error_on_graph_break)
+    except (ImportError, AttributeError):  # another torch: the hook looks, and where it must not, torch says so
+        return False
+
+
 class Observer:
-    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages)."""
+    """A hook that does nothing in copies and pickles of what it watches: loops copy models (moving averages).
+
+    It cuts compiled code in two. Where torch must not do that it does nothing, so that what is compiled is what it is
+    without a recorder; the recorder then says that it has not seen the model being called.
+    """
 
     def __init__(self, watch: Callable[..., None] | None = None) -> None:
         self.watch = watch
+        torch.compiler.assume_constant_result(must_stay_whole)  # here: it loads the compiler, as an optimizer does
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling() and must_stay_whole():
+            return
         if self.watch is not None:
             self.watch(*arguments)
 
@@ -45,15 +65,6 @@ class Observer:
 
     def __reduce__(self) -> tuple[type[Observer], tuple[()]]:
         return Observer, ()
-
-
-def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """What loss_fn may call instead of the model; the inside of a compiled part stays as it is."""
-    compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    if not compiled and not isinstance(module, torch.jit.ScriptModule):
-        for child in module.children():
-            yield child
-            yield from parts_of(child)
 
 
 ANOTHER = "for a replay that is another run: make a recorder for it, and record it in a `with` of its own"
@@ -66,6 +77,7 @@ class Trained:
         self._named, self._optimizer = dict(model.named_parameters()), optimizer
         self._needed, self._grouped = self._needs(), self._in_groups()
         self._versions: int | None = None  # of the weights, when a step came without an update
+        self._guards = False  # a loss that was not finite came without an update, and was told
 
     def refuse_others(self) -> None:
         """Refuse parameters that were frozen, unfrozen or given to the optimizer since."""
@@ -78,8 +90,23 @@ class Trained:
             what = f"parameters were frozen or unfrozen ({name!r})"
         raise InvalidInput(f"{what} since the recording began; {ANOTHER}")
 
-    def refuse_another_optimizer(self) -> None:
-        """Called at a step without an update: refuse weights that have moved since the last such step all the same."""
+    def not_updated(self, losses: Sequence[Tensor | float], last: int) -> None:
+        """A step came without an update; `last` is the one before it, with one."""
+        self._say_untrained(losses, last)
+        self._refuse_another_optimizer()
+
+    def _say_untrained(self, losses: Sequence[Tensor | float], last: int) -> None:
+        """A loop that guards against NaN makes no step with such a batch, and so leaves nothing to replay."""
+        if not self._guards and not all(math.isfinite(float(loss)) for loss in losses):
+            self._guards = True
+            say(
+                f"after step {last} step() was given a loss that is not finite, and the optimizer made no step with "
+                "it, so that it is not recorded and cannot be explained. To find out where it comes from, let the "
+                "optimizer step once before the loop's own guard"
+            )
+
+    def _refuse_another_optimizer(self) -> None:
+        """Refuse weights that have moved since the last step without an update all the same."""
         versions = sum(p._version for p in self._named.values() if p.requires_grad)
         moved, self._versions = self._versions not in (None, versions), versions
         if moved:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import warnings
 from collections import deque
@@ -26,13 +25,12 @@ from ..core.clipping import global_norm
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
-from ..core.randomness import RandomState
 from ..errors import InvalidInput
 from .descriptions import Describe
-from .draws import REMEDY, may_draw
 from .forecast import Forecast, forecast
-from .observing import Observer, Trained, guarded, parts_of
-from .records import Fed, Forward, Record, Source, describe
+from .observing import Observer, Trained, guarded
+from .passes import UNSEEN, Passes
+from .records import Fed, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
 from .snapshot import Snapshots
@@ -141,26 +139,15 @@ class FlightRecorder:
         self._losses: list[Tensor | float] = []
         self._landing = Landing(())
         self._index = 0
-        self._random: RandomState | None = None
-        self._forward: Forward | None = None
-        self._called = False  # was the model called since the last batch?
-        self._begins = False  # does the loop say where loss_fn begins?
-        self._left: RandomState | None = None  # when the first batch was fed, until it is known what is drawn after it
-        self._looked = False
+        self._passes = Passes(self.model, self.loss_fn, device)
         self._update: Update | None = None
         self._unpaired = False  # step() was called, and no update had been made
-        self._guarding = False  # a loss that was not finite came without an update, and was told
         self._asked: str | None = None
         self._told = False  # does the loop tell the norms before clipping?
         for trigger in self.triggers:
             trigger.begin(self.window)
-        self._handles = [
-            self.model.register_forward_pre_hook(Observer(self._before_forward)),
-            self.optimizer.register_step_post_hook(Observer(self._after_optimizer)),
-        ]
-        self._part_handles = [
-            part.register_forward_pre_hook(Observer(self._before_forward)) for part in parts_of(self.model)
-        ]
+        self._passes.watch(self._before_forward)
+        self._handle = self.optimizer.register_step_post_hook(Observer(self._after_optimizer))
         self.recording = self._inside = True
         self._warned = False
         self._begin()
@@ -181,8 +168,8 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in [*self._handles, *self._part_handles]:
-            handle.remove()
+        self._passes.unwatch()
+        self._handle.remove()
         self._settle_all()
         for trigger in self.triggers:
             trigger.end()
@@ -262,9 +249,8 @@ class FlightRecorder:
         >>> len(recorder.recent)
         1
         """
-        self._begins = True
-        self._random, self._called = None, False
-        self._read_forward()
+        self._passes.begins()
+        self._unpaired = False
 
     @guarded
     def take(self, fed: Fed, loss: Tensor | float) -> None:
@@ -279,12 +265,11 @@ class FlightRecorder:
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []
         asked, self._asked = self._asked, None
-        self._random, self._called = None, False
-        if update is None or self._forward is None:
+        self._passes.end()
+        if update is None or self._passes.forward is None:
             self._unpaired = True  # GradScaler skipped it, or optimizer.step() is still to come
             self._asked = asked
-            self._say_untrained(losses)
-            self._trained.refuse_another_optimizer()
+            self._trained.not_updated(losses, self._updates.step - 1)
             return
         if norm is None and update.norm is None:
             raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
@@ -292,7 +277,7 @@ class FlightRecorder:
         loss = sum(losses[1:], start=losses[0])
         rates = [hyper.lr for hyper in update.hypers]
         numbers = self._transfer.carry([loss, update.norm, norm, update.count, *rates])
-        self._updates.add(Pending(numbers, self._landing, fed, update, self._forward, divisor, asked))
+        self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, divisor, asked))
         self._settle(LATE)
         step = self._updates.step
         if step % self.every == 0 and step != self._saved:
@@ -301,28 +286,6 @@ class FlightRecorder:
             self._saved = step
             self._save()
         self._check_writer()
-
-    def _say_untrained(self, losses: Sequence[Tensor | float]) -> None:
-        """A loop that guards against NaN makes no step with such a batch, and so leaves nothing to replay."""
-        if not self._guarding and not all(math.isfinite(float(loss)) for loss in losses):
-            self._guarding = True
-            say(
-                f"after step {self._updates.step - 1} step() was given a loss that is not finite, and the optimizer "
-                "made no step with it, so that it is not recorded and cannot be explained. To find out where it comes "
-                "from, let the optimizer step once before the loop's own guard"
-            )
-
-    def _say_drawn(self, random: RandomState) -> None:
-        """Once, and early: random numbers that a replay may draw anew. It only looks: loss_fn is the loop's to call."""
-        if self._left is None:
-            self._left = RandomState.now(self.source.device)
-            return
-        self._looked = True
-        if not random.same(self._left) and may_draw(self.loss_fn):
-            say(
-                "random numbers are drawn between recorder.step() and the call of the model, and loss_fn names "
-                f"something that draws. If it is what drew them, no replay repeats them: {REMEDY}"
-            )
 
     def trigger(self, reason: str) -> None:
         """Keep the window of the next recorded step."""
@@ -337,30 +300,17 @@ class FlightRecorder:
         """
         past = [record.batch(self.source) for record in self.recent]
         point = TrainingPoint(self._capture())
-        if self._forward is not None:  # inside the loop's autocast and modes, as its steps ran
-            point.loss.autocast = Autocast(self._forward.autocast, self._forward.autocast_dtype)
+        forward = self._passes.forward
+        if forward is not None:  # inside the loop's autocast and modes, as its steps ran
+            point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
         return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
 
     # --- hooks
 
     @guarded
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if not self._called and torch.is_grad_enabled():  # the first call counts; validation runs without gradients
-            self._called = True
-            self._read_forward()
-            if module is self.model:  # so loss_fn calls the model, and its parts need not be watched
-                for handle in self._part_handles:
-                    handle.remove()
-                self._part_handles = []
-
-    def _read_forward(self) -> None:
-        """What a pass that begins now begins with; autocast and modes as they are when the model is called."""
-        now = Forward.now(reading.unwrapped(self.model), self.source.device, begun=self._begins)
-        if self._random is None:
-            self._random = RandomState.now(self.source.device)
-        elif self._forward is not None and self._forward.autocast:  # before_forward() saw it; a part may run without it
-            now = replace(now, autocast=True, autocast_dtype=self._forward.autocast_dtype)
-        self._forward, self._unpaired = now, False
+        if self._passes.called(module):
+            self._unpaired = False
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
@@ -391,19 +341,16 @@ class FlightRecorder:
 
     @guarded
     def _feed(self, batch: Batch, loss: Tensor | float, index: int | None) -> None:
-        if self._random is None:
-            raise InvalidInput(
-                "the model was not called with gradients since the last step: record after the forward; where loss_fn "
-                "is compiled, call recorder.before_forward() right before it"
-            )
+        random = self._passes.random
+        if random is None:
+            raise InvalidInput(UNSEEN)
         structure, tensors = describe(batch)
         self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
-        self.take(Fed(structure, self._landing.values, self._index, self._random), loss)
+        self.take(Fed(structure, self._landing.values, self._index, random), loss)
         self._index += 1
-        if not self._begins and not self._looked:
-            self._say_drawn(self._random)
-        self._random, self._called = None, False
+        self._passes.remind_of_draws()
+        self._passes.end()
 
     @guarded
     def _settle_all(self) -> None:

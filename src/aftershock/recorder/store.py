@@ -247,10 +247,12 @@ def _worst(windows: Sequence[_Window]) -> Flight:
 
 
 def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
-    """All hold the step of the same run: the one that was kept for it, else the one that looks back furthest."""
+    """All hold the step of the same run: the one that was kept for it, else the one that looks back furthest, and of
+    those the one that goes on longest."""
 
-    def order(window: _Window) -> tuple[bool, int]:
-        return not (isinstance(window, _Frozen) and window.trigger == step), min(window.steps)
+    def order(window: _Window) -> tuple[bool, int, int]:
+        own = isinstance(window, _Frozen) and window.trigger == step
+        return not own, min(window.steps), -max(window.steps)
 
     refused: list[InvalidFile] = []
     for window in sorted(windows, key=order):

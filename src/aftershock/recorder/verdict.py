@@ -1,4 +1,4 @@
-"""The words of an explanation: what happened, and how far to trust it."""
+"""The words of an explanation: what happened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS, FEWEST
 from .triggers import robust_z, usual
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
 ENOUGH = 8  # placebos, below which a blame is weak
+PLACEBOS_DECIDE = ("batch", "group", "instability", "unknown")  # kinds that rest on what other steps do
 CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
@@ -72,18 +72,18 @@ def _about_norm(found: FlightExplanation) -> bool:
 
 def _short(found: FlightExplanation) -> list[str]:
     """Where too little was recorded before it, and what to do next time."""
-    attrs = found.data.attrs
-    before = found.data["place"].values.tolist().index(attrs["stretch"][0])
+    attrs, places = found.data.attrs, found.data["place"].values.tolist()
+    before = places.index(attrs["stretch"][0])
     if before < FEWEST:
-        return [
-            f"Only {before} step(s) before it are recorded, too few to know what is usual: start the recorder earlier, "
-            "or record with a larger window=, next time."
-        ]
+        earlier = "start the recorder earlier, or record with a larger window=, next time"
+        remedy = earlier if places[0] else "the run had only begun"
+        return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
     others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
-    if attrs["event"] in ("batch", "group", "unknown") and found.tried and others < ENOUGH:
+    if attrs["event"] in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
+        remedy = "record with a larger window= next time" if places[0] else "the run had only begun"
         return [
             f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
-            "what others do not do; record with a larger window= next time."
+            f"what others do not do; {remedy}."
         ]
     return []
 
@@ -218,7 +218,8 @@ def _condition(found: FlightExplanation) -> str:
 
 def _instability(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    parts, many = ["No batch did this."], attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
+    parts = ["No batch did this." if attrs["placebos"] else "No batch is known to have done this."]
+    many = attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
     if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
         parts.append(
@@ -374,44 +375,3 @@ def outcome(data: xr.Dataset, i: int) -> str:
         return "delays it"
     so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
     return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
-
-
-def certificate(found: FlightExplanation) -> Certificate:
-    """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
-    attrs = found.data.attrs
-    deviation = float(found.data["replay_deviation"])
-    exact = deviation == 0 and attrs["replayed"] > 0
-    findings = [Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
-    if attrs["scatter"]:
-        away = "replays that start a rounding away differ by that much"
-        sentence = f"Every measured number is ± {attrs['scatter']:.2g}: {away}."
-        findings.append(Finding("care", "scatter", found.quantity, attrs["scatter"], 0.0, sentence))
-    if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
-        sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
-        findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))
-    if attrs["linear_ok"] and not attrs["predicted"]:
-        sentence = f"Nothing is predicted: {attrs['check']}"
-        return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
-    findings.append(Finding("ok", "Hessian products", "check", None, None, attrs["check"]))
-    if not attrs["linear_ok"]:
-        growth = attrs["growth"]
-        said = f"{growth[0].upper()}{growth[1:]}, and none is predicted. Measured numbers are of real runs."
-        return Certificate((*findings, Finding("care", "growth", "per step", None, None, said)))
-    return Certificate((*findings, *_predictions(found)))
-
-
-def _predictions(found: FlightExplanation) -> list[Finding]:
-    tried = [c for c in found.culprits if math.isfinite(c.measured)]
-    if not tried:
-        sentence = "Nothing was run again without a step: predicted parts are not proved."
-        return [Finding("care", "prediction", "verified", 0, 1, sentence)]
-    total = sum(abs(c.measured) for c in tried)
-    off = sum(abs(c.predicted - c.measured) for c in tried) / max(total, 1e-300)
-    signs = sum((c.predicted > 0) == (c.measured > 0) for c in tried)
-    level = TRUST.level(off)
-    size = f"{off:.0%}" if off < 10 else "more than ten times"
-    sentence = (
-        f"Predicted parts of the {len(tried)} steps that were run without are off by {size} in sum, "
-        f"{signs} have the right sign. Measured numbers are differences of two real runs."
-    )
-    return [Finding(level, "prediction", "relative_error", off, TRUST.nrmse, sentence)]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .event import BARS, FEWEST
+from .event import BARS
 from .records import Record
 from .ring import Ring
 from .script import missing_build
@@ -67,7 +67,7 @@ class Windows:
         """How far the loss is above the usual; nothing within its spread, infinite where it is not a number."""
         if not record.finite:
             return math.inf
-        if len(self._losses) < FEWEST or robust_z(record.loss, self._losses) <= BARS.gone:
+        if not self._losses or robust_z(record.loss, self._losses) <= BARS.gone:
             return 0.0
         return record.loss - usual(self._losses)[0]
 
