@@ -202,7 +202,7 @@ def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*
     return dq_dm, dq_dv.mul_(-0.5 / run.bias2)
 
 
-def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
+def blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
     """A stretch in pieces: on the CPU they stay in a core's cache through a dozen passes, on a GPU they bound the
     memory of what is computed on the way."""
     start, stop, _ = where.indices(rows.shape[-1])
@@ -216,7 +216,7 @@ def pieces_of(runs: Sequence[Run], rows: Float[Tensor, "*change param"]) -> Iter
     """The active stretches in pieces sized for these rows."""
     for run in runs:
         if run.active:
-            for w in _blocks(run.where, rows):
+            for w in blocks(run.where, rows):
                 yield run, w
 
 
@@ -412,15 +412,13 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
     return ratio.mul_(-run.lr / run.bias1)
 
 
-def split_displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two parts: what m does alone, δm/d, since q is linear in m, and what v adds, (m + δm)(1/d' − 1/d)."""
+def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
+    """The part of it that v adds, (m + δm)(1/d' − 1/d): q is linear in m, which alone does δm/d."""
     if run.eps == 0:
-        alone = displacement(run, m, v, dm, torch.zeros_like(dv))
-        return alone, displacement(run, m, v, dm, dv).sub_(alone)
+        return displacement(run, m, v, dm, dv).sub_(displacement(run, m, v, dm, torch.zeros_like(dv)))
     d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
-    alone, factor = dm / d, -run.lr / run.bias1
     added = torch.add(m, dm).div_(d).mul_(d.sub_(shocked).div_(shocked))
-    return alone.mul_(factor), added.mul_(factor)
+    return added.mul_(-run.lr / run.bias1)
 
 
 def _root(run: Run, v: Tensor) -> Tensor:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from .adamw import displacement_by_v
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
-from .kicks import Counts, History, Kicks, Writes, near, pass_by, taken_out
+from .kicks import History, Kicks, Passed, Writes, near, pass_by
 from .layout import Layout
 from .operators import readout
 from .probe import Watch
 from .reductions import norms, parts, products
-from .state import CHANNELS, Cotangent, JointState, difference
+from .state import CHANNELS, Cotangent, JointState, Tangent, difference
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
+from .waiting import Waiting, relative
 
 DIRECTIONS = 1  # of the probe's curvature that `contributions` follows
 LANCZOS = 6  # products that find it
@@ -141,44 +143,58 @@ def displacements(
 ) -> dict[str, Float[Tensor, "step row channel layer"]]:
     """How far each edit moves state `time` along every row of the readout, for the readout to make numbers of.
 
-    The exact one-step difference paired with the adjoint, with kicks at stiff coordinates; channels add up to the
-    whole. One sweep of as many rows as the readout has, 2–3 g per step and row, and a few elementwise passes per edit.
+    The exact one-step difference paired with the adjoint in θ, and with what writes into m and v will do (`waiting`);
+    where that does not hold, with exact kicks. Channels add up to the whole: θ with the counts of a step that is not
+    taken, what m does alone, what v adds. One sweep of as many rows as the readout has, 2–3 g per step and row, and a
+    few elementwise passes per edit.
     """
     layout = trajectory.dynamics.layout
     owners = Layers.whole(layout) if layers is None else layers
     rows, count = len(bent.rows), len(owners.names)
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
-    lags: dict[str, list[list[int]]] = {}  # by step and parameter: how many steps the counts are then behind
     history = History(place)
+    lags = {_lag(edit) for index in range(time) for edit in edits(index).values()}
+    waiting = {lag: Waiting(layout, rows, lag) for lag in lags}
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         index = at.step.index
         history.keep(index, c.theta)
         control = ControlStep.linearized(trajectory, at, before)
         for name, edit in edits(index).items():
-            end, _ = edit.shock(control).endpoint(1.0)
-            dx = difference(end, control.after)
-            lag = [int(ok) for ok in control.present] if isinstance(edit, Skip) else [0] * len(control.present)
-            lags.setdefault(name, [lag] * time)[index] = lag
-            taken = taken_out(dx, control.after.v, layout, index, lag, 0)
-            row = index * count + owners.of_coordinates(taken.coordinate)
-            writes.setdefault(name, []).append(replace(taken, row=row))
             if name not in found:
                 found[name] = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
-            for outcome in range(rows):
-                for channel, part in enumerate(CHANNELS):
-                    found[name][index, outcome, channel] = owners.paired(getattr(c, part)[outcome], getattr(dx, part))
+            dx, wait = difference(edit.shock(control).endpoint(1.0)[0], control.after), waiting[_lag(edit)]
+            x, stiff = relative(dx.v, control.after.v)
+            writes.setdefault(name, []).append(_written(dx, stiff, index, wait.lag, count, owners))
+            counted = owners.summed(wait.counted * torch.tensor(control.present))
+            for row in range(rows):
+                found[name][index, row, 0] = owners.paired(c.theta[row], dx.theta) + counted[row]
+                found[name][index, row, 1] = owners.paired(wait.m[row], dx.m)
+                found[name][index, row, 2] = owners.paired(wait.bent(row, dx.m, x), x)
+        passed = Passed(index, at.step.hypers, before.counts, control.present, control.after)
+        for wait in waiting.values():
+            wait.pass_back_(passed, before.v, c.theta)
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
-    kicks, counts = dict[str, Kicks](), dict[str, Counts]()
+    kicks = dict[str, Kicks]()
     for name in found:
         written = near(writes.pop(name)[::-1], layout.padded_size)  # the sweep went back
-        kicks[name] = Kicks(trajectory, history, written, time * count, rows, split=True)
-        counts[name] = Counts(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
-    pass_by(trajectory, [*kicks.values(), *counts.values()])
+        kicks[name] = Kicks(trajectory, history, written, time * count, rows, displacement_by_v)
+    pass_by(trajectory, list(kicks.values()))
     for name in found:
-        found[name][:, :, 1:] += kicks[name].result().cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
-        found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counts[name].out], dim=1)
+        found[name][:, :, 2] += kicks[name].result().cpu().view(rows, time, count).transpose(0, 1)
     return found
+
+
+def _lag(edit: Edit) -> int:
+    """How many steps the counts are behind after it."""
+    return int(isinstance(edit, Skip))
+
+
+def _written(dx: Tangent, where: Int64[Tensor, " pair"], step: int, lag: int, layers: int, owners: Layers) -> Writes:
+    """A write at some coordinates, one row per step and layer."""
+    dm, dv = dx.m.index_select(0, where), dx.v.index_select(0, where)
+    row, at = step * layers + owners.of_coordinates(where), torch.full_like(where, step)
+    return Writes(row, where, dm, dv, at, torch.full_like(where, lag))

@@ -58,6 +58,12 @@ def marked(mask: Bool[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
     return torch.from_numpy(mask.numpy().nonzero()[0]) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
 
 
+def outside(x: Float[Tensor, " param"], low: float, high: float) -> Int64[Tensor, " coordinate"]:
+    """Where x lies outside of an interval. On a CPU NumPy compares four times as fast."""
+    values = x.numpy() if x.device.type == "cpu" else x
+    return marked(torch.as_tensor((values < low) | (values > high)))
+
+
 def equal(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, coordinate by coordinate."""
     return a is b or torch.equal(a, b)
