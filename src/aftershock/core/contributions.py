@@ -17,11 +17,11 @@ from .kicks import History, Kicks, Passed, Writes, near, pass_by
 from .layout import Layout
 from .operators import readout
 from .probe import Watch
-from .reductions import norms, parts, products
-from .state import CHANNELS, Cotangent, JointState, Tangent, difference
+from .reductions import norms, products
+from .state import CHANNELS, Cotangent, JointState
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
-from .waiting import Waiting, relative
+from .waiting import Waiting
 
 DIRECTIONS = 1  # of the probe's curvature that `contributions` follows
 LANCZOS = 6  # products that find it
@@ -46,19 +46,13 @@ class Layers:
         """No split."""
         return cls(["model"], torch.zeros(len(layout.names), dtype=torch.int64), layout)
 
-    def paired(self, a: Float[Tensor, " param"], b: Float[Tensor, " param"]) -> Float[Tensor, " layer"]:
-        """⟨a, b⟩ by layer."""
-        if len(self.names) == 1:
-            return products(a, b).double().cpu()[None]
-        return self.summed(parts(a, b, self.layout.padded_sizes).double().cpu()[None])[0]
-
     def of_coordinates(self, where: Int64[Tensor, " pair"]) -> Int64[Tensor, " pair"]:
         return self.owner.to(where.device)[self.layout.parameter_of(where)]
 
-    def summed(self, values: Float[Tensor, "step parameter"]) -> Float[Tensor, "step layer"]:
+    def summed(self, values: Float[Tensor, "*n parameter"]) -> Float[Tensor, "*n layer"]:
         """Numbers of parameters summed by layer."""
-        out = torch.zeros(len(values), len(self.names), dtype=values.dtype)
-        return out.index_add_(1, self.owner, values)
+        out = torch.zeros(*values.shape[:-1], len(self.names), dtype=values.dtype)
+        return out.index_add_(-1, self.owner, values)
 
 
 @dataclass(frozen=True)
@@ -151,6 +145,7 @@ def displacements(
     layout = trajectory.dynamics.layout
     owners = Layers.whole(layout) if layers is None else layers
     rows, count = len(bent.rows), len(owners.names)
+    nothing = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
     history = History(place)
@@ -161,20 +156,15 @@ def displacements(
         index = at.step.index
         history.keep(index, c.theta)
         control = ControlStep.linearized(trajectory, at, before)
-        for name, edit in edits(index).items():
-            if name not in found:
-                found[name] = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
-            dx, wait = difference(edit.shock(control).endpoint(1.0)[0], control.after), waiting[_lag(edit)]
-            x, stiff = relative(dx.v, control.after.v)
-            writes.setdefault(name, []).append(_written(dx, stiff, index, wait.lag, count, owners))
-            counted = owners.summed(wait.counted * torch.tensor(control.present))
-            for row in range(rows):
-                found[name][index, row, 0] = owners.paired(c.theta[row], dx.theta) + counted[row]
-                found[name][index, row, 1] = owners.paired(wait.m[row], dx.m)
-                found[name][index, row, 2] = owners.paired(wait.bent(row, dx.m, x), x)
         passed = Passed(index, at.step.hypers, before.counts, control.present, control.after)
-        for wait in waiting.values():
-            wait.pass_back_(passed, before.v, c.theta)
+        made = edits(index)
+        for lag, wait in waiting.items():
+            ends = {name: edit.shock(control).endpoint(1.0)[0] for name, edit in made.items() if _lag(edit) == lag}
+            for name, ended in wait.pass_back_(passed, before, ends, c.theta).items():
+                found.setdefault(name, nothing.clone())[index] = owners.summed(ended.responses)
+                row = index * count + owners.of_coordinates(ended.where)
+                written = _written(ends[name], control.after, ended.where, row, index, lag)
+                writes.setdefault(name, []).append(written)
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
@@ -193,8 +183,9 @@ def _lag(edit: Edit) -> int:
     return int(isinstance(edit, Skip))
 
 
-def _written(dx: Tangent, where: Int64[Tensor, " pair"], step: int, lag: int, layers: int, owners: Layers) -> Writes:
-    """A write at some coordinates, one row per step and layer."""
-    dm, dv = dx.m.index_select(0, where), dx.v.index_select(0, where)
-    row, at = step * layers + owners.of_coordinates(where), torch.full_like(where, step)
-    return Writes(row, where, dm, dv, at, torch.full_like(where, lag))
+def _written(
+    end: JointState, control: JointState, where: Int64[Tensor, " pair"], row: Int64[Tensor, " pair"], at: int, lag: int
+) -> Writes:
+    """What an edit of step `at` writes at some coordinates."""
+    dm, dv = (getattr(end, c).index_select(0, where) - getattr(control, c).index_select(0, where) for c in "mv")
+    return Writes(row, where, dm, dv, torch.full_like(where, at), torch.full_like(where, lag))
