@@ -174,6 +174,11 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
     return [Run.at(hypers[group], taken + 1, where, active) for where, group, taken, active in found]
 
 
+def run_of(runs: Sequence[Run], start: int) -> Run:
+    """The stretch that holds the parameter which begins at `start`."""
+    return next(run for run in runs if run.where.stop > start)
+
+
 def _stretches(layout: Layout, counts: Sequence[int], present: Sequence[bool]) -> list[tuple[slice, int, int, bool]]:
     """Stretches of parameters with one group, step count and presence of a gradient."""
     found: list[tuple[slice, int, int, bool]] = []

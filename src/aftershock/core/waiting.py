@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .adamw import Run, blocks
+from .adamw import Run, blocks, run_of
 from .kicks import Passed
 from .layout import Layout
 from .reductions import outside, products
@@ -58,9 +58,9 @@ class Waiting:
         """
         found = {name: Ended(self._totals()) for name in ends}
         counted = self.counted.sums().clone()
-        runs = list(zip(step.runs(self.layout), step.runs(self.layout, self.lag), strict=True))
+        runs, late_runs = step.runs(self.layout), step.runs(self.layout, self.lag)
         for parameter, (start, size) in enumerate(zip(self.layout.starts, self.layout.padded_sizes)):
-            now, late = next(run for run in runs if run[0].where.stop > start)
+            now, late = run_of(runs, start), run_of(late_runs, start)
             for w in blocks(slice(start, start + size), slopes):
                 for name, end in ends.items():
                     self._end_at(found[name], end, step.after, parameter, w, slopes[:, w])
