@@ -7,7 +7,8 @@ known exactly, and without new gradients it moves θ at every later step s by a 
     q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s),      q(m, v) = −η m̂ / (√v̂ + ε)      (eq:kick)
 
 so that only the feedback of the displacement through the network is linear: the response is Σ_s ⟨λ_θ(s+1), kick(s)⟩
-(eq:kick_response) with the adjoint's θ part alone. Coordinates with |δv| ≤ τ v stay in the linear pairing.
+(eq:kick_response) with the adjoint's θ part alone. Of one change, coordinates with |δv| ≤ τ v stay in the linear
+pairing; of changes of all steps, those where a parabola in δv holds are summed along the sweep (`waiting`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ from .trajectory import Trajectory
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
 # the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
 PAIRS_AT_ONCE = 2**24
-# τ: from a tenth of v on, a slope in v is off by more than a few percent. Against kicks from a hundredth of v on, sums
-# of contributions over 64 steps of an MLP are off by 0.4 % with τ = 0.1, by 1.5 % with 0.2 in two thirds of the time
-STIFF = 0.1
+STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 
 class History:
