@@ -59,26 +59,35 @@ class Waiting:
         """
         found = {name: Ended(self._totals()) for name in ends}
         counted = self.counted.sums().clone()
+        tiny = torch.finfo(slopes.dtype).tiny
         runs, late_runs = step.runs(self.layout), step.runs(self.layout, self.lag)
         for parameter, (start, size) in enumerate(zip(self.layout.starts, self.layout.padded_sizes)):
             now, late = run_of(runs, start), run_of(late_runs, start)
             for w in blocks(slice(start, start + size), slopes):
+                v = step.after.v[w].clamp(min=tiny)  # to divide by: nothing is then nothing, anything else infinite
                 for name, end in ends.items():
-                    self._end_at(found[name], end, step.after, parameter, w, slopes[:, w])
+                    self._end_at(found[name], end, step.after, v, parameter, w, slopes[:, w])
                 if now.active and late.bias2 > 0:
-                    self._pass_back_at_(now, late, parameter, w, step, before.v[w], slopes[:, w])
+                    self._pass_back_at_(now, late, parameter, w, step.after, v, before.v[w], slopes[:, w])
         for ended in found.values():
             ended.counted = counted * torch.tensor(step.present)
         return found
 
     def _pass_back_at_(
-        self, now: Run, late: Run, parameter: int, w: slice, step: Passed, v_before: Tensor, slopes: Tensor
+        self,
+        now: Run,
+        late: Run,
+        parameter: int,
+        w: slice,
+        after: JointState,
+        v: Tensor,
+        v_before: Tensor,
+        slopes: Float[Tensor, "outcome piece"],
     ) -> None:
-        m, v, factor = step.after.m[w], _above_zero(step.after.v[w]), -late.lr / late.bias1
-        root = (v / late.bias2).sqrt_()
+        m, root, factor = after.m[w], (v / late.bias2).sqrt_(), -late.lr / late.bias1
         inverse = (root + late.eps).reciprocal_()
         if late.eps == 0:
-            inverse.masked_fill_(step.after.v[w] == 0, 0.0)  # such a coordinate does not move
+            inverse.masked_fill_(after.v[w] == 0, 0.0)  # such a coordinate does not move
         found, share = slopes * inverse, root.mul_(inverse)
         seen = [products(found, m)]
         self.m[:, w].add_(found, alpha=factor).mul_(late.beta1)
@@ -94,9 +103,16 @@ class Waiting:
             self.counted.add(0, parameter, _by_counts(now, late, *seen))
 
     def _end_at(
-        self, found: Ended, end: JointState, control: JointState, parameter: int, w: slice, slopes: Tensor
+        self,
+        found: Ended,
+        end: JointState,
+        control: JointState,
+        v: Tensor,
+        parameter: int,
+        w: slice,
+        slopes: Float[Tensor, "outcome piece"],
     ) -> None:
-        dm, x = end.m[w] - control.m[w], (end.v[w] - control.v[w]).div_(_above_zero(control.v[w]))
+        dm, x = end.m[w] - control.m[w], (end.v[w] - control.v[w]).div_(v)
         few = outside(x, LOW, HIGH)
         found.stiff.append(few + w.start)
         x.index_fill_(0, few, 0.0)
@@ -156,8 +172,3 @@ def _by_counts(now: Run, late: Run, plain: Tensor, once: Tensor, bent: Tensor) -
     half, whole = 1 / (1 + kappa / 2) - 1, 1 / (1 + kappa) - 1
     usual = plain + (4 * half - whole) * once + (2 * whole - 4 * half) * twice
     return usual * (now.lr / now.bias1) - plain * (late.lr / late.bias1)
-
-
-def _above_zero(v: Tensor) -> Tensor:
-    """A v that one may divide by: nothing is then nothing, and anything else infinite."""
-    return v.clamp(min=torch.finfo(v.dtype).tiny)
