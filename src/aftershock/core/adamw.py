@@ -175,7 +175,7 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
 
 
 def run_of(runs: Sequence[Run], start: int) -> Run:
-    """The stretch that holds the parameter which begins at `start`."""
+    """The stretch that holds the coordinate `start`."""
     return next(run for run in runs if run.where.stop > start)
 
 

@@ -21,6 +21,7 @@ later), and gradients beyond `FAR` R, are left to exact kicks.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -206,11 +207,12 @@ def _moves(
 
     All steps of a piece in turn: what they are added up in, a vector `like` this, stays in a core's cache.
     """
-    layout, device = control.dynamics.layout, points.device
-    later = list(_later(control, sweep))
-    for start, size in zip(layout.starts, layout.padded_sizes):
+    later, device = list(_later(control, sweep)), points.device
+    every = (control.linear.runs, *(runs for _, runs, _, _ in later))
+    edges = sorted({run.where.start for runs in every for run in runs} | {points.shape[-1]})
+    for start, stop in itertools.pairwise(edges):
         run = run_of(control.linear.runs, start)
-        for w in blocks(slice(start, start + size), like) if run.active else ():
+        for w in blocks(slice(start, stop), like) if run.active else ():
             at = control.linear.control(run, w)
             change = points[:, w] - at.g
             dv = torch.mul(change, points[:, w] + at.g).mul_(1 - run.beta2)

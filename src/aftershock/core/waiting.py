@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .adamw import Run, blocks, run_of
+from .adamw import Run, blocks
 from .kicks import Passed
 from .layout import Layout
 from .reductions import outside, products
@@ -60,66 +61,59 @@ class Waiting:
         found = {name: Ended(self._totals()) for name in ends}
         counted = self.counted.sums().clone()
         tiny = torch.finfo(slopes.dtype).tiny
-        runs, late_runs = step.runs(self.layout), step.runs(self.layout, self.lag)
-        for parameter, (start, size) in enumerate(zip(self.layout.starts, self.layout.padded_sizes)):
-            now, late = run_of(runs, start), run_of(late_runs, start)
-            for w in blocks(slice(start, start + size), slopes):
-                v = step.after.v[w].clamp(min=tiny)  # to divide by: nothing is then nothing, anything else infinite
+        for now, late in zip(step.runs(self.layout), step.runs(self.layout, self.lag), strict=True):
+            for w in blocks(now.where, slopes):
+                at = _Piece(w, slopes[:, w], step.after.v[w].clamp(min=tiny), self.layout.inside(w))
                 for name, end in ends.items():
-                    self._end_at(found[name], end, step.after, v, parameter, w, slopes[:, w])
+                    self._end_at(found[name], end, step.after, at)
                 if now.active and late.bias2 > 0:
-                    self._pass_back_at_(now, late, parameter, w, step.after, v, before.v[w], slopes[:, w])
+                    self._pass_back_at_(now, late, step.after, before.v[w], at)
         for ended in found.values():
             ended.counted = counted * torch.tensor(step.present)
         return found
 
-    def _pass_back_at_(
-        self,
-        now: Run,
-        late: Run,
-        parameter: int,
-        w: slice,
-        after: JointState,
-        v: Tensor,
-        v_before: Tensor,
-        slopes: Float[Tensor, "outcome piece"],
-    ) -> None:
+    def _pass_back_at_(self, now: Run, late: Run, after: JointState, v_before: Tensor, at: _Piece) -> None:
+        w, v, slopes = at.w, at.v, at.slopes
         m, root, factor = after.m[w], (v / late.bias2).sqrt_(), -late.lr / late.bias1
         inverse = (root + late.eps).reciprocal_()
         if late.eps == 0:
             inverse.masked_fill_(after.v[w] == 0, 0.0)  # such a coordinate does not move
         found, share = slopes * inverse, root.mul_(inverse)
-        seen = [products(found, m)]
+        counts = _by_counts(now, late)
+        self._count(counts[0], found, m, at)
         self.m[:, w].add_(found, alpha=factor).mul_(late.beta1)
         ratio = torch.div(v_before, v, out=v).mul_(late.beta2)
         slower = torch.mul(ratio, late.beta1, out=inverse)
-        seen.append(products(found.mul_(share), m))
+        self._count(counts[1], found.mul_(share), m, at)
         self.v[:, w].addcmul_(found, m, value=-factor / 2).mul_(ratio)
         self.mv[:, w].add_(found, alpha=-factor / 2).mul_(slower)
-        seen.append(products(found.mul_(share.mul_(GAMMA).add_(ALPHA)), m))
+        self._count(counts[2], found.mul_(share.mul_(GAMMA).add_(ALPHA)), m, at)
         self.vv[:, w].addcmul_(found, m, value=factor).mul_(ratio).mul_(ratio)
         self.mvv[:, w].add_(found, alpha=factor).mul_(slower).mul_(ratio)
-        if self.lag:
-            self.counted.add(0, parameter, _by_counts(now, late, *seen))
 
-    def _end_at(
-        self,
-        found: Ended,
-        end: JointState,
-        control: JointState,
-        v: Tensor,
-        parameter: int,
-        w: slice,
-        slopes: Float[Tensor, "outcome piece"],
-    ) -> None:
-        dm, x = end.m[w] - control.m[w], (end.v[w] - control.v[w]).div_(v)
+    def _count(self, scale: float, found: Float[Tensor, "outcome piece"], m: Tensor, at: _Piece) -> None:
+        if self.lag:
+            self.counted.add(0, found, m, at, scale)
+
+    def _end_at(self, found: Ended, end: JointState, control: JointState, at: _Piece) -> None:
+        w = at.w
+        dm, x = end.m[w] - control.m[w], (end.v[w] - control.v[w]).div_(at.v)
         few = outside(x, LOW, HIGH)
         found.stiff.append(few + w.start)
         x.index_fill_(0, few, 0.0)
-        found.totals.add(0, parameter, products(slopes, end.theta[w] - control.theta[w]))
-        found.totals.add(1, parameter, products(self.m[:, w], dm))
+        found.totals.add(0, at.slopes, end.theta[w] - control.theta[w], at)
+        found.totals.add(1, self.m[:, w], dm, at)
         bent = torch.addcmul(self.mv[:, w], self.mvv[:, w], x).mul_(dm)
-        found.totals.add(2, parameter, products(bent.add_(self.v[:, w]).addcmul_(self.vv[:, w], x), x))
+        found.totals.add(2, bent.add_(self.v[:, w]).addcmul_(self.vv[:, w], x), x, at)
+
+
+class _Piece(NamedTuple):
+    """A stretch of the flat vector, and the parameters in it."""
+
+    w: slice
+    slopes: Float[Tensor, "outcome piece"]
+    v: Float[Tensor, " piece"]  # to divide by: nothing is then nothing, anything else infinite
+    inside: list[tuple[int, slice]]
 
 
 class _Totals:
@@ -127,15 +121,16 @@ class _Totals:
 
     def __init__(self, outcomes: int, parameters: int) -> None:
         self._sums = torch.zeros(outcomes, len(CHANNELS), parameters, dtype=torch.float64)
-        self._waiting: list[tuple[int, int, Float[Tensor, " outcome"]]] = []
+        self._waiting: list[tuple[int, int, float, Float[Tensor, " outcome"]]] = []
 
-    def add(self, channel: int, parameter: int, values: Float[Tensor, " outcome"]) -> None:
-        self._waiting.append((channel, parameter, values))
+    def add(self, channel: int, a: Float[Tensor, "outcome piece"], b: Tensor, at: _Piece, scale: float = 1.0) -> None:
+        for parameter, some in at.inside:
+            self._waiting.append((channel, parameter, scale, products(a[:, some], b[some])))
 
     def sums(self) -> Float[Tensor, "outcome channel parameter"]:
         if self._waiting:
-            channels, parameters, values = zip(*self._waiting)
-            found = torch.stack(values, dim=1).double().cpu()
+            channels, parameters, scales, values = zip(*self._waiting)
+            found = torch.stack(values, dim=1).double().cpu() * torch.tensor(scales, dtype=torch.float64)
             where = torch.tensor(channels) * self._sums.shape[2] + torch.tensor(parameters)
             self._sums.flatten(1).index_add_(1, where, found)
             self._waiting = []
@@ -160,15 +155,13 @@ class Ended:
         return torch.cat(self.stiff)
 
 
-def _by_counts(now: Run, late: Run, plain: Tensor, once: Tensor, bent: Tensor) -> Tensor:
-    """Σ λ (q' − q) of a step whose counts are behind, from Σ λ m i, Σ λ m i w and Σ λ m i w (α + γ w).
+def _by_counts(now: Run, late: Run) -> tuple[float, float, float]:
+    """Of Σ λ m i, Σ λ m i w and Σ λ m i w (α + γ w), what Σ λ (q' − q) is made of where counts are behind.
 
     q = −(η/ρ1) m i / (1 + κ w) with the late i and w, 1 + κ = √(ρ2'/ρ2): as a parabola in w through w = 0, 1/2 and 1.
     Between them it is off by 0.05 κ³ at most: 10⁻⁷ of q after 20 steps, and 10⁻³ after two.
     """
-    plain, once, bent = plain.double(), once.double(), bent.double()
-    twice = (bent - ALPHA * once) / GAMMA
     kappa = math.sqrt(late.bias2 / now.bias2) - 1
     half, whole = 1 / (1 + kappa / 2) - 1, 1 / (1 + kappa) - 1
-    usual = plain + (4 * half - whole) * once + (2 * whole - 4 * half) * twice
-    return usual * (now.lr / now.bias1) - plain * (late.lr / late.bias1)
+    rate, twice = now.lr / now.bias1, (2 * whole - 4 * half) / GAMMA
+    return rate - late.lr / late.bias1, rate * (4 * half - whole - ALPHA * twice), rate * twice
