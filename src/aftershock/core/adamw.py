@@ -262,9 +262,11 @@ class LinearStep:
 
     def control(self, run: Run, w: slice) -> Control:
         """The control's step on the piece `w` of an active run. eq:app_m_of_g, eq:app_v_of_g"""
-        g = self.raw[..., w] * (run.sign * self.clip.factor)
+        g, scale = self.raw[..., w], run.sign * self.clip.factor
+        if scale != 1.0:
+            g = g * scale
         if run.coupled:
-            g.add_(self.before.theta[..., w], alpha=run.coupled)
+            g = torch.add(g, self.before.theta[..., w], alpha=run.coupled)
         m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
         return Control(g, m, v)
