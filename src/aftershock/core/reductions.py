@@ -20,11 +20,6 @@ def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Floa
     return a @ (b.mT if b.ndim > 1 else b)
 
 
-def totals(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
-    """Σ of every row, in float64."""
-    return x.sum(-1, dtype=torch.float64)
-
-
 def norms(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
     """‖x_i‖ of every row."""
     return torch.linalg.vector_norm(x, dim=-1)
