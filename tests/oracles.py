@@ -163,8 +163,8 @@ def central_jacobian(f: Callable[[Tensor], Tensor], x: Tensor, h: Tensor) -> Ten
 class KickOracle:
     """Predicted responses carried forward, coordinate by coordinate, from the exact difference after one step.
 
-    A write (δm, δv) with |δv| > 0.1 v leaves the tangent and moves θ at every later step by AdamW's own arithmetic,
-    with the step counts that the changed run has; everything else goes through the dense-tested transitions A_s.
+    A stiff write (δm, δv) leaves the tangent and moves θ at every later step by AdamW's own arithmetic, with the step
+    counts that the changed run has; everything else goes through the dense-tested transitions A_s.
     """
 
     def __init__(self, path: ak.Path, model: nn.Module, loss_fn: Callable) -> None:
@@ -200,8 +200,24 @@ class KickOracle:
         o.columns["present"] = own
         return end - self.after[at], own - present
 
-    def responses(self, at: int, dx: Tensor, stiff: Tensor, lag: Tensor, slopes: Mapping[int, Tensor]) -> Tensor:
-        """⟨∇F, δθ⟩ by row and state of `slopes`, from rows [row, 3, d] of δx after step `at`, kicked where `stiff`."""
+    def bent(self, s: int, m: Tensor, v: Tensor, dv: Tensor, lag: Tensor) -> Tensor:
+        """What v adds at a step by eq:bent_kick: q(m, v) w x (−1/2 + (0.11 + 0.4 w) x)."""
+        c = self.steps[s].columns
+        root = (v / (1 - c["beta2"] ** (c["count"] - lag).clamp(min=1))).sqrt()
+        w, x = root / (root + c["eps"]), torch.where(v > 0, dv / v, 0.0)
+        return self.q(s, m, v, lag) * w * x * (-0.5 + (0.11 + 0.4 * w) * x)
+
+    def responses(
+        self,
+        at: int,
+        dx: Tensor,
+        stiff: Tensor,
+        lag: Tensor,
+        slopes: Mapping[int, Tensor],
+        bent: Tensor | None = None,
+    ) -> Tensor:
+        """⟨∇F, δθ⟩ by row and state of `slopes`, from rows [row, 3, d] of δx after step `at`, kicked where `stiff`; of
+        these, `bent` ones by eq:bent_kick."""
         dx, m, v = dx.clone(), dx[:, 1] * stiff, dx[:, 2] * stiff
         dx[:, 1:] *= ~stiff.expand(len(dx), -1)[:, None]
         found = {at + 1: dx[:, 0]}
@@ -213,9 +229,17 @@ class KickOracle:
             v = torch.where(c["present"] > 0, c["beta2"] * v, v)
             _, m_after, v_after = self.after[s]
             moved = self.q(s, m_after + m, (v_after + v).clamp(min=0), lag)
+            if bent is not None:
+                near = self.q(s, m_after + m, v_after, lag) + self.bent(s, m_after + m, v_after, v, lag)
+                moved = torch.where(bent, near, moved)
             found[s + 1] = dx[:, 0] + moved - self.q(s, m_after, v_after, torch.zeros_like(m_after))
             dx = torch.stack([found[s + 1], dx[:, 1], dx[:, 2]], dim=1)
         return torch.stack([found[time] @ self.layout.compact(slope) for time, slope in slopes.items()], dim=1)
+
+    def is_bent(self, at: int, dv: Tensor) -> Tensor:
+        """Where −0.4 v ≤ δv ≤ 0.1 v: eq:bent_kick holds."""
+        v = self.after[at][2]
+        return (dv >= -0.4 * v) & (dv <= 0.1 * v)
 
     def is_stiff(self, at: int, dv: Tensor) -> Tensor:
         return dv.abs() > 0.1 * self.after[at][2]

@@ -49,7 +49,7 @@ def test_curves_hold_for_every_eps(eps: float) -> None:
     assert not (kept & ~used).any()
     assert int(kept.sum()) > 0.9 * int(used.sum())
     scan = DENSE[:, None] * (control.before.v * (BETA2 / (1 - BETA2))).sqrt()
-    truth = torch.stack(folded(control, sweep, scan))[..., kept]
+    truth = folded(control, sweep, scan)[..., kept]
 
     def drawn(g: Tensor) -> Tensor:
         return (found.sine * g + found.cosine) / (found.reach.square + g.square()).sqrt()

@@ -16,6 +16,7 @@ from ..core.contributions import BentReadout, displacements
 from ..core.planning import plan_history
 from ..core.probe import Watch
 from ..core.state import CHANNELS
+from ..core.waiting import SUMS
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
@@ -159,7 +160,7 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
 
 def _readings(path: Path, watch: Watch, change: str) -> dict[str, Float[Tensor, "step channel"]]:
     """Contributions by each readout, from one sweep."""
-    place = plan_history(path.trajectory, 2 * watch.last, path.memory)
+    place = plan_history(path.trajectory, 2 * (watch.last + SUMS), path.memory)
     with progress("adjoint sweep", watch.last) as tick:
         bent = BentReadout.of(watch)
         edits = {change: EDITS[change]}

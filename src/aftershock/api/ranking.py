@@ -170,7 +170,7 @@ def _predict(
     path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], memory: str | int | None
 ) -> PoolScores:
     limit = path.memory if memory is None else memory
-    place = plan_history(path.trajectory, sum(horizons), limit)
+    place = plan_history(path.trajectory, sum(horizons) + 2 * watch.horizons, limit)  # with m and v at every step
     control = path.control(watch.at)
     with progress(
         "adjoint sweep", watch.horizons, _estimate(path, len(horizons), watch.horizons, len(batches))

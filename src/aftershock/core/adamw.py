@@ -174,6 +174,11 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
     return [Run.at(hypers[group], taken + 1, where, active) for where, group, taken, active in found]
 
 
+def run_of(runs: Sequence[Run], start: int) -> Run:
+    """The stretch that holds the coordinate `start`."""
+    return next(run for run in runs if run.where.stop > start)
+
+
 def _stretches(layout: Layout, counts: Sequence[int], present: Sequence[bool]) -> list[tuple[slice, int, int, bool]]:
     """Stretches of parameters with one group, step count and presence of a gradient."""
     found: list[tuple[slice, int, int, bool]] = []
@@ -202,7 +207,7 @@ def sensitivities(run: Run, m: Float[Tensor, "*rows param"], v: Float[Tensor, "*
     return dq_dm, dq_dv.mul_(-0.5 / run.bias2)
 
 
-def _blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
+def blocks(where: slice, rows: Float[Tensor, "*change param"]) -> Iterator[slice]:
     """A stretch in pieces: on the CPU they stay in a core's cache through a dozen passes, on a GPU they bound the
     memory of what is computed on the way."""
     start, stop, _ = where.indices(rows.shape[-1])
@@ -216,7 +221,7 @@ def pieces_of(runs: Sequence[Run], rows: Float[Tensor, "*change param"]) -> Iter
     """The active stretches in pieces sized for these rows."""
     for run in runs:
         if run.active:
-            for w in _blocks(run.where, rows):
+            for w in blocks(run.where, rows):
                 yield run, w
 
 
@@ -257,9 +262,11 @@ class LinearStep:
 
     def control(self, run: Run, w: slice) -> Control:
         """The control's step on the piece `w` of an active run. eq:app_m_of_g, eq:app_v_of_g"""
-        g = self.raw[..., w] * (run.sign * self.clip.factor)
+        g, scale = self.raw[..., w], run.sign * self.clip.factor
+        if scale != 1.0:
+            g = g * scale
         if run.coupled:
-            g.add_(self.before.theta[..., w], alpha=run.coupled)
+            g = torch.add(g, self.before.theta[..., w], alpha=run.coupled)
         m = torch.lerp(self.before.m[..., w], g, 1 - run.beta1)
         v = (run.beta2 * self.before.v[..., w]).addcmul_(g, g, value=1 - run.beta2)
         return Control(g, m, v)
@@ -416,15 +423,13 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
     return ratio.mul_(-run.lr / run.bias1)
 
 
-def split_displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two parts: what m does alone, δm/d, since q is linear in m, and what v adds, (m + δm)(1/d' − 1/d)."""
+def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
+    """The part of it that v adds, (m + δm)(1/d' − 1/d): q is linear in m, which alone does δm/d."""
     if run.eps == 0:
-        alone = displacement(run, m, v, dm, torch.zeros_like(dv))
-        return alone, displacement(run, m, v, dm, dv).sub_(alone)
+        return displacement(run, m, v, dm, dv).sub_(displacement(run, m, v, dm, torch.zeros_like(dv)))
     d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
-    alone, factor = dm / d, -run.lr / run.bias1
     added = torch.add(m, dm).div_(d).mul_(d.sub_(shocked).div_(shocked))
-    return alone.mul_(factor), added.mul_(factor)
+    return added.mul_(-run.lr / run.bias1)
 
 
 def _root(run: Run, v: Tensor) -> Tensor:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from .adamw import displacement_by_v
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
-from .kicks import Counts, History, Kicks, Writes, near, pass_by, taken_out
+from .kicks import History, Kicks, Passed, Writes, near, pass_by
 from .layout import Layout
 from .operators import readout
 from .probe import Watch
-from .reductions import norms, parts, products
-from .state import CHANNELS, Cotangent, JointState, difference
+from .reductions import norms, products
+from .state import CHANNELS, Cotangent, JointState
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
+from .waiting import Waiting
 
 DIRECTIONS = 1  # of the probe's curvature that `contributions` follows
 LANCZOS = 6  # products that find it
@@ -44,19 +46,13 @@ class Layers:
         """No split."""
         return cls(["model"], torch.zeros(len(layout.names), dtype=torch.int64), layout)
 
-    def paired(self, a: Float[Tensor, " param"], b: Float[Tensor, " param"]) -> Float[Tensor, " layer"]:
-        """⟨a, b⟩ by layer."""
-        if len(self.names) == 1:
-            return products(a, b).double().cpu()[None]
-        return self.summed(parts(a, b, self.layout.padded_sizes).double().cpu()[None])[0]
-
     def of_coordinates(self, where: Int64[Tensor, " pair"]) -> Int64[Tensor, " pair"]:
         return self.owner.to(where.device)[self.layout.parameter_of(where)]
 
-    def summed(self, values: Float[Tensor, "step parameter"]) -> Float[Tensor, "step layer"]:
+    def summed(self, values: Float[Tensor, "*n parameter"]) -> Float[Tensor, "*n layer"]:
         """Numbers of parameters summed by layer."""
-        out = torch.zeros(len(values), len(self.names), dtype=values.dtype)
-        return out.index_add_(1, self.owner, values)
+        out = torch.zeros(*values.shape[:-1], len(self.names), dtype=values.dtype)
+        return out.index_add_(-1, self.owner, values)
 
 
 @dataclass(frozen=True)
@@ -141,44 +137,55 @@ def displacements(
 ) -> dict[str, Float[Tensor, "step row channel layer"]]:
     """How far each edit moves state `time` along every row of the readout, for the readout to make numbers of.
 
-    The exact one-step difference paired with the adjoint, with kicks at stiff coordinates; channels add up to the
-    whole. One sweep of as many rows as the readout has, 2–3 g per step and row, and a few elementwise passes per edit.
+    The exact one-step difference paired with the adjoint in θ, and with what writes into m and v will do (`waiting`);
+    where that does not hold, with exact kicks. Channels add up to the whole: θ with the counts of a step that is not
+    taken, what m does alone, what v adds. One sweep of as many rows as the readout has, 2–3 g per step and row, and a
+    few elementwise passes per edit.
     """
     layout = trajectory.dynamics.layout
     owners = Layers.whole(layout) if layers is None else layers
     rows, count = len(bent.rows), len(owners.names)
+    nothing = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
-    lags: dict[str, list[list[int]]] = {}  # by step and parameter: how many steps the counts are then behind
     history = History(place)
+    lags = {_lag(edit) for index in range(time) for edit in edits(index).values()}
+    waiting = {lag: Waiting(layout, rows, lag) for lag in lags}
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         index = at.step.index
         history.keep(index, c.theta)
         control = ControlStep.linearized(trajectory, at, before)
-        for name, edit in edits(index).items():
-            end, _ = edit.shock(control).endpoint(1.0)
-            dx = difference(end, control.after)
-            lag = [int(ok) for ok in control.present] if isinstance(edit, Skip) else [0] * len(control.present)
-            lags.setdefault(name, [lag] * time)[index] = lag
-            taken = taken_out(dx, control.after.v, layout, index, lag, 0)
-            row = index * count + owners.of_coordinates(taken.coordinate)
-            writes.setdefault(name, []).append(replace(taken, row=row))
-            if name not in found:
-                found[name] = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
-            for outcome in range(rows):
-                for channel, part in enumerate(CHANNELS):
-                    found[name][index, outcome, channel] = owners.paired(getattr(c, part)[outcome], getattr(dx, part))
+        passed = Passed(index, at.step.hypers, before.counts, control.present, control.after)
+        made = edits(index)
+        for lag, wait in waiting.items():
+            ends = {name: edit.shock(control).endpoint(1.0)[0] for name, edit in made.items() if _lag(edit) == lag}
+            for name, ended in wait.pass_back_(passed, before, ends, c.theta).items():
+                found.setdefault(name, nothing.clone())[index] = owners.summed(ended.responses)
+                row = index * count + owners.of_coordinates(ended.where)
+                written = _written(ends[name], control.after, ended.where, row, index, lag)
+                writes.setdefault(name, []).append(written)
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
-    kicks, counts = dict[str, Kicks](), dict[str, Counts]()
+    kicks = dict[str, Kicks]()
     for name in found:
         written = near(writes.pop(name)[::-1], layout.padded_size)  # the sweep went back
-        kicks[name] = Kicks(trajectory, history, written, time * count, rows, split=True)
-        counts[name] = Counts(trajectory, history, torch.tensor(lags[name]), torch.arange(time), rows)
-    pass_by(trajectory, [*kicks.values(), *counts.values()])
+        kicks[name] = Kicks(trajectory, history, written, time * count, rows, displacement_by_v)
+    pass_by(trajectory, list(kicks.values()))
     for name in found:
-        found[name][:, :, 1:] += kicks[name].result().cpu().view(2, rows, time, count).permute(2, 1, 0, 3)
-        found[name][:, :, 0] += torch.stack([owners.summed(one) for one in counts[name].out], dim=1)
+        found[name][:, :, 2] += kicks[name].result().cpu().view(rows, time, count).transpose(0, 1)
     return found
+
+
+def _lag(edit: Edit) -> int:
+    """How many steps the counts are behind after it."""
+    return int(isinstance(edit, Skip))
+
+
+def _written(
+    end: JointState, control: JointState, where: Int64[Tensor, " pair"], row: Int64[Tensor, " pair"], at: int, lag: int
+) -> Writes:
+    """What an edit of step `at` writes at some coordinates."""
+    dm, dv = (getattr(end, c).index_select(0, where) - getattr(control, c).index_select(0, where) for c in "mv")
+    return Writes(row, where, dm, dv, torch.full_like(where, at), torch.full_like(where, lag))

@@ -21,15 +21,16 @@ later), and gradients beyond `FAR` R, are left to exact kicks.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from .adamw import Run, displacement, pieces_of
+from .adamw import Run, blocks, displacement, run_of
 from .changes import ControlStep
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
 from .reductions import marked, norms, products
@@ -120,21 +121,21 @@ class Curves:
         points = _points(control, reach)
         above, below, judged = folded(control, sweep, points)
         covered = reach.edge > NOTHING  # what others do is not typical of those that a curve may cover
-        typical = norms(above.masked_fill_(~covered, 0.0))[:, None] / norms(covered.to(above))
+        typical = norms(above.index_fill_(1, marked(~covered), 0.0))[:, None] / norms(covered.to(above))
         for _, w in control.linear.pieces(above):
             up, down, radius = above[:, w], below[:, w], reach.square[w].sqrt()
             angle = torch.atan(reach.own[w] / radius)
             turns = torch.atan(points[:, w] / radius).sub_(angle)  # from the control's point, where the curve is zero
             across, along = torch.sin(turns), 2 * torch.sin(turns / 2).square_()  # sin and 1 − cos, to all digits
             area = across[0] * along[1] - across[1] * along[0]
-            odd = (up * along[1] - down * along[0]) / area
-            even = (down * across[0] - up * across[1]) / area
-            error = (odd * across[2] + even * along[2] - judged[:, w]).abs_()
+            odd = (up * (along[1] / area)).addcmul_(down, along[0] / area, value=-1)
+            even = (down * (across[0] / area)).addcmul_(up, across[1] / area, value=-1)
+            error = (odd * across[2]).addcmul_(even, along[2]).sub_(judged[:, w]).abs_()
             larger = torch.maximum(torch.maximum(up.abs(), down.abs()), typical)
-            bad = ~((error <= ALLOWED * larger).all(0) & covered[w])
-            sine, cosine = torch.sin(angle), torch.cos(angle)
-            above[:, w] = (odd * cosine - even * sine).masked_fill_(bad, 0.0)
-            below[:, w] = ((odd * sine + even * cosine) * -radius).masked_fill_(bad, 0.0)
+            bad = ~((error.sub_(larger, alpha=ALLOWED).amax(0) <= 0) & covered[w])
+            sine, cosine, few = torch.sin(angle), torch.cos(angle), marked(bad)
+            torch.mul(odd, cosine, out=up).addcmul_(even, sine, value=-1).index_fill_(1, few, 0.0)
+            torch.mul(odd, -radius * sine, out=down).addcmul_(even, -radius * cosine).index_fill_(1, few, 0.0)
             reach.leave_out_(w, bad)
         return cls(reach, above, below)
 
@@ -183,32 +184,55 @@ def _points(control: ControlStep, reach: Reach) -> Float[Tensor, "3 param"]:
 
 def folded(
     control: ControlStep, sweep: Sweep, points: Float[Tensor, "point param"]
-) -> list[Float[Tensor, "outcome param"]]:
+) -> Float[Tensor, "point outcome param"]:
     """f of every coordinate, exactly, at some gradients as they reach the moments. eq:curve"""
-    out = [torch.zeros_like(sweep.first.theta) for _ in points]
-    dm, dv = torch.zeros_like(points), torch.zeros_like(points)
-    for run, w in control.linear.pieces(points):
-        at = control.linear.control(run, w)
-        change = points[:, w] - at.g
-        torch.mul(change, 1 - run.beta1, out=dm[:, w])
-        torch.mul(change, points[:, w] + at.g, out=dv[:, w]).mul_(1 - run.beta2)
-        moved = displacement(run, at.m, at.v, dm[:, w], dv[:, w])
-        _pair_(out, moved, sweep.first.theta[:, w], w)
-    for step, runs, after in steps_after(sweep.trajectory, control.step.index + 1):
-        if not len(sweep.history.piece(step, slice(0, 0), points.device)):
-            break  # no outcome comes after this step
-        for run, w in pieces_of(runs, points):
-            kept = dm[:, w].mul_(run.beta1), dv[:, w].mul_(run.beta2)
-            moved = displacement(run, after.m[w], after.v[w], *kept)
-            _pair_(out, moved, sweep.history.piece(step, w, points.device), w)
+    out = torch.zeros(len(points), *sweep.first.theta.shape, dtype=points.dtype, device=points.device)
+    for w, moved, slopes in _moves(control, sweep, points, like=out[0]):
+        out[:, : len(slopes), w].addcmul_(moved[:, None], slopes)
     return out
 
 
-def _pair_(
-    out: Sequence[Float[Tensor, "outcome param"]],
-    moved: Float[Tensor, "point param"],
-    slopes: Float[Tensor, "outcome param"],
-    w: slice,
-) -> None:
-    for found, own in zip(out, moved):
-        found[: len(slopes), w].addcmul_(own, slopes)
+def total(control: ControlStep, sweep: Sweep, gradient: Float[Tensor, " param"]) -> Float[Tensor, " outcome"]:
+    """Σ f over all coordinates of one gradient."""
+    out = torch.zeros(sweep.first.rows, dtype=torch.float64, device=gradient.device)
+    for _, moved, slopes in _moves(control, sweep, gradient[None], like=gradient):
+        out[: len(slopes)] += products(slopes, moved[0])
+    return out
+
+
+def _moves(
+    control: ControlStep, sweep: Sweep, points: Float[Tensor, "point param"], like: Float[Tensor, "*rows param"]
+) -> Iterator[tuple[slice, Float[Tensor, "point piece"], Float[Tensor, "outcome piece"]]]:
+    """What gradients move, piece by piece, at the changed step and at each later one, and λ_θ after it.
+
+    All steps of a piece in turn: what they are added up in, a vector `like` this, stays in a core's cache.
+    """
+    later, device = list(_later(control, sweep)), points.device
+    every = (control.linear.runs, *(runs for _, runs, _, _ in later))
+    edges = sorted({run.where.start for runs in every for run in runs} | {points.shape[-1]})
+    for start, stop in itertools.pairwise(edges):
+        run = run_of(control.linear.runs, start)
+        for w in blocks(slice(start, stop), like) if run.active else ():
+            at = control.linear.control(run, w)
+            change = points[:, w] - at.g
+            dv = torch.mul(change, points[:, w] + at.g).mul_(1 - run.beta2)
+            dm = change.mul_(1 - run.beta1)
+            yield w, displacement(run, at.m, at.v, dm, dv), sweep.first.theta[:, w]
+            for step, runs, m, v in later:
+                now = run_of(runs, start)
+                if now.active:
+                    kept = dm.mul_(now.beta1), dv.mul_(now.beta2)
+                    moved = displacement(now, m[w].to(device), v[w].to(device), *kept)
+                    yield w, moved, sweep.history.piece(step, w, device)
+
+
+def _later(control: ControlStep, sweep: Sweep) -> Iterator[tuple[int, list[Run], Tensor, Tensor]]:
+    """Steps after the changed one that an outcome lies behind, and the moments after each; where its state is not kept
+    they are copied to where the sweep's slopes are."""
+    for step, runs, after in steps_after(sweep.trajectory, control.step.index + 1):
+        if not len(sweep.history.piece(step, slice(0, 0), control.raw.device)):
+            return
+        moments = after.m, after.v
+        if sweep.trajectory.kept(step + 1) is None:
+            moments = after.m.to(sweep.history.place, copy=True), after.v.to(sweep.history.place, copy=True)
+        yield step, runs, *moments

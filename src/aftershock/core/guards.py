@@ -227,7 +227,7 @@ def _direction(loss: LossFunction, state: JointState, generator: torch.Generator
     pieces = []
     for view in loss.layout.views(state.theta):
         # a CPU draws float64 six times as slowly
-        noise = torch.randn(view.shape, generator=generator, dtype=_working_dtype(loss), device=view.device).to(view)
+        noise = torch.randn(view.shape, generator=generator, dtype=torch.float32, device=view.device).to(view)
         pieces.append(noise * (view.square().mean().sqrt() + 1e-3))
     return loss.layout.join(pieces)
 

@@ -7,13 +7,13 @@ known exactly, and without new gradients it moves θ at every later step s by a 
     q(m_s + β1^k δm, v_s + β2^k δv) − q(m_s, v_s),      q(m, v) = −η m̂ / (√v̂ + ε)      (eq:kick)
 
 so that only the feedback of the displacement through the network is linear: the response is Σ_s ⟨λ_θ(s+1), kick(s)⟩
-(eq:kick_response) with the adjoint's θ part alone. Coordinates with |δv| ≤ τ v stay in the linear pairing.
+(eq:kick_response) with the adjoint's θ part alone. Of one change, coordinates with |δv| ≤ τ v stay in the linear
+pairing; of changes of all steps, those where a parabola in δv holds are summed along the sweep (`waiting`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from .adamw import Hyper, Run, displacement, pieces_of, runs_of, split_displacement, step_size
+from .adamw import Hyper, Run, displacement, pieces_of, runs_of, step_size
 from .layout import Layout
 from .reductions import marked, parts
 from .state import JointState, Tangent
@@ -30,9 +30,7 @@ from .trajectory import Trajectory
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
 # the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
 PAIRS_AT_ONCE = 2**24
-# τ: from a tenth of v on, a slope in v is off by more than a few percent. Against kicks from a hundredth of v on, sums
-# of contributions over 64 steps of an MLP are off by 0.4 % with τ = 0.1, by 1.5 % with 0.2 in two thirds of the time
-STIFF = 0.1
+STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 
 class History:
@@ -133,14 +131,18 @@ def kick_responses(
     """
     size = IN_CACHE if writes.row.device.type == "cpu" else max(len(writes), 1)
     few = [writes[first : first + size] for first in range(0, len(writes), size)]
-    found = Kicks(trajectory, history, few, rows, outcomes, split=False)
+    found = Kicks(trajectory, history, few, rows, outcomes)
     pass_by(trajectory, [found])
-    return found.result()[0]
+    return found.result()
+
+
+Rule = Callable[[Run, Tensor, Tensor, Tensor, Tensor], Tensor]  # of m, v, δm and δv at a step
 
 
 class Kicks:
-    """The same of changes of many steps, once it has read every later one; with `split` what m does alone and what v
-    adds. `writes` come in groups that are worked on at once, each in the order of its steps.
+    """The same of changes of many steps, once it has read every later one, by a rule of what a write does at a step.
+
+    `writes` come in groups that are worked on at once, each in the order of its steps.
     """
 
     where: Int64[Tensor, " coordinate"] | slice
@@ -152,8 +154,7 @@ class Kicks:
         writes: Sequence[Writes],
         rows: int,
         outcomes: int,
-        *,
-        split: bool,
+        rule: Rule = displacement,
     ) -> None:
         self.layout, self.history, device = trajectory.dynamics.layout, history, trajectory.device
         size, self.where = self.layout.padded_size, slice(None)  # where it reads: at all coordinates
@@ -161,9 +162,9 @@ class Kicks:
         if history.place != device and writes:  # as little as possible is moved
             self.where, joined = places(torch.cat([some.coordinate for some in writes]), size)
             place = list(joined.split([len(some) for some in writes]))
-        self.out = torch.zeros(1 + split, outcomes, rows, dtype=torch.float64, device=device)
+        self.out = torch.zeros(outcomes, rows, dtype=torch.float64, device=device)
         alike = [group for some, at in zip(writes, place) for group in _by_lag(some, at)]
-        self.groups = [_Group(*group, channels=1 + split, outcomes=outcomes) for group in alike]
+        self.groups = [_Group(*group, rule, outcomes) for group in alike]
         self.first = 1 + min((int(group.begin[0]) for group in self.groups), default=len(trajectory))
 
     def read(self, step: Passed) -> bool:
@@ -177,7 +178,7 @@ class Kicks:
             group.kick(step, runs[group.lag], m, v, slopes)
         return True
 
-    def result(self) -> Float[Tensor, "channel outcome row"]:
+    def result(self) -> Float[Tensor, "outcome row"]:
         for group in self.groups:
             group.add_up(self.out)
         return self.out
@@ -196,10 +197,10 @@ def _by_lag(writes: Writes, place: Int[Tensor, " pair"]) -> Iterator[tuple[Write
 class _Group:
     """Pairs in the order of their steps, with equal lags: what is left of their writes, and their responses so far."""
 
-    def __init__(self, writes: Writes, place: Int[Tensor, " pair"], lag: int, *, channels: int, outcomes: int) -> None:
+    def __init__(self, writes: Writes, place: Int[Tensor, " pair"], lag: int, rule: Rule, outcomes: int) -> None:
         self.row, self.coordinate, self.place, self.lag = writes.row, writes.coordinate, place, lag
         self.dm, self.dv, self.begin = writes.dm.clone(), writes.dv.clone(), writes.at.cpu()
-        self.found = [[torch.zeros_like(self.dm) for _ in range(outcomes)] for _ in range(channels)]
+        self.rule, self.found = rule, [torch.zeros_like(self.dm) for _ in range(outcomes)]
         self.reach = int(self.coordinate.min()), int(self.coordinate.max())
 
     def kick(self, step: Passed, runs: Sequence[Run], m: Tensor, v: Tensor, slopes: Tensor) -> None:
@@ -214,16 +215,13 @@ class _Group:
         self.dm[few] *= run.beta1
         self.dv[few] *= run.beta2
         at = self.place[few]
-        write = run, m.index_select(0, at), v.index_select(0, at), self.dm[few], self.dv[few]
-        kicks = [displacement(*write)] if len(self.found) == 1 else split_displacement(*write)
-        for outcome, slope in enumerate(slopes):
-            own = slope.index_select(0, at)
-            for found, kick in zip(self.found, kicks):
-                found[outcome][few] = torch.addcmul(found[outcome][few], kick, own)
+        kick = self.rule(run, m.index_select(0, at), v.index_select(0, at), self.dm[few], self.dv[few])
+        for found, slope in zip(self.found, slopes):
+            found[few] = torch.addcmul(found[few], kick, slope.index_select(0, at))
 
-    def add_up(self, out: Float[Tensor, "channel outcome row"]) -> None:
+    def add_up(self, out: Float[Tensor, "outcome row"]) -> None:
         """Responses by change: up to a million pairs, so float32 would lose digits."""
-        for total, found in zip(out.flatten(0, 1), itertools.chain(*self.found)):
+        for total, found in zip(out, self.found):
             total.index_add_(0, self.row, found.double())
 
 

@@ -7,6 +7,7 @@ same bits. The padding is zero and stays zero; nobody outside this file sees it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,6 +85,16 @@ class Layout:
     def parameter_of(self, where: Int64[Tensor, " coordinate"]) -> Int64[Tensor, " coordinate"]:
         """Which parameter each coordinate of the padded vector belongs to."""
         return torch.searchsorted(torch.tensor(self.starts, device=where.device), where, right=True) - 1
+
+    def inside(self, where: slice) -> list[tuple[int, slice]]:
+        """The parameters in a stretch of the padded vector, each with its place in it."""
+        found = []
+        for i in range(bisect.bisect_right(self.starts, where.start) - 1, len(self.starts)):
+            begin, end = self.starts[i] - where.start, self.starts[i] + self.padded_sizes[i] - where.start
+            if begin >= where.stop - where.start:
+                break
+            found.append((i, slice(max(begin, 0), min(end, where.stop - where.start))))
+        return found
 
     def zeros(self, *rows: int) -> Float[Tensor, "*rows param"]:
         return torch.zeros(*rows, self.padded_size, dtype=self.dtype, device=self.device)

@@ -20,11 +20,6 @@ def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Floa
     return a @ (b.mT if b.ndim > 1 else b)
 
 
-def totals(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
-    """Σ of every row, in float64."""
-    return x.sum(-1, dtype=torch.float64)
-
-
 def norms(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
     """‖x_i‖ of every row."""
     return torch.linalg.vector_norm(x, dim=-1)
@@ -56,6 +51,12 @@ def count(mask: Bool[Tensor, " param"]) -> int:
 def marked(mask: Bool[Tensor, " param"]) -> Int64[Tensor, " coordinate"]:
     """Which coordinates are marked. On a CPU by NumPy, which finds them nine times as fast."""
     return torch.from_numpy(mask.numpy().nonzero()[0]) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
+
+
+def outside(x: Float[Tensor, " param"], low: float, high: float) -> Int64[Tensor, " coordinate"]:
+    """Where x lies outside of an interval. On a CPU NumPy compares four times as fast."""
+    values = x.numpy() if x.device.type == "cpu" else x
+    return marked(torch.as_tensor((values < low) | (values > high)))
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

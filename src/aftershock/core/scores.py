@@ -19,13 +19,13 @@ from .adamw import displacement
 from .batches import Batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
-from .curves import Beyond, Curves, Reach, Sweep, folded
+from .curves import Beyond, Curves, Reach, Sweep, total
 from .dynamics import Linearized
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch
-from .reductions import marked, products, totals
+from .reductions import marked, products
 from .rollout import Rows, rollout
 from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
@@ -206,7 +206,7 @@ class _Scored:
 
     def _check(self, rows: Float[Tensor, "row param"], row: int, first: int) -> None:
         """What exact kicks at all coordinates make of one batch."""
-        self._direct = first + row, totals(folded(self.control, self.sweep, rows[row : row + 1])[0])
+        self._direct = first + row, total(self.control, self.sweep, rows[row])
 
     def _unusual(self, raw: Float[Tensor, " param"], present: tuple[bool, ...], row: int) -> Float[Tensor, " outcome"]:
         """A batch that uses other parameters than the control's: its whole exact difference is paired."""
