@@ -9,10 +9,11 @@ import xarray  # noqa: F401  (aftershock loads it with its first result, which i
 from torch import Tensor
 
 from aftershock.api.path import Path
-from aftershock.core.adamw import Hyper, LinearStep
+from aftershock.core.adamw import Hyper
 from aftershock.core.clipping import Clip
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.layout import Layout
+from aftershock.core.linear_step import LinearStep
 from aftershock.core.operators import readout
 from aftershock.core.state import JointState, Tangent
 from aftershock.core.sweeps import adjoint_sweep

@@ -10,8 +10,9 @@ from torch import Tensor
 import aftershock as ak
 from aftershock.api.contributions import EDITS
 from aftershock.core import curves, kicks
-from aftershock.core.adamw import Hyper, Run, displacement, displacement_by_v
+from aftershock.core.adamw import Hyper, Run
 from aftershock.core.contributions import BentReadout, Layers, contributions
+from aftershock.core.linear_step import displacement, displacement_by_v
 from aftershock.core.scores import adjoint, mean_write, midpoint_slopes, pool_scores
 
 from .cases import CASES, Case, make

@@ -16,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import InvalidInput
-from .adamw import Hyper, LinearStep
+from .adamw import Hyper
 from .batches import Batch
 from .clipping import Clip
 from .dynamics import Dynamics, Linearized, Step
+from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
 from .rows import pool_gradients

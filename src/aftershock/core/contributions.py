@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .adamw import displacement_by_v
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
 from .kicks import History, Kicks, Passed, Writes, near, pass_by
 from .layout import Layout
+from .linear_step import displacement_by_v
 from .operators import readout
 from .probe import Watch
 from .reductions import norms, products

@@ -30,9 +30,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from .adamw import Run, blocks, displacement, run_of
+from .adamw import Run, blocks, run_of
 from .changes import ControlStep
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
+from .linear_step import displacement
 from .reductions import marked, norms, products
 from .state import Cotangent
 from .trajectory import Trajectory

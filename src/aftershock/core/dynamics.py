@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from .adamw import Hyper, LinearStep, adamw_step
+from .adamw import Hyper, adamw_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm, scale_
 from .graphs import GradientGraph
+from .linear_step import LinearStep
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .reductions import same_bits

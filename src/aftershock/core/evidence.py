@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .adamw import Hyper, runs_of, step_size
+from .adamw import Hyper, runs_of
 from .dynamics import Dynamics, Step
 from .layout import Layout
+from .linear_step import step_size
 from .state import JointState
 from .trajectory import Trajectory
 

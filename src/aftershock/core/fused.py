@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .adamw import LinearStep, Run
+    from .adamw import Run
+    from .linear_step import LinearStep
     from .state import Cotangent, Tangent
 
 BLOCK = 1024

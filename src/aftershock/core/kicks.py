@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from .adamw import Hyper, Run, displacement, pieces_of, runs_of, step_size
+from .adamw import Hyper, Run, pieces_of, runs_of
 from .layout import Layout
+from .linear_step import displacement, step_size
 from .reductions import marked, parts
 from .state import JointState, Tangent
 from .trajectory import Trajectory

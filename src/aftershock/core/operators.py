@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .adamw import LinearStep
 from .dynamics import Linearized
 from .layout import Layout
+from .linear_step import LinearStep
 from .state import Cotangent, Tangent, pair
 from .sweeps import adjoint_sweep, retreat_, tangent_sweep, transit_
 from .trajectory import Trajectory

@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .adamw import displacement
 from .batches import Batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, total
 from .dynamics import Linearized
 from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
+from .linear_step import displacement
 from .loss import Gradient
 from .operators import readout
 from .probe import Watch

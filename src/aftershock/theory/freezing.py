@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core.adamw import LinearStep, Run
+from ..core.adamw import Run
 from ..core.dynamics import Dynamics, Linearized
 from ..core.layout import Layout
+from ..core.linear_step import LinearStep
 from ..core.state import JointState, Tangent
 from ..errors import InvalidInput, NotFinite
 

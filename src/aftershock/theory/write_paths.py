@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..core.adamw import LinearStep
 from ..core.changes import ControlStep, Edit, names_of
 from ..core.guards import hidden_buffers
+from ..core.linear_step import LinearStep
 from ..core.operators import WriteIn
 from ..core.probe import Probe
 from ..core.state import difference

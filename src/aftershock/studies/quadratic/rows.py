@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ...core.adamw import Hyper, LinearStep, Run
+from ...core.adamw import Hyper, Run
 from ...core.clipping import Clip
 from ...core.layout import Layout
+from ...core.linear_step import LinearStep
 from ...core.state import CHANNELS, JointState, Tangent, difference
 from ...theory.matching import matched_moment
 from .family import Probe, Quadratic

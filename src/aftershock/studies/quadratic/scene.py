@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ...core.adamw import LinearStep
+from ...core.linear_step import LinearStep
 from ...core.state import Cotangent, JointState, Tangent
 from ...theory.matching import ACCEPTED, TARGET, calibrate, first_step_candidates
 from ..study import System
