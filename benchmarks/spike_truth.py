@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .spike_runs import Loop, Window
 
 HALF, LITTLE, SIGMAS = 0.5, 0.2, 3.0
+JITTERED = 8  # runs
 BACK = (1, 2, 4, 8)
 QUANTILE = 0.9
 
@@ -205,14 +206,12 @@ def treated(loop: Loop, first: int, last: int, treatment: Treatment) -> dict[int
 
 def truth(window: Window, loop: Loop) -> dict[str, Any]:
     """JSON: the event, what is left without each step, and what each treatment does."""
-    event, early, cures = Event.of(window.by_step, window.trigger), loop.twin(), {}
-    first = max(window.start, event.onset - max(BACK))
-    without(early, window.start, first - 1, [])
+    event, cures = Event.of(window.by_step, window.trigger), {}
+    first, early = _before(window, loop, event)
     for treatment in treatments(window, loop.twin(), event):
         losses = treated(early.twin(), first, window.last, treatment)
-        sooner = event.sooner(window.by_step, losses)
-        prevents = event.prevented(losses) and sooner <= max(SIGMAS * event.sigma / event.peak, LITTLE)
-        cures[treatment.name] = {"left": max(event.left(losses), sooner), "prevents": prevents}
+        left = max(event.left(losses), event.sooner(window.by_step, losses))
+        cures[treatment.name] = {"left": left, "prevents": _prevents(window, event, losses)}
     left = leave_one_out(window, loop.twin(), event)
     return {
         "event": {"onset": event.onset, "usual": event.usual, "sigma": event.sigma, "peak": event.peak},
@@ -232,3 +231,30 @@ def names_treatment(said: str, known: str) -> bool:
     family = next(name for name in families if known.startswith(name))
     steps = re.findall(r"(?<![\d.])\d+(?![\d.])", said)
     return re.search(families[family], said, re.IGNORECASE) is not None and known.split()[-1] in (steps[-1:] or ["1"])
+
+
+def by_luck(window: Window, loop: Loop, name: str) -> bool:
+    """Does a treatment leave the event in one of a few runs whose weights differ by a rounding before it?"""
+    event = Event.of(window.by_step, window.trigger)
+    treatment = next(each for each in treatments(window, loop.twin(), event) if each.name == name)
+    first, early = _before(window, loop, event)
+    for seed in range(JITTERED):
+        moved, draws = early.twin(), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in moved.model.parameters():
+                p += p * torch.finfo(p.dtype).eps * torch.randn(p.shape, generator=draws).sign()
+        if not _prevents(window, event, treated(moved, first, window.last, treatment)):
+            return True
+    return False
+
+
+def _before(window: Window, loop: Loop, event: Event) -> tuple[int, Loop]:
+    """The first step that a treatment may change, and the loop before it."""
+    first, early = max(window.start, event.onset - max(BACK)), loop.twin()
+    without(early, window.start, first - 1, [])
+    return first, early
+
+
+def _prevents(window: Window, event: Event, losses: dict[int, float]) -> bool:
+    little = max(SIGMAS * event.sigma / event.peak, LITTLE)
+    return event.prevented(losses) and event.sooner(window.by_step, losses) <= little

@@ -33,13 +33,14 @@ import aftershock as ak
 from aftershock.recorder.triggers import Spike
 
 from .spike_runs import AFTER, KINDS, WINDOW, Data, Loop, Window, find, loss_fn
-from .spike_truth import HALF, Event, names_treatment, truth, without
+from .spike_truth import HALF, Event, by_luck, names_treatment, truth, without
 
 THIRD = 1 / 3
 FEW = 3  # steps that can each be called the one that did it
 TRIED = r"lr halved \d|Adam restarted [18]|(beta2 .*|clip|stable) 8"  # what an explanation tries by itself
 PLACEBOS = 12  # groups drawn to judge a blamed group
 BATCHES = ("batch", "group", "own batch")
+LUCK = "that is luck"  # of treatments that prevent the event, and not from one rounding away
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
     if said.kind == "instability" and said.treatment is not None:
         return any(names_treatment(said.treatment, name) for name in prevents)
     if said.kind in ("instability", "unknown"):  # that nobody did it, and that nothing of what was tried prevents it
-        return not guilty(facts) and not any(re.fullmatch(TRIED, name) for name in prevents)
+        tried = [name for name in prevents if re.fullmatch(TRIED, name)]
+        if LUCK in said.verdict:
+            return bool(tried) and not guilty(facts) and all(by_luck(window, loop, name) for name in tried)
+        return not tried and not guilty(facts)
     return False  # nothing was planted: no shift, no wrong setting; and every window holds a spike of finite losses
 
 

@@ -22,9 +22,9 @@ from .cases import cross_entropy, mlp
 STEPS = 16  # in which a robust spread is not yet known
 
 
-def fired(losses: list[float], of: str = "loss") -> list[int]:
+def fired(losses: list[float], of: str = "loss", window: int = 64) -> list[int]:
     spike = Spike(of)
-    spike.begin(64)
+    spike.begin(window)
     records = [SimpleNamespace(loss=loss, told_norm=loss, clip=None) for loss in losses]
     return [i for i, record in enumerate(records) if spike.fires(record)]  # type: ignore[arg-type]
 
@@ -157,3 +157,11 @@ def test_the_worst_window_may_be_that_of_the_second_step(tmp_path: Path) -> None
             recorder.step(batch, loss)
     assert [path.name for path in recorder.flights] == ["step-000001", "step-000025"]
     assert open_flight(tmp_path).trigger == 1
+
+
+@pytest.mark.parametrize("window", [2, 8, 64])
+def test_a_short_window_is_watched_as_well(window: int) -> None:
+    """A spread needs 16 losses, however few steps are kept."""
+    usual = [1 + 0.1 * (i % 3) for i in range(40)]
+    assert fired([*usual, 9.0], window=window) == [40]
+    assert fired([*usual[:6], 9.0], window=window) == [6]

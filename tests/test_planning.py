@@ -151,6 +151,21 @@ def test_estimates_of_other_work(together: bool) -> None:
             assert_close(change.estimate(watched, **options).memory, real, (change, scales, answers))
 
 
+@TOGETHER
+def test_estimates_of_changes_without_a_gradient(together: bool) -> None:
+    """Between states that are kept; the row of rounding starts while the control's step is still there."""
+    point, batches, _, probe = built("mlp")
+    path = point.follow(3 * batches, keep="checkpoints")
+    point.loss.sharing = Sharing(together)
+    assert path.trajectory.kept(1) is None
+    assert path.trajectory.kept(2) is None
+    for change, scales in ((path.skip(1), [1.0]), (path.set(1, lr=0.01), [0.5, 1.0])):
+        options = {"scales": scales, "answers": ("exact",), "horizon": 1}
+        change.estimate(probe, **options)
+        real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
+        assert real <= 1.1 * change.estimate(probe, **options).memory
+
+
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lm"])
 def test_an_independent_measure(name: str) -> None:
     """torch's profiler sees every allocation: the meter and the estimates agree with it."""

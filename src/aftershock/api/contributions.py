@@ -160,7 +160,7 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
 
 def _readings(path: Path, watch: Watch, change: str) -> dict[str, Float[Tensor, "step channel"]]:
     """Contributions by each readout, from one sweep."""
-    place = plan_history(path.trajectory, 2 * (watch.last + SUMS), path.memory)
+    place = plan_history(path.trajectory, 2 * watch.last, path.memory, sums=2 * SUMS)
     with progress("adjoint sweep", watch.last) as tick:
         bent = BentReadout.of(watch)
         edits = {change: EDITS[change]}

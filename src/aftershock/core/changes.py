@@ -215,7 +215,8 @@ def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> 
         return
     # together they round differently than alone: the control's own batch is then one of them, and a batch counts by its
     # difference, so that one that equals the control's is the control
-    beside = [step.batch] if loss.together("pool", step.batch, 1 + len(edits)) else []
+    mapped = any(loss.together("pool", batch, 1 + len(edits)) for batch in (step.batch, replaced[0].batch))
+    beside = [step.batch] if mapped else []
     gradients = pool_gradients(
         loss, before.theta, before.buffers, [*beside, *(edit.batch for edit in replaced)], step.random,
         lambda i: f"the batch that replaces step {step.index}'s", control.present,

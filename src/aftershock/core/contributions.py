@@ -149,7 +149,8 @@ def displacements(
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
     history = History(place)
-    lags = {_lag(edit) for index in range(time) for edit in edits(index).values()}
+    made = [edits(index) for index in range(time)]
+    lags = {_lag(edit) for step in made for edit in step.values()}
     waiting = {lag: Waiting(layout, rows, lag) for lag in lags}
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
@@ -157,9 +158,9 @@ def displacements(
         history.keep(index, c.theta)
         control = ControlStep.linearized(trajectory, at, before)
         passed = Passed(index, at.step.hypers, before.counts, control.present, control.after)
-        made = edits(index)
         for lag, wait in waiting.items():
-            ends = {name: edit.shock(control).endpoint(1.0)[0] for name, edit in made.items() if _lag(edit) == lag}
+            own = {name: edit for name, edit in made[index].items() if _lag(edit) == lag}
+            ends = {name: edit.shock(control).endpoint(1.0)[0] for name, edit in own.items()}
             for name, ended in wait.pass_back_(passed, before, ends, c.theta).items():
                 found.setdefault(name, nothing.clone())[index] = owners.summed(ended.responses)
                 row = index * count + owners.of_coordinates(ended.where)

@@ -85,6 +85,8 @@ class ExactRows:
             first = control or self.trajectory.state(begin)
             self._states, self._steps = [first, *self._states], [None, *self._steps]
             self.slots = [None if slot is None else slot + 1 for slot in self.slots]
+            if rows.semilinear is None and rows.linear is None:
+                rows.control = None  # it is the first row now
 
     def __len__(self) -> int:
         return len(self.slots)

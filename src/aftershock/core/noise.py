@@ -32,6 +32,7 @@ class Noise:
     """
 
     def __init__(self, watch: Watch) -> None:
+        assert watch.only is None, "every horizon is read"
         self._watch, self._dtype = watch, _arithmetic(watch)
         self._times = {watch.first, (watch.first + watch.last) // 2, watch.last}
         self._read: dict[int, float] = {}

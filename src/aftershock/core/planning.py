@@ -196,17 +196,24 @@ def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, mem
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
 
 
-def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None) -> torch.device:
+def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None, *, sums: int = 0) -> torch.device:
     """Where so many cotangents of a sweep are kept: beside the model, or in host memory where they do not fit.
 
-    The products of a large model are recorded first.
+    sums: further vectors that stay beside the model. The products of a large model are recorded first.
     """
     if trajectory.dynamics.loss.player.pays:
         trajectory.dynamics.loss.player.narrow()
         Curvature.of(trajectory)
     layout = trajectory.dynamics.layout
     device, vector = trajectory.device, layout.padded_size * layout.dtype.itemsize
-    if device.type == "cpu" or cotangents * vector <= room(trajectory, memory) // 2:
+    left = room(trajectory, memory) - sums * vector
+    if device.type != "cpu" and left <= 0:
+        raise OutOfMemory(
+            f"the sweep carries {sums} vectors of {readable(vector)} each on {device}, and "
+            f"{readable(room(trajectory, memory))} may be used. What would fit: a smaller model, or a device with more "
+            "memory"
+        )
+    if device.type == "cpu" or cotangents * vector <= left // 2:
         return device
     if cotangents * vector <= budget(None, torch.device("cpu")):
         return torch.device("cpu")
@@ -238,7 +245,8 @@ def pass_bytes(work: Work, each: Pass) -> int:
     # gradients of changes in rows are there until the last one is used, and so is the control's
     waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
-    return max(_start_bytes(work, before) + waiting, carried)
+    started = _control_bytes(work) + 3 * Footprint.of(work.watch.trajectory).vector * (_held(load) + load.predicted)
+    return max(_start_bytes(work, before) + waiting, started, carried)
 
 
 def _start_bytes(work: Work, load: Load) -> int:
@@ -246,8 +254,7 @@ def _start_bytes(work: Work, load: Load) -> int:
     trajectory, at = work.watch.trajectory, work.watch.at
     f = Footprint.of(trajectory)
     v = f.vector
-    control = v + sum(3 * v for time in (at, at + 1) if trajectory.kept(time) is None)
-    exact = min(load.exact, 1) if load.parked else load.exact
+    control, exact = _control_bytes(work), _held(load)
     rows = 3 * v * (exact + load.predicted)
     gradient = rows - 3 * v * min(exact, work.scales) + max(f.gradient, 3 * v)
     # beside its raw gradient and ξ: the state in which it ends, then its tangent, for which one change alone has no
@@ -259,6 +266,17 @@ def _start_bytes(work: Work, load: Load) -> int:
     clipped = 2 * v * trajectory.steps[at].clip.binds
     write = (2 * v + 3 * v * (load.linear > 1) + f.piece + clipped) * (load.linear > 0 and work.by_scale)
     return control + max(gradient, rows + max(end, write))
+
+
+def _control_bytes(work: Work) -> int:
+    """The control's step: its raw gradient, and the states before and after it where they are not kept."""
+    trajectory, at = work.watch.trajectory, work.watch.at
+    return Footprint.of(trajectory).vector * (1 + 3 * sum(trajectory.kept(time) is None for time in (at, at + 1)))
+
+
+def _held(load: Load) -> int:
+    """Exact rows on the device."""
+    return min(load.exact, 1) if load.parked else load.exact
 
 
 def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False) -> int:

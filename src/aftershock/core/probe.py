@@ -179,9 +179,15 @@ class Reader:
     def __init__(self, trajectory: Trajectory, probe: Probe) -> None:
         self.trajectory, self.probe = trajectory, probe
         self._controls: dict[int, float] = {}
+        self._among_rows: dict[int, float] = {}  # together rows round differently than alone
 
     def control(self, moment: Moment) -> float:
-        """F at the control: one forward pass, once per state."""
+        """F at the control: one forward pass, once per state; none where it was read among rows."""
+        if moment.exact.together and moment.time in self._among_rows:
+            return self._among_rows[moment.time]
+        return self._alone(moment)
+
+    def _alone(self, moment: Moment) -> float:
         if moment.time not in self._controls:
             if self.probe.own and not moment.last:
                 value = self.trajectory.steps[moment.time].loss
@@ -203,7 +209,7 @@ class Reader:
             return rows.by_row(losses, losses[0] if rows.together else self.control(moment))
         if rows.together:
             together = self.values(moment.time, rows.thetas, rows.buffers).tolist()
-            self._controls.setdefault(moment.time, together[0])
+            self._among_rows[moment.time] = together[0]
             return rows.by_row(together, together[0])
         loss, batch, _, _ = self.probe.arguments(self.trajectory, moment.time)
         slots, states = len(rows.buffers), [] if moment.time in self._controls else [moment.control]
@@ -216,7 +222,7 @@ class Reader:
         found = seen(loss.spread("value", batch, count, launched, evaluating=self.probe.evaluating)).tolist()
         if states and math.isfinite(found[-1]):  # else the control's own reading says so
             self._controls[moment.time] = found[-1]
-        return rows.by_row(found[:slots], self.control(moment))
+        return rows.by_row(found[:slots], self._alone(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""
@@ -225,7 +231,7 @@ class Reader:
         together = loss.together("value", batch, 1 + moment.semilinear.rows, evaluating=self.probe.evaluating)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
         values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
-        return values[1:] - values[0] if together else values - self.control(moment)
+        return values[1:] - values[0] if together else values - self._alone(moment)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
         """⟨∇F, δθ⟩: a dot product a row."""

@@ -164,6 +164,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
             "treatment_left": ("treatment", [o.left for o in tried]),
             "treatment_prevents": ("treatment", [o.prevents for o in tried]),
             "treatment_delays": ("treatment", [o.delays for o in tried]),
+            "treatment_lucky": ("treatment", [o.lucky for o in tried]),
             "treatment_after": ("treatment", [o.after for o in tried]),
             "treatment_value": (("treatment", "place"), _curves(tried, event)),
             "replay_deviation": f.replayed.deviation,

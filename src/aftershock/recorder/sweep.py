@@ -93,7 +93,7 @@ def sweep(
     def edits(index: int) -> dict[str, Edit]:
         return edits_at(trajectory, index, last, references)
 
-    place = plan_history(trajectory, last + 2 * SUMS, None)  # what waits, too, with and without a step that is skipped
+    place = plan_history(trajectory, last, None, sums=2 * SUMS)  # with and without a step that is skipped
     parts = contributions(trajectory, last, readout_at(trajectory, last, quantity), edits, place, layers, tick)
     found = Swept.nothing(layers.names, last).contribution
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part

@@ -37,7 +37,8 @@ class Treatment:
 @dataclass(frozen=True)
 class Outcome:
     """What became of the event. `left`: its share that is left; `after`: the mean of the last values of the stretch,
-    NaN for a run that ended before because the event was there."""
+    NaN for a run that ended before because the event was there. `lucky`: it prevents it in one run, and not in one
+    that starts a rounding away."""
 
     treatment: Treatment
     values: Values
@@ -45,6 +46,7 @@ class Outcome:
     prevents: bool
     delays: bool
     after: float
+    lucky: bool = False
 
     @property
     def word(self) -> str:
@@ -105,9 +107,8 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
         (again,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
         if event.prevented(again):
             break
-        found[found.index(best)] = replace(
-            best, left=max(best.left, event.left_by_then(again)), prevents=False, delays=False
-        )
+        left = max(best.left, event.left_by_then(again))
+        found[found.index(best)] = replace(best, left=left, prevents=False, delays=False, lucky=True)
     return found
 
 

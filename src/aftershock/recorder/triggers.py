@@ -36,6 +36,7 @@ HIGHER = 1.25  # times the highest of them: a new worst spike is news, however o
 # Before there are enough losses for a spread they fall fast and scatter, so that only what is far above them is told.
 # With these numbers none of 1248 ordinary runs alarmed in its first 16 steps; of 280 that blew up there, 23 of 31 did
 # that had made three steps before, and 59 of the other 249 (docs/limits.md).
+EARLY = 16  # steps
 FIRST = 4  # losses that say where a run began
 BLOWN = 1000.0  # times the highest, where there are fewer
 RISEN = 3.0  # times the highest, where there are as many
@@ -116,10 +117,10 @@ class Spike:
     It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told.
     A height that was told four times within four windows, as that of a harder source of data, is no news, unless it is
     the highest of them by a quarter.
-    `warmup`: steps to see first. Among them it fires where a loss is three times as high as all before it (of fewer
-    than four, a thousand times) and above them by eight times their spread, or two in a row are three times as high as
-    the first four and above them by three times theirs. Gradient norms, which rise in ordinary runs, are not watched
-    so early.
+    `warmup`: steps to see first. Among the first 16 of them it fires where a loss is three times as high as all before
+    it (of fewer than four, a thousand times) and above them by eight times their spread, or two in a row are three
+    times as high as the first four and above them by three times theirs. Gradient norms, which rise in ordinary runs,
+    are not watched so early.
     Gradients reach the optimizer when they are clipped already: where the loop clips, the norm is watched only if
     `recorder.step(…, norm=)` is given what `clip_grad_norm_` returned.
     """
@@ -139,7 +140,7 @@ class Spike:
             raise InvalidInput(f'Spike watches "loss" or "norm" above a positive threshold; got {self!r}')
 
     def begin(self, window: int) -> None:
-        self._before, self._rises, self._seen = deque(maxlen=window), [], 0
+        self._before, self._rises, self._seen = deque(maxlen=max(window, self.warmup)), [], 0
         self._high, self._told, self._blind = False, 0.0, False
 
     def fires(self, record: Record) -> str | None:
@@ -159,7 +160,7 @@ class Spike:
 
     def _how_far(self, value: float) -> str | None:
         """How far the value is above those before it, in words; None where that is not far."""
-        if self._seen < self.warmup:
+        if self._seen < min(self.warmup, EARLY):
             return rose_at_once(value, list(self._before)) if self.of == "loss" else None
         z = robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
         if z <= self.threshold:

@@ -246,6 +246,12 @@ def _instruments(attrs: dict[str, object]) -> list[str]:
 def _treated(found: FlightExplanation) -> str:
     if found.treatment is not None:
         return f"It would not have happened with {found.treatment} (replayed)."
+    if lucky := int(found.data["treatment_lucky"].sum()):
+        return (
+            f"{lucky} of the {found.data.sizes['treatment']} treatments that were tried "
+            f"prevent{'s' if lucky == 1 else ''} it, and none does so too from a start that differs by one rounding: "
+            "in this run that is luck."
+        )
     if found.data.sizes["treatment"]:
         return "None of the treatments that were tried prevents it."
     return ""
@@ -373,5 +379,7 @@ def outcome(data: xr.Dataset, i: int) -> str:
     left = float(data["treatment_left"][i])
     if bool(data["treatment_delays"][i]):
         return "delays it"
+    if bool(data["treatment_lucky"][i]):
+        return f"prevents it, and leaves {left:.0%} from one rounding away"
     so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
     return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
