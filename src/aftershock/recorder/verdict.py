@@ -227,7 +227,7 @@ def _instability(found: FlightExplanation) -> str:
             f"spike, doubles it or moves it: {meaning}."
         )
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
-    parts.append(_treated(found))
+    parts.append(treated(found))
     return " ".join(parts)
 
 
@@ -243,7 +243,7 @@ def _instruments(attrs: dict[str, object]) -> list[str]:
     return said
 
 
-def _treated(found: FlightExplanation) -> str:
+def treated(found: FlightExplanation) -> str:
     if found.treatment is not None:
         return f"It would not have happened with {found.treatment} (replayed)."
     if lucky := int(found.data["treatment_lucky"].sum()):
@@ -266,7 +266,7 @@ def _unknown(found: FlightExplanation) -> str:
         return f"Whether the {found.quantity} {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
         said = f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k."
-        return f"{said} {_treated(found)}".strip()
+        return f"{said} {treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
     each = (
         f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
@@ -277,7 +277,7 @@ def _unknown(found: FlightExplanation) -> str:
         if attrs["cleared"]:
             seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
-    parts = [f"What caused {_spike(found)} is not known: {seen}.", _treated(found)]
+    parts = [f"What caused {_spike(found)} is not known: {seen}.", treated(found)]
     if higher:
         parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
     if attrs["after"] < ENOUGH:
