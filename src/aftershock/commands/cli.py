@@ -247,7 +247,7 @@ def _recipe(
     data: Path | None,
     device: Device,
     roots: int | None = None,
-    words: LanguageOptions = LanguageOptions(),  # noqa: B008  (frozen)
+    words: LanguageOptions = LanguageOptions(),
 ) -> Study:
     if study is StudyName.language:
         if data is not None or roots is not None:
