@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import aftershock as ak
+from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
+from aftershock.core.rows import row_gradients
 from aftershock.recorder import explain, suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
@@ -374,3 +376,28 @@ def test_a_run_that_ends_early_is_the_beginning_of_the_whole_one() -> None:
     for some, every in zip(ended, whole):
         assert some == {i: every[i] for i in some}
     assert torch.tensor([losses[4] for losses in whole]).unique().numel() == 3  # the runs differ
+
+
+def test_runs_whose_control_parts_in_rows_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 16-bit kernels round otherwise in rows, and a run amplifies that until its spike is another one."""
+    run = running(plain)
+    path = ak.capture(run.model, run.optimizer, squares).follow(run.batches)
+    trajectory, sharing = path.trajectory, path.trajectory.dynamics.loss.sharing
+    runs = [Run(0, {0: None}), Run(0, {1: None}), Run(0, {2: None})]
+    alone = run_again(trajectory, runs, 4)
+    sharing.wanted = True  # as on a GPU
+    for values, other in zip(run_again(trajectory, runs, 4), alone):
+        assert values == pytest.approx(other)
+    assert trajectory.together("gradient", 4), "rows of this model run together"
+
+    def coarse(*args: Any) -> list[Any]:
+        found = row_gradients(*args)
+        for each in found:
+            each.loss.mul_(1.5)
+            torch._foreach_mul_(each.grads, 0.5)
+        return found
+
+    monkeypatch.setattr(exact_rows, "row_gradients", coarse)
+    for values, other in zip(run_again(trajectory, runs, 4), alone):
+        assert values == pytest.approx(other)
+    assert not trajectory.together("gradient", 4)

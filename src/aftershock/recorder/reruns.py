@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,11 @@ from ..core.probe import Reader, own_loss
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .quantity import Quantity
+from .quantity import Quantity, seen
+
+# Of how far the path reaches above its median: a control that runs among rows, in whose arithmetic kernels round
+# otherwise, and differs by more from what was recorded, is another run; 16-bit ones in a run that amplifies do that.
+PARTED = 0.05
 
 Values = Mapping[int, float]
 
@@ -54,7 +59,8 @@ def run_again(
     """The own loss or gradient norm of each run from its first step to step `last`, by place in the path; infinite
     once it diverges.
 
-    One gradient per run and step, less in rows on a GPU. A run ends where `done` says so.
+    One gradient per run and step, less in rows on a GPU. A run ends where `done` says so. Where the control among such
+    rows is not the recorded run any more, all of them run alone, in training's own arithmetic.
     """
     found: list[Values] = [{} for _ in runs]
     by_start: dict[int, list[int]] = {}
@@ -63,7 +69,13 @@ def run_again(
     most = max(map(len, by_start.values()), default=0)
     plan_lanes(trajectory, most, last, room(trajectory, trajectory.memory))
     for at, some in sorted(by_start.items()):
-        for i, values in zip(some, _side_by_side(trajectory, at, [runs[i] for i in some], last, done, quantity)):
+        work = (trajectory, at, [runs[i] for i in some], last, done, quantity)
+        beside = _side_by_side(*work)
+        if beside is None:
+            trajectory.dynamics.loss.sharing.settle("gradient", False)
+            beside = _side_by_side(*work)
+            assert beside is not None  # alone there is no other control
+        for i, values in zip(some, beside):
             found[i] = values
             tick()
     return found
@@ -71,15 +83,20 @@ def run_again(
 
 def _side_by_side(
     trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done, quantity: Quantity
-) -> list[dict[int, float]]:
+) -> list[dict[int, float]] | None:
+    """None where they ran together and their control parted from the path."""
     before = trajectory.state(at)
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
     starts = [run.start(before) for run in runs]
     rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
     reader, found, going = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs], set(range(len(runs)))
+    path = [seen(quantity, step) for step in trajectory.steps[: last + 1]]
+    apart = PARTED * (max(path) - statistics.median(path))
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last or not going:
             break
+        if moment.exact.together and not abs(_control(moment, quantity) - path[moment.time]) <= apart:
+            return None
         values = (_losses(reader, moment) if quantity == "loss" else _norms(moment)).tolist()
         for i in sorted(going):
             found[i][moment.time] = values[i]
@@ -87,6 +104,12 @@ def _side_by_side(
                 moment.exact.retire(i)
                 going.remove(i)
     return found
+
+
+def _control(moment: Moment, quantity: Quantity) -> float:
+    """The control's own value among rows that run together."""
+    rows = moment.exact
+    return (rows.own_losses(moment.time) if quantity == "loss" else rows.own_norms(moment.time))[0]
 
 
 def _losses(reader: Reader, moment: Moment) -> Float[Tensor, " row"]:
