@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,11 @@ LETTERS, LENGTH, WIDTH = 64, 16, 32
 PASSAGE = 200  # letters of the text that are learned: by heart, else the loss is too noisy for a spike to stand out
 CLASSES, PIXELS, NOISE = 10, 16, 0.5
 ROWS = 32
-LONGEST = 600  # steps until a run is given up
+LONGEST = {"cpu": 600, "cuda": 150}  # steps until a run is given up
+SEEDS = {"cpu": 100, "cuda": 8}
+EVERY = {"cpu": 1, "cuda": 8}  # steps between copies of a run, at one of which its window begins
+# Of the language models for a GPU: 30M with 50,304 words. They learn few tokens by heart, as the small ones do.
+TOKENS, SENTENCES, GPT_WIDTH, GPT_LAYERS, LEARNED = 128, 8, 384, 6, 1500
 
 Batch = tuple[Tensor, Tensor]
 
@@ -43,10 +48,17 @@ class Data:
 
     letters: Tensor
     images: Callable[[torch.Generator, int], Batch]
+    tokens: Tensor | None = None  # of the whole text, for the models that run on a GPU
 
     @classmethod
-    def read(cls, text: Path | None, images: Path | None) -> Data:
-        return cls(read_letters(text) if text else markov_letters(), _cifar(images) if images else smooth_images)
+    def read(cls, text: Path | None, images: Path | None, tokenizer: Path | None = None) -> Data:
+        letters = read_letters(text) if text else markov_letters()
+        return cls(letters, _cifar(images) if images else smooth_images, read_tokens(text, tokenizer) if text else None)
+
+    @property
+    def words(self) -> int:
+        """The vocabulary of its tokens."""
+        return 64 * math.ceil((int(_tokens(self).max()) + 1) / 64)
 
 
 def read_letters(path: Path) -> Tensor:
@@ -57,6 +69,15 @@ def read_letters(path: Path) -> Tensor:
     number[common] = np.arange(len(common))
     middle = len(found) // 2
     return torch.from_numpy(number[found][middle : middle + PASSAGE])
+
+
+def read_tokens(text: Path, tokenizer: Path | None) -> Tensor:
+    """A text as a tokenizer's numbers, or as bytes."""
+    if tokenizer is None:
+        return torch.from_numpy(np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.int64))
+    from tokenizers import Tokenizer
+
+    return torch.tensor(Tokenizer.from_file(str(tokenizer)).encode(text.read_text()).ids)
 
 
 def markov_letters() -> Tensor:
@@ -94,6 +115,19 @@ def _sentences(data: Data, generator: torch.Generator) -> Batch:
     start = torch.randint(len(data.letters) - LENGTH - 1, (ROWS, 1), generator=generator)
     letters = data.letters[start + torch.arange(LENGTH + 1)]
     return letters[:, :-1].contiguous(), letters[:, 1:].contiguous()
+
+
+def _tokens(data: Data) -> Tensor:
+    if data.tokens is None:
+        raise SystemExit("the language models for a GPU need a text: --text FILE")
+    return data.tokens
+
+
+def _passages(data: Data, generator: torch.Generator) -> Batch:
+    tokens = _tokens(data)
+    start = torch.randint(LEARNED - TOKENS - 1, (SENTENCES, 1), generator=generator)
+    some = tokens[start + torch.arange(TOKENS + 1)]
+    return some[:, :-1].contiguous(), some[:, 1:].contiguous()
 
 
 def _images(data: Data, generator: torch.Generator) -> Batch:
@@ -158,6 +192,26 @@ class Vision(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
+class Gpt(nn.Module):
+    """A causal transformer with torch's own attention, over a tokenizer's words; the words' table is the head, too."""
+
+    def __init__(self, words: int, dropout: float) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, GPT_WIDTH), nn.Embedding(TOKENS, GPT_WIDTH)
+        for table in (self.words, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+        heads = GPT_WIDTH // 64
+        layer = nn.TransformerEncoderLayer(
+            GPT_WIDTH, heads, 4 * GPT_WIDTH, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, GPT_LAYERS, nn.LayerNorm(GPT_WIDTH), enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.layers(x, mask=mask, is_causal=True) @ self.words.weight.T
+
+
 def _convolutions(normalized: bool) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 32)):
@@ -171,6 +225,16 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
+def token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def half_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return token_loss(model, batch)
+
+
 # --- kinds of runs
 
 
@@ -179,22 +243,36 @@ class Kind:
     """A model, its data, and learning rates at which it spikes now and then."""
 
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[[Data], nn.Module]
     draw: Callable[[Data, torch.Generator], Batch]
     lrs: tuple[float, ...]
     beta2: float = 0.999
     warmup: int = 50
+    loss: Callable[[nn.Module, Batch], Tensor] = loss_fn
+    device: str = "cpu"
+
+
+def _gpt(dropout: float = 0.0) -> Callable[[Data], nn.Module]:
+    return lambda data: Gpt(data.words, dropout)
 
 
 KINDS = (
-    Kind("LM, pre-norm, β2 0.999", lambda: Language(True), _sentences, (0.08, 0.1, 0.15)),
-    Kind("LM, pre-norm, β2 0.95", lambda: Language(True), _sentences, (0.12, 0.15), beta2=0.95),
-    Kind("LM, post-norm, β2 0.999", lambda: Language(False), _sentences, (0.05, 0.06, 0.07)),
-    Kind("LM, short warm-up", lambda: Language(True), _sentences, (0.07, 0.1, 0.12), warmup=5),
-    Kind("ViT", Vision, _images, (0.02, 0.03, 0.04)),
-    Kind("CNN", lambda: _convolutions(False), _images, (0.01, 0.015, 0.02)),
-    Kind("CNN, BatchNorm", lambda: _convolutions(True), _images, (0.05, 0.1)),
+    Kind("LM, pre-norm, β2 0.999", lambda _: Language(True), _sentences, (0.08, 0.1, 0.15)),
+    Kind("LM, pre-norm, β2 0.95", lambda _: Language(True), _sentences, (0.12, 0.15), beta2=0.95),
+    Kind("LM, post-norm, β2 0.999", lambda _: Language(False), _sentences, (0.05, 0.06, 0.07)),
+    Kind("LM, short warm-up", lambda _: Language(True), _sentences, (0.07, 0.1, 0.12), warmup=5),
+    Kind("ViT", lambda _: Vision(), _images, (0.02, 0.03, 0.04)),
+    Kind("CNN", lambda _: _convolutions(False), _images, (0.01, 0.015, 0.02)),
+    Kind("CNN, BatchNorm", lambda _: _convolutions(True), _images, (0.05, 0.1)),
 )
+
+HALF = {"loss": half_token_loss, "device": "cuda"}
+GPU_KINDS = (
+    Kind("GPT, float32", _gpt(), _passages, (0.02, 0.03), loss=token_loss, device="cuda"),
+    Kind("GPT, bfloat16", _gpt(), _passages, (0.015, 0.02, 0.03), **HALF),
+    Kind("GPT, bfloat16, dropout, β2 0.95", _gpt(0.1), _passages, (0.02, 0.03), beta2=0.95, **HALF),
+)
+KINDS_EVERYWHERE = (*KINDS, *GPU_KINDS)
 
 
 class Loop:
@@ -203,21 +281,23 @@ class Loop:
     def __init__(self, kind: Kind, lr: float, seed: int, data: Data) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.model = kind.build()
+            self.model = kind.build(data).to(kind.device)
         self.kind, self.lr, self.seed, self.data = kind, lr, seed, data
         betas = (0.9, kind.beta2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=betas, weight_decay=0.01)
 
     def batch(self, number: int) -> Batch:
-        return self.kind.draw(self.data, torch.Generator().manual_seed(1_000_003 * self.seed + number))
+        inputs, targets = self.kind.draw(self.data, torch.Generator().manual_seed(1_000_003 * self.seed + number))
+        return inputs.to(self.kind.device), targets.to(self.kind.device)
 
     def rate(self, number: int) -> float:
         return self.lr * min(1.0, (number + 1) / self.kind.warmup)
 
     def backward(self, number: int) -> tuple[Batch, Tensor]:
         batch = self.batch(number)
+        torch.manual_seed(1_000_003 * self.seed + number)  # the same masks with and without an earlier step
         self.optimizer.zero_grad()
-        loss = loss_fn(self.model, batch)
+        loss = self.kind.loss(self.model, batch)
         loss.backward()
         return batch, loss.detach()
 
@@ -252,7 +332,7 @@ class Window:
 
     def loop(self, folder: Path, data: Data) -> Loop:
         """The run at the window's first step."""
-        kind = next(kind for kind in KINDS if kind.name == self.kind)
+        kind = next(kind for kind in KINDS_EVERYWHERE if kind.name == self.kind)
         loop = Loop(kind, self.lr, self.seed, data)
         _load(loop, folder / f"{self.name}.safetensors")
         return loop
@@ -262,30 +342,53 @@ class Window:
         return self.trigger + AFTER
 
     @property
+    def repeats(self) -> bool:
+        """Whether its run has the same bits each time."""
+        return next(kind for kind in KINDS_EVERYWHERE if kind.name == self.kind).device == "cpu"
+
+    @property
     def by_step(self) -> dict[int, float]:
         return dict(enumerate(self.losses, self.start))
 
 
-def first_spike(kind: Kind, lr: float, seed: int, data: Data) -> int | None:
-    """The first step at which the recorder's own trigger fires on the loss; None where the run stays calm or breaks."""
+@dataclass(frozen=True)
+class Found:
+    """A spike of a run: the loop at its window's first step, and the losses from there on."""
+
+    loop: Loop
+    start: int
+    trigger: int
+    losses: tuple[float, ...]
+
+
+def first_spike(kind: Kind, lr: float, seed: int, data: Data) -> Found | None:
+    """The first step at which the recorder's own trigger fires on the loss; None where the run stays calm or breaks.
+
+    The run is made once, with copies on the way: on a GPU it may not repeat itself.
+    """
     loop, trigger = Loop(kind, lr, seed, data), Spike("loss")
     trigger.begin(WINDOW)
-    found, number = None, 0
-    while number < LONGEST and (found is None or number <= found + AFTER):
-        loss = loop.step(number)
-        if not math.isfinite(loss):
+    fired, losses, copies = None, list[float](), deque[tuple[int, Loop]](maxlen=WINDOW // EVERY[kind.device] + 2)
+    while len(losses) < LONGEST[kind.device] and (fired is None or len(losses) <= fired + AFTER):
+        number = len(losses)
+        if fired is None and number % EVERY[kind.device] == 0:
+            copies.append((number, loop.twin()))
+        losses.append(loop.step(number))
+        if not math.isfinite(losses[-1]):
             return None
-        record: Any = SimpleNamespace(loss=loss)
-        if trigger.fires(record) and found is None:
-            found = number
-        number += 1
-    return found if found is not None and number > found + AFTER else None
+        record: Any = SimpleNamespace(loss=losses[-1])
+        if trigger.fires(record) and fired is None:
+            fired = number
+    if fired is None or len(losses) <= fired + AFTER:
+        return None
+    start, first = max((copy for copy in copies if copy[0] <= max(0, fired - WINDOW)), key=lambda copy: copy[0])
+    return Found(first, start, fired, tuple(losses[start:]))
 
 
 def find(kind: Kind, wanted: int, data: Data, folder: Path) -> Iterator[Window]:
     """Seeds in turn, each with every rate, until there are enough windows; what was found before is read."""
     count = 0
-    for seed in range(100):
+    for seed in range(SEEDS[kind.device]):
         for lr in kind.lrs:
             if count == wanted:
                 return
@@ -299,22 +402,13 @@ def _window(kind: Kind, lr: float, seed: int, data: Data, folder: Path) -> Windo
     name = "".join(c if c.isalnum() else "-" for c in f"{kind.name} {lr} {seed}")
     path = folder / f"{name}.json"
     if not path.is_file():
-        trigger = first_spike(kind, lr, seed, data)
-        path.write_text(
-            json.dumps(None if trigger is None else asdict(_keep(name, kind, lr, seed, trigger, data, folder)))
-        )
+        spike = first_spike(kind, lr, seed, data)
+        if spike is not None:
+            _save(spike.loop, folder / f"{name}.safetensors")
+        window = spike and Window(name, kind.name, lr, seed, spike.start, spike.trigger, spike.losses)
+        path.write_text(json.dumps(window and asdict(window)))
     found = json.loads(path.read_text())
     return None if found is None else Window(**{**found, "losses": tuple(found["losses"])})
-
-
-def _keep(name: str, kind: Kind, lr: float, seed: int, trigger: int, data: Data, folder: Path) -> Window:
-    """The run again, up to the window's first step, whose state is written."""
-    loop, start = Loop(kind, lr, seed, data), max(0, trigger - WINDOW)
-    for number in range(start):
-        loop.step(number)
-    _save(loop, folder / f"{name}.safetensors")
-    losses = tuple(loop.step(number) for number in range(start, trigger + AFTER + 1))
-    return Window(name, kind.name, lr, seed, start, trigger, losses)
 
 
 def _save(loop: Loop, path: Path) -> None:
