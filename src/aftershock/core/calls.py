@@ -1,7 +1,7 @@
 """The user's code as a pure call, with parameters, buffers and randomness in place.
 
-Everything runs inside `functional_call` on a wrapper around the captured model, so that backward
-passes that call the model again (activation checkpointing) still see the right parameters. Buffers
+Parameters and buffers are in the model's places until a program has ended, so that backward passes that
+call the model again (activation checkpointing) still see the right ones. Buffers
 are cloned per call, the global random state is put back, and the user's model is never touched.
 """
 
@@ -23,6 +23,7 @@ from .derivatives import derivative_error, first_line, named_line, refuse_reentr
 from .keeper import Keeper, Left
 from .layout import Layout
 from .outside import marked, refuse_written
+from .places import Places
 from .randomness import RandomState, drawing_from
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
@@ -44,17 +45,6 @@ class Autocast:
     def now(cls, device: torch.device) -> Autocast:
         kind = device.type
         return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-
-class Wrapper(nn.Module):
-    """Runs a program with the model while `functional_call` holds the parameters in place."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, program: Callable[[nn.Module], Any]) -> Any:
-        return program(self.model)
 
 
 class Calls:
@@ -82,7 +72,7 @@ class Calls:
         self.zeroed = zeroed  # parameters that the loop leaves with zeros, not None, where a batch does not use them
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
-        self.wrapper = Wrapper(model)
+        self.places = Places(model)
         self.keeper = Keeper(model, loss_fn)
         self._tried = False  # has a pass been seen to leave the constants as they are?
 
@@ -110,10 +100,9 @@ class Calls:
         What user code changes otherwise ends with the call; `left` is filled with it, `begin` runs first.
         """
         device = self.layout.device
-        tensors = {f"model.{n}": p for n, p in zip(self.layout.names, parameters)}
         constants = self._constants()
-        tensors |= {f"model.{n}": p for n, p in constants.items()}
-        tensors |= {f"model.{n}": b.clone() for n, b in buffers.items()}
+        copied = {name: b.clone() for name, b in buffers.items()}
+        tensors = {**dict(zip(self.layout.names, parameters)), **constants, **copied}
         # views of one vector share its count of writes
         counted = parameters[:1] if self.layout.uniform else parameters
         held = [p for p in (*counted, *constants.values()) if not p.is_inference()]
@@ -133,8 +122,9 @@ class Calls:
             stack.enter_context(self.keeper.untouched([] if left is None else left))
             if begin is not None:
                 begin()
-            result = torch.func.functional_call(self.wrapper, tensors, (program,), tie_weights=True)
-        kept = {n: tensors[f"model.{n}"] for n in buffers}
+            with self.places.holding(tensors):
+                result = program(self.model)
+        kept = {name: tensors[name] for name in buffers}
         self.moving |= {name for name, b in kept.items() if b._version}
         refuse_written(copies)
         if versions != [p._version for p in held]:

@@ -112,9 +112,9 @@ def plain_name(name: str) -> str:
 class PrivateCopy:
     """The model's code and configuration with empty tensors in the place of its data.
 
-    Data comes in through `functional_call`; a tensor that this forgets fails loudly, since it is on the
-    meta device. Hooks stay behind, except those by which torch itself computes weights (weight_norm,
-    spectral_norm, pruning) and, with hooks="run", the user's.
+    Data comes in through `Places`; a tensor that this forgets fails loudly, since it is on the meta device. Hooks stay
+    behind, except those by which torch itself computes weights (weight_norm, spectral_norm, pruning) and, with
+    hooks="run", the user's.
     """
 
     def __init__(self, model: nn.Module, hooks: Hooks | None = None) -> None:

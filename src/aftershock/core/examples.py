@@ -87,12 +87,9 @@ def example_derivatives(
             example = spec.unflatten([x if dim is None else x.unsqueeze(0) for x, dim in zip(pieces, dims)])
 
             def loss_at(parameters: list[Tensor]) -> Tensor:
-                inside = {f"model.{n}": p for n, p in zip(function.layout.names, parameters)}
-                with function.forward():
-                    loss = torch.func.functional_call(
-                        function.wrapper, inside, (lambda m: function.loss_fn(m, example),), tie_weights=True
-                    )
-                return loss.reshape(())
+                inside = dict(zip(function.layout.names, parameters))
+                with function.forward(), function.places.holding(inside):
+                    return function.loss_fn(model, example).reshape(())
 
             loss, slope = torch.func.jvp(loss_at, (leaves,), (tangents,))  # type: ignore[misc]
             return loss, slope

@@ -38,9 +38,8 @@ def row_readings(
         return found
 
     def one(own: list[Tensor], held: dict[str, Tensor]) -> Float[Tensor, " reading"]:
-        inside = {f"model.{name}": p for name, p in zip(loss.layout.names, own)}
-        inside |= {f"model.{name}": b for name, b in held.items()}
-        return torch.func.functional_call(loss.wrapper, inside, (numbers,), tie_weights=True)
+        with loss.places.holding({**dict(zip(loss.layout.names, own)), **held}):
+            return numbers(loss.model)
 
     def mapped(rows: Float[Tensor, "row param"], held: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, "row reading"]:
         stacked = {name: torch.stack([each[name] for each in held]) for name in held[0]}

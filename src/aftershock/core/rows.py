@@ -317,12 +317,10 @@ def _loss_at(
     loss: LossFunction, parameters: Sequence[Tensor], moving: Mapping[str, Tensor], batch: Batch, where: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One row's loss, and the moving buffers that it leaves."""
-    inside = {f"model.{name}": p for name, p in zip(loss.layout.names, parameters)}
-    held = {f"model.{name}": b.clone() for name, b in moving.items()}
-    value = torch.func.functional_call(
-        loss.wrapper, {**inside, **held}, (lambda model: loss.raw(model, batch, where),), tie_weights=True
-    )
-    return value, {name: held[f"model.{name}"] for name in moving}
+    inside = dict(zip(loss.layout.names, parameters)) | {name: b.clone() for name, b in moving.items()}
+    with loss.places.holding(inside):
+        value = loss.raw(loss.model, batch, where)
+    return value, {name: inside[name] for name in moving}
 
 
 def _over_parameters(
