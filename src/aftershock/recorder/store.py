@@ -22,6 +22,7 @@ from .records import Record
 from .runs import place_of, run_folders
 
 FLIGHT_FORMAT = "aftershock-flight-3"
+DROPPED = "which kept no window, and whose last steps were dropped when another run began in its folder"
 LONGEST = 10**6  # steps in one window: more is no window but a name that makes no sense
 
 
@@ -107,7 +108,7 @@ def open_flight(directory: Path, step: int | None = None, run: str | None = None
         folders = run_folders(directory) if run is None else [directory]
         found = _newest({folder: _windows(folder) for folder in reversed(folders)}, directory, step)
     if run is not None and found.run["id"] != run:
-        raise InvalidFile(f"{found.folder} was written by another run than the one that is asked for")
+        raise InvalidFile(f"{found.folder} was written by another run than the one that is asked for, {DROPPED}")
     name, number, runs = place_of(found.folder.parent)
     return replace(found, name=name, number=number, runs=runs)
 
@@ -121,11 +122,14 @@ def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int |
         if step is not None and holding:
             return _first_whole(holding, step)
     if step is None:
-        raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
+        raise InvalidFile(
+            f"{directory} holds no whole step with a state before it: nothing was recorded there, or by a run {DROPPED}"
+        )
     each = [(place_of(folder)[1], _held(windows)) for folder, windows in runs.items() if windows]
     held = "; ".join(f"{steps} (run {number})" if len(each) > 1 else steps for number, steps in each)
     raise InvalidInput(
-        f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held or 'of no run'}"
+        f"step {step} was not recorded, or was dropped (of runs that are over, kept windows stay): {directory} holds "
+        f"steps {held or 'of no run'}"
     )
 
 
