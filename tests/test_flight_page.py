@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gc
+import importlib
 import json
 import math
 import random
@@ -484,6 +486,59 @@ def test_explain_takes_one_window_a_file_and_less_proof(flight: Path, project: P
     assert "learning rate" not in result.stdout  # no treatment but the batch left out
     assert (project / f"flight-step{SPIKE}.html").is_file()
     assert random.Random(0).random() > 0  # the file hides no other module of its name
+
+
+TEACHER = """
+import torch
+from torch import nn
+
+teacher = nn.Linear(3, 1).requires_grad_(False)
+nn.init.constant_(teacher.weight, 0.5)
+
+
+def loss_fn(model, batch):
+    return (model(batch) - teacher(batch)).square().mean()
+
+
+def build():
+    model = nn.Linear(3, 1)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "loss_fn": loss_fn,
+        "constant": [teacher],
+        "describe": lambda batch: f"a batch of {len(batch)} rows",
+    }
+
+
+def bare():
+    return build()["model"], loss_fn
+"""
+
+
+def test_a_command_knows_constants_and_descriptions(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "taught.py").write_text(TEACHER)
+    monkeypatch.syspath_prepend(project)
+    made = importlib.import_module("taught").build()
+    model, optimizer, loss_fn = (made[name] for name in ("model", "optimizer", "loss_fn"))
+    with ak.FlightRecorder(
+        model, optimizer, loss_fn, "taught_flight", window=12, after=0, triggers=(), constant=made["constant"]
+    ) as recorder:
+        for step in range(12):
+            batch = torch.randn(4, 3) * (50 if step == 11 else 1)
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    del recorder
+    gc.collect()  # a recorder that is alive would tell its constants
+    few = ["--step", 11, "--verify", 1, "--placebos", 2, "--no-treatments"]
+    result = call("explain", "taught_flight", "--build", "taught:build", *few)
+    assert result.exit_code == 0, result.stderr
+    assert "a batch of 4 rows" in (project / "taught_flight-step11.html").read_text()
+    bare = failed(call("explain", "taught_flight", "--build", "taught:bare", *few))
+    assert "in the dict that build() returns" in bare
 
 
 def test_bad_input_is_one_line(flight: Path, project: Path) -> None:

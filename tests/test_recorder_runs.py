@@ -107,9 +107,7 @@ def test_the_ring_of_a_run_that_is_over_goes_and_what_it_kept_stays(tmp_path: Pa
     assert [r.directory.name for r in (alive.recorder, third)] == ["run-2", "run-3"]
     assert open_flight(tmp_path, 11).run["id"] == first.run
     assert ak.explain(first, verify=0, references=0).data.attrs["step"] == 9
-    with pytest.raises(
-        InvalidInput, match=r"step 13 was not recorded, or was dropped \(of runs that are over, kept wind"
-    ):
+    with pytest.raises(InvalidInput, match=r"step 13 was not recorded, or was dropped \(of runs that are over"):
         open_flight(tmp_path, 13)
     fourth = recorded(tmp_path, 5, trigger=3)  # where the third was, which kept nothing
     assert fourth.directory == third.directory

@@ -338,7 +338,8 @@ def explain(
     afterwards would take as long again.
 
     `build()` is a function of yours that returns `(model, optimizer, loss_fn)` as training makes them, or a dict of
-    them by these names; the doctor takes the same one. A flight is the folder that a FlightRecorder was given.
+    them by these names, with `dataset`, `constant` and `describe` where the recorder has them; the doctor takes the
+    same one. A flight is the folder that a FlightRecorder was given.
     Example: `aftershock explain flight --build train.py:build --step 340`.
     """
     from ..recorder.explain import explain as explain_flight
@@ -353,6 +354,8 @@ def explain(
             model=built.model,
             loss_fn=built.loss_fn,
             dataset=built.dataset,
+            constant=built.constant,
+            describe=built.describe,
             clip=clip,
             window=window,
             verify=verify,

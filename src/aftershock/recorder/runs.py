@@ -25,7 +25,7 @@ PARTS = re.compile(r"\.(step|state)-\d+\.safetensors\..*|\.(run|trigger)\.json\.
 
 
 def claim(directory: Path) -> tuple[Path, str]:
-    """(a folder of this run's own under `directory`, the run's id); what runs that are over left and nobody needs is cleared."""
+    """(a folder of this run's own under `directory`, the run's id); what nobody needs of runs that are over goes."""
     directory.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(directory):
         earlier = run_folders(directory)
