@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -375,6 +376,39 @@ def test_parts_of_a_wrong_prediction_are_not_shown(found: FlightExplanation, tmp
     assert "Predictions are not drawn" in fast
     assert "in θ" not in fast
     assert "plot-channels" not in (tmp_path / "page.html").read_text()
+
+
+def rows_of(page: Path, table: str) -> list[list[str]]:
+    """The cells of the body of the first table of this class."""
+    body = page.read_text().split(f"<table class='{table}'", 1)[1].split("<tbody>", 1)[1].split("</tbody>", 1)[0]
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in body.split("<tr")[1:]]
+
+
+def test_the_table_shows_parts_of_right_predictions_alone(found: FlightExplanation, tmp_path: Path) -> None:
+    page = write_flight_page(found, tmp_path / "page.html")
+    rows = rows_of(page, "sortable")
+    told = {int(re.sub("<.*?>", "", cells[0])): cells[-3:] for cells in rows}
+    close = {c.step: abs(c.predicted - c.measured) <= 0.5 * abs(c.measured) for c in found.culprits if c.step in told}
+    assert close[CULPRIT]
+    assert not all(close.values())
+    assert all(all(cells) if close[step] else not any(cells) for step, cells in told.items())
+    data = found.data.copy(deep=True)
+    data["contribution"].loc[{"step": CULPRIT, "channel": "m"}] += 1e9
+    data["contribution"].loc[{"step": CULPRIT, "channel": "v"}] -= 1e9
+    rows = rows_of(write_flight_page(FlightExplanation(data), tmp_path / "page.html"), "sortable")
+    assert next(cells for cells in rows if f">{CULPRIT}<" in cells[0])[-2:] == ["off scale", "off scale"]
+    assert "e+09" not in page.read_text().split("plot-channels", 1)[0]
+
+
+def test_the_update_is_told_by_layer(found: FlightExplanation, tmp_path: Path) -> None:
+    rows = rows_of(write_flight_page(found, tmp_path / "page.html"), "by-layer")
+    sizes, step = found.data["layer_update_size"], found.data.attrs["stretch"][0] - 1
+    assert [cells[0] for cells in rows] == sorted(
+        ["0", "2"], key=lambda name: -float(sizes.sel(place=step, layer=name))
+    )
+    for name, usual, at in rows:
+        assert at == f"{float(sizes.sel(place=step, layer=name)):.3g}"
+        assert usual == f"{float(sizes.sel(layer=name, place=slice(None, step - 1)).median()):.3g}"
 
 
 def test_the_certificate_is_coloured_by_its_levels(found: FlightExplanation, tmp_path: Path) -> None:

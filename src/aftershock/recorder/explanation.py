@@ -112,16 +112,16 @@ class FlightExplanation:
         shares = self.data["example_share"].sel(step=step).values
         order = [int(i) for i in np.argsort(-shares) if math.isfinite(shares[i])]
         total = float(row.sum(skipna=False))
-        absurd = abs(total) > OFF_SCALE * max(attrs["peak"], 0.0) > 0
+        bounded = on_scale(total, self)
         parts = {str(name): float(row.sel(channel=name)) for name in row["channel"].values}
         return Culprit(
             step=step,
             delay=int(attrs["step"]) - step,
             role=str(self.data["role"].sel(step=step).item()),
-            predicted=math.copysign(math.inf, total) if absurd else total,
+            predicted=bounded,
             measured=float(self.data["measured"].sel(change=attrs["ranked_by"], step=step)),
             left=float(self.data["left"].sel(step=step)),
-            channels=dict.fromkeys(parts, math.nan) if absurd else parts,
+            channels=dict.fromkeys(parts, math.nan) if math.isinf(bounded) else parts,
             batches=tuple(attrs["batches"][str(step)]),
             examples=tuple((i, float(shares[i])) for i in order),
         )
@@ -232,6 +232,12 @@ class FlightExplanation:
         lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
         value = f"the {self.quantity} {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
         return "\n".join([f"Earlier steps and {value}: {added}", *lines])
+
+
+def on_scale(value: float, found: FlightExplanation) -> float:
+    """A predicted size; infinite where it is so many times the event that it has none."""
+    absurd = abs(value) > OFF_SCALE * max(found.data.attrs["peak"], 0.0) > 0
+    return math.copysign(math.inf, value) if absurd else value
 
 
 def _cells(culprit: Culprit) -> dict[str, str]:
