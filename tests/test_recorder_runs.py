@@ -179,6 +179,23 @@ def flip(path: Path) -> None:
     rewrite(path, bytes(data))
 
 
+def test_a_trigger_that_cannot_be_read_blocks_nothing(tmp_path: Path) -> None:
+    live = Live(tmp_path, after=2, triggers=[AtStep(9)])
+    with live.recorder:
+        live.step(20)
+    trigger = tmp_path / "ring" / "trigger.json"
+    trigger.write_text("{")
+    worst = open_flight(tmp_path)
+    assert (worst.trigger, "trigger.json cannot be read" in worst.damaged[0]) == (9, True)
+    write_json(trigger, {"step": [], "reason": "x"})  # of another type
+    assert "does not say which step it was kept for" in open_flight(tmp_path).damaged[0]
+    asked = open_flight(tmp_path, 18)
+    assert (asked.folder.name, asked.trigger, len(asked.damaged)) == ("ring", None, 1)
+    (tmp_path / "step-000009" / "flight.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"flight.json cannot be read.*; step= may still explain .* \(\d+–19\)"):
+        open_flight(tmp_path)
+
+
 def test_a_hole_is_said(tmp_path: Path) -> None:
     recorded(tmp_path, 12)
     flip(tmp_path / "ring" / "step-00000005.safetensors")
@@ -208,9 +225,14 @@ def test_a_damaged_window_does_not_block_the_others(tmp_path: Path, monkeypatch:
         live.step(34)
     flip(tmp_path / "step-000030" / "step-00000027.safetensors")
     assert open_flight(tmp_path, 9).trigger == 9
-    with pytest.raises(InvalidFile, match=r"step-00000027.* by their steps \(9\)"):
-        open_flight(tmp_path)
+    passed_over = open_flight(tmp_path)
+    assert (passed_over.trigger, passed_over.others) == (9, ())
+    assert "step-00000027" in passed_over.damaged[0]
     (tmp_path / "step-000030" / "flight.json").write_text("[1]")
+    assert (open_flight(tmp_path).trigger, len(open_flight(tmp_path).damaged)) == (9, 1)
+    found = ak.explain(live.recorder, verify=0, references=0)
+    assert found.data.attrs["step"] == 9
+    assert f"Damaged, and passed over: {tmp_path / 'step-000030' / 'flight.json'} is not a descr" in str(found)
     assert open_flight(tmp_path, 9).trigger == 9
     assert open_flight(tmp_path, 30).folder.name == "ring"  # the same steps of the same run
     reads: list[Path] = []
@@ -258,7 +280,6 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         f / "ring" / "run.json", {"id": "x", "began": 0, "window": 10**9}
     ),
     "run.json is a list": lambda f: (f / "ring" / "run.json").write_text("[" * 5000) and None,
-    "trigger.json of another type": lambda f: write_json(f / "ring" / "trigger.json", {"step": [], "reason": "x"}),
     "a file of the far future": lambda f: rewrite(
         (f / "ring" / "step-00000011.safetensors").rename(f / "ring" / "step-999999999999.safetensors"), b"x"
     ),

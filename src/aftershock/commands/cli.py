@@ -329,7 +329,9 @@ def explain(
         Path | None,
         typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
     ] = None,
-    skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
+    skip_list: Annotated[
+        Path | None, typer.Option(help="Where to write the batches to skip, as JSON; exit code 1 where none did it.")
+    ] = None,
 ) -> None:
     """Say what kind of event raised a recorded loss or gradient norm, who did it, and what would have
     prevented it, and write a page.
@@ -371,7 +373,7 @@ def explain(
         except MissingPackage as error:  # what was asked for stands above
             typer.echo(f"\nno page: {error}")
     if skip_list is not None:
-        with _plain_errors(f"cannot write {skip_list}"):
+        with _plain_errors(f"cannot write {skip_list}"):  # nobody blamed is an error: an older list may be there
             typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
 
 

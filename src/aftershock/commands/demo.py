@@ -239,9 +239,11 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         losses = list(flown.losses)
         console.print(f"\n{_story(text, size, batches, losses)}\n\n{_found(flown, _pages(flown, out))}", soft_wrap=True)
         console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
-    flown.main.save_skip_list(out / "skip.json")
+    skips = "Nobody is blamed, so that there is no list of batches to skip."
+    if flown.main.skip:
+        skips = f"The batches to skip: {flown.main.save_skip_list(out / 'skip.json')}."
     console.print(
-        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}. "
+        f"\n{skips} All of this took {duration(time.perf_counter() - start)}. "
         f"A spike again, as you would type it for a run of yours:\n  aftershock explain {out / 'flight'} --step "
         f"{flown.main.data.attrs['step']} --build aftershock.commands.demo:build",
         soft_wrap=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..errors import MissingPackage
+from ..errors import InvalidInput, MissingPackage
 from ..results.files import write_whole
 from . import certificate as trust
 from . import verdict as words
@@ -155,8 +155,17 @@ class FlightExplanation:
         return [index for step in self.blamed for index in attrs["batches"][str(step)]]
 
     def save_skip_list(self, path: str | Path) -> Path:
-        """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read."""
+        """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read.
+
+        Where no batch is to blame it writes nothing and raises `InvalidInput`: a list that was there stays as it was.
+        """
         path = Path(path)
+        if not self.skip:
+            raise InvalidInput(
+                f"no batch is to blame ({self.kind}), so no skip list is written"
+                + (f", and {path} stays as it was" if path.exists() else "")
+                + "; found.skip tells beforehand"
+            )
         write_whole(path, lambda part: Path(part).write_text(json.dumps(self.skip, indent=4)))
         return path
 

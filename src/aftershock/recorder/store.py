@@ -69,6 +69,7 @@ class Flight:
     trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
     missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
+    damaged: tuple[str, ...] = ()  # what was passed over because it cannot be read
     others: tuple[int, ...] = ()  # triggers of the run's other windows, where it was chosen among them
     name: str = "flight"  # of the folder that the recorder was given
     number: int = 1  # of the run in that folder
@@ -152,6 +153,10 @@ class _Window(ABC):
     states: Mapping[int, Path]
 
     @abstractmethod
+    def seen(self) -> Seen | None:
+        """What it is about, where something triggered."""
+
+    @abstractmethod
     def open(self, step: int | None) -> Flight: ...
 
 
@@ -171,29 +176,24 @@ class _Frozen(_Window):
         listed = [folder / name for name in kept.files]
         return cls(folder, numbered_in(listed, "step"), numbered_in(listed, "state"), kept)
 
-    @property
-    def trigger(self) -> int:
-        """By its name where its description is damaged."""
-        return self.kept.seen.step if self.kept is not None else max(self.steps, default=-1)
+    def whole(self) -> Kept:
+        if self.kept is None:
+            raise InvalidFile(f"{self.error}") from self.error
+        return self.kept
 
-    @property
-    def height(self) -> float:
-        """Where its description is damaged, it may be the worst: that is said, before another one answers."""
-        return self.kept.seen.height if self.kept is not None else math.inf
+    def seen(self) -> Seen:
+        return self.whole().seen
 
     def open(self, step: int | None) -> Flight:
-        if self.error is not None or self.kept is None:
-            raise InvalidFile(f"{self.error}") from self.error
-        digests = self.kept.files
+        kept = self.whole()
         for path in (*self.steps.values(), *self.states.values()):
             if not path.is_file():
                 raise InvalidFile(f"{self.folder} is incomplete: {path.name} is missing")
-            if read_header(path)[0] != digests[path.name]:
+            if read_header(path)[0] != kept.files[path.name]:
                 raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
         records = {number: read_record(path, number) for number, path in self.steps.items()}
-        seen = self.kept.seen
-        wanted = seen.step if step is None else step
-        return _unbroken(self, records, self.states, self.kept.run, wanted, {}, seen)
+        wanted = kept.seen.step if step is None else step
+        return _unbroken(self, records, self.states, kept.run, wanted, {}, kept.seen)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _Ring(_Window):
 
     def open(self, step: int | None) -> Flight:
         run = _run(_read_json(self.folder / "run.json"), self.folder)
-        seen = self.seen()
+        seen, unread = self._seen(asked=step is not None)
         damaged: dict[int, str] = {}
         records = {}
         for number, path in self.steps.items():
@@ -212,12 +212,21 @@ class _Ring(_Window):
                 damaged[number] = str(error)
         wanted = step if step is not None else max(records, default=0) if seen is None else seen.step
         states = {number: path for number, path in self.states.items() if _is_state(path, number)}
-        return _unbroken(self, records, states, run, wanted, damaged, seen)
+        return replace(_unbroken(self, records, states, run, wanted, damaged, seen), damaged=unread)
 
     def seen(self) -> Seen | None:
         """What the window that is still open is about."""
         path = self.folder / "trigger.json"
         return Seen.of(_read_json(path), self.folder) if path.exists() else None
+
+    def _seen(self, asked: bool) -> tuple[Seen | None, tuple[str, ...]]:
+        """And what is damaged: where a step was asked for, it can be explained without."""
+        try:
+            return self.seen(), ()
+        except InvalidFile as error:
+            if not asked:
+                raise
+            return None, (str(error),)
 
 
 def _windows(folder: Path) -> list[_Window]:
@@ -231,23 +240,30 @@ def _windows(folder: Path) -> list[_Window]:
 def _worst(windows: Sequence[_Window]) -> Flight:
     """The window of a run whose trigger rose highest, of equals the last; its ring, where nothing has triggered.
 
-    A damaged one is said: another trigger would be another question.
+    One that is damaged is passed over, and that is said.
     """
-    ring = next((window for window in windows if isinstance(window, _Ring)), None)
-    kept: list[tuple[float, int, _Window]] = [(w.height, w.trigger, w) for w in windows if isinstance(w, _Frozen)]
-    seen = None if ring is None else ring.seen()
-    if ring is not None and seen is not None:
-        kept.append((seen.height, seen.step, ring))
-    if ring is not None and not kept:
-        return ring.open(None)
-    *rest, (_, _, worst) = sorted(kept, key=lambda one: one[:2])
-    others = sorted(trigger for _, trigger, _ in rest)
-    try:
-        return replace(worst.open(None), others=tuple(others))
-    except InvalidFile as error:
-        listed = ", ".join(map(str, others))
-        hint = f"; the windows of other triggers can be asked for by their steps ({listed})" if others else ""
-        raise InvalidFile(f"{error}{hint}") from error
+    kept: list[tuple[Seen, _Window]] = []
+    damaged: list[InvalidFile] = []
+    for window in windows:
+        try:
+            seen = window.seen()
+        except InvalidFile as error:
+            damaged.append(error)
+            continue
+        if seen is not None:
+            kept.append((seen, window))
+    kept.sort(key=lambda one: (one[0].height, one[0].step), reverse=True)
+    if not kept and not damaged:
+        return windows[-1].open(None)
+    for i, (_, window) in enumerate(kept):
+        try:
+            found = window.open(None)
+        except InvalidFile as error:
+            damaged.append(error)
+            continue
+        others = sorted(seen.step for seen, _ in kept[i + 1 :])
+        return replace(found, others=tuple(others), damaged=tuple(map(str, damaged)))
+    raise InvalidFile(f"{damaged[0]}; step= may still explain one of the steps that are there ({_held(windows)})")
 
 
 def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
@@ -255,7 +271,7 @@ def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
     those the one that goes on longest."""
 
     def order(window: _Window) -> tuple[bool, int, int]:
-        own = isinstance(window, _Frozen) and window.trigger == step
+        own = isinstance(window, _Frozen) and window.kept is not None and window.kept.seen.step == step
         return not own, min(window.steps), -max(window.steps)
 
     refused: list[InvalidFile] = []
