@@ -48,6 +48,10 @@ def other():
     return nn.Linear(5, 1).double(), build()[1]
 
 
+def wider():
+    return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 1)).double(), build()[1]
+
+
 def broken():
     raise ValueError("no data here")
 
@@ -589,7 +593,12 @@ def test_bad_input_is_one_line(flight: Path, project: Path) -> None:
     assert "running code/fails.py failed: ValueError: no data here" in said(build="code/fails.py:build")
     assert "ValueError: no data here" in said(build="its_training:broken")
     assert "it returned int" in said(build="its_training:nothing")
-    assert "was saved from another model" in said(build="its_training:other")
+    what_to_do = "; give the model with the sizes that it had there (model=; for a command, what build() returns)"
+    assert f"was saved from another model: parameter '0.bias' is only in one of them{what_to_do}" in said(
+        build="its_training:other"
+    )
+    told = said(build="its_training:wider")
+    assert f"parameter '0.weight' is (12, 5) in the file and (16, 5) in the model{what_to_do}" in told
 
 
 def test_a_page_that_cannot_be_written_is_named(flight: Path, project: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidFile, InvalidInput
-from ..results.files import read_header, write_whole
+from ..results.files import OTHER_VERSION, read_header, write_whole
 from .record_files import read_record
 from .records import Record
 from .runs import place_of, run_folders
@@ -355,7 +355,9 @@ def _read_json(path: Path, format: str | None = None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidFile(f"{path} is not a description of a flight")
     if found.get("format") != format:
-        raise InvalidFile(f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
+        raise InvalidFile(
+            f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT}); {OTHER_VERSION}"
+        )
     if found.pop("digest", None) != _digest(found):
         raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
     return found
