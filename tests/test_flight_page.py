@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.errors import InvalidFile
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.other_runs import other_runs, with_an_effect
 from aftershock.recorder.triggers import AtStep
@@ -478,6 +479,22 @@ def test_calm_and_broken_runs_have_pages(flight: Path, browser: Any, tmp_path: P
             assert page.locator("#plot-course svg.main-svg").first.is_visible()
             assert page.locator("#plot-trials, #plot-treatments").count() == 0
             assert found.verdict in found._repr_html_()
+
+
+def test_an_explanation_is_saved_and_says_the_same(flight: Path, found: FlightExplanation, tmp_path: Path) -> None:
+    calm = explained(flight, WARM + 12)
+    assert calm.kind == "no spike"
+    odd = with_data(found, own_left=math.inf, group_left=-math.inf, descriptions={str(SPIKE): {"text": "ünï"}})
+    for i, each in enumerate((found, calm, odd)):
+        each.save(tmp_path / f"{i}.zarr")
+        loaded = FlightExplanation.load(tmp_path / f"{i}.zarr")
+        assert str(loaded) == str(each)
+        assert repr(loaded.data.attrs) == repr(each.data.attrs)
+        pages = [one.report(tmp_path / "page.html").read_text() for one in (each, loaded)]
+        assert pages[0] == pages[1]
+    FlightExplanation(found.data.drop_vars("role")).save(tmp_path / "other.zarr")
+    with pytest.raises(InvalidFile, match="not a saved explanation of a flight of this version"):
+        FlightExplanation.load(tmp_path / "other.zarr")
 
 
 # --- aftershock explain

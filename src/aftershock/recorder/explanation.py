@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import InvalidInput, MissingPackage
 from ..results.files import write_whole
+from ..results.labelled import LabelledResult
 from . import certificate as trust
 from . import verdict as words
 from .descriptions import read
@@ -47,12 +48,12 @@ class Culprit:
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
 
 
-@dataclass(frozen=True)
-class FlightExplanation:
+class FlightExplanation(LabelledResult):
     """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
-    nothing else is kept."""
+    nothing else is kept, so that `save` and `load` give the same words and page."""
 
-    data: xr.Dataset
+    noun = "explanation of a flight"
+    wanted = ("contribution", "layer_contribution", "layer_update_size", "measured", "left", "role", "example_share")
 
     @property
     def kind(self) -> str:
