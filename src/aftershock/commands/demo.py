@@ -218,9 +218,9 @@ class Flown:
 def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
 
-    `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
-    drawn from `seed`, and the caller's own random state stays as it was. About a minute on one core; `quick` is for
-    tests.
+    `out` receives flight.html (and a page for each other spike), the recorded flights and, where a batch is blamed,
+    skip.json. Everything is drawn from `seed`, and the caller's own random state stays as it was. About a minute on one
+    core; `quick` is for tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
     out.mkdir(parents=True, exist_ok=True)
