@@ -18,7 +18,7 @@ from .cases import make
 
 
 class Toy(LabelledResult):
-    noun = "toy"
+    kind = "toy"
     wanted = ("score", "by")
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ class Contributions(LabelledResult):
     (('step',), 0, 'ok')
     """
 
-    noun = "explanation"
+    kind = "explanation"
     wanted = ("contribution", "measured", "predicted", "held_out", "readout", "factor")
 
     @property

@@ -61,7 +61,7 @@ class Ranking(LabelledResult):
     ('peak', ['batch 5', 'batch 1'], ['batch 5', 'batch 1'], 'ok')
     """
 
-    noun = "ranking"
+    kind = "ranking"
     wanted = ("response", "predicted", "measured", "score")
 
     @property
@@ -271,7 +271,7 @@ class ExampleRanking(LabelledResult):
     (5, 'examples')
     """
 
-    noun = "example ranking"
+    kind = "example ranking"
     wanted = ("share", "predicted", "measured", "batch", "index")
 
     @property

@@ -49,7 +49,7 @@ class Response(LabelledResult):
     ['+0.0028', '+0.0053', '+0.0075', '+0.0095']
     """
 
-    noun = "response"
+    kind = "response"
     wanted = ("response", "control", "noise_floor", "at", "kind", "probe", "refused")
 
     @property

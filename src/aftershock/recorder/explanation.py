@@ -8,12 +8,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
 from ..errors import InvalidInput, MissingPackage
-from ..results.files import write_whole
+from ..results.files import load_dataset, write_whole
 from ..results.labelled import LabelledResult
 from . import certificate as trust
 from . import verdict as words
@@ -52,11 +52,15 @@ class FlightExplanation(LabelledResult):
     """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
     nothing else is kept, so that `save` and `load` give the same words and page."""
 
-    noun = "explanation of a flight"
     wanted = ("contribution", "layer_contribution", "layer_update_size", "measured", "left", "role", "example_share")
 
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """An explanation that was saved with `save`."""
+        return cls(load_dataset(Path(path), cls.wanted, "saved explanation of a flight"))
+
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
         """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
         "no spike" or "unknown"."""
         return str(self.data.attrs["event"])

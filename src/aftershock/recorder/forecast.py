@@ -34,7 +34,7 @@ class Forecast(LabelledResult):
     largest_increase, at          of the mean over futures, and after how many states
     """
 
-    noun = "forecast"
+    kind = "forecast"
     wanted = ("largest_increase", "at")
 
     @property

@@ -21,7 +21,7 @@ class LabelledResult:
     A kind of result is a subclass that names itself, and the variables without which a file is not one of its kind:
 
         class Ranking(LabelledResult):
-            noun = "ranking"
+            kind = "ranking"
             wanted = ("response", "score")
 
     It adds no fields of its own: what is not in `data` would be lost in the file. `attrs` hold what made it
@@ -34,7 +34,7 @@ class LabelledResult:
 
     data: xr.Dataset
 
-    noun: ClassVar[str] = "result"
+    kind: ClassVar[str] = "result"
     wanted: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
@@ -44,7 +44,7 @@ class LabelledResult:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """A result of this kind that was saved with `save`; another file is an `InvalidFile`."""
-        return cls(load_dataset(Path(path), cls.wanted, f"saved {cls.noun}"))
+        return cls(load_dataset(Path(path), cls.wanted, f"saved {cls.kind}"))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
