@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
+import importlib
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.errors import InvalidFile
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.other_runs import other_runs, with_an_effect
 from aftershock.recorder.triggers import AtStep
@@ -43,6 +47,10 @@ def build():
 
 def other():
     return nn.Linear(5, 1).double(), build()[1]
+
+
+def wider():
+    return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 1)).double(), build()[1]
 
 
 def broken():
@@ -375,6 +383,39 @@ def test_parts_of_a_wrong_prediction_are_not_shown(found: FlightExplanation, tmp
     assert "plot-channels" not in (tmp_path / "page.html").read_text()
 
 
+def rows_of(page: Path, table: str) -> list[list[str]]:
+    """The cells of the body of the first table of this class."""
+    body = page.read_text().split(f"<table class='{table}'", 1)[1].split("<tbody>", 1)[1].split("</tbody>", 1)[0]
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in body.split("<tr")[1:]]
+
+
+def test_the_table_shows_parts_of_right_predictions_alone(found: FlightExplanation, tmp_path: Path) -> None:
+    page = write_flight_page(found, tmp_path / "page.html")
+    rows = rows_of(page, "sortable")
+    told = {int(re.sub("<.*?>", "", cells[0])): cells[-3:] for cells in rows}
+    close = {c.step: abs(c.predicted - c.measured) <= 0.5 * abs(c.measured) for c in found.culprits if c.step in told}
+    assert close[CULPRIT]
+    assert not all(close.values())
+    assert all(all(cells) if close[step] else not any(cells) for step, cells in told.items())
+    data = found.data.copy(deep=True)
+    data["contribution"].loc[{"step": CULPRIT, "channel": "m"}] += 1e9
+    data["contribution"].loc[{"step": CULPRIT, "channel": "v"}] -= 1e9
+    rows = rows_of(write_flight_page(FlightExplanation(data), tmp_path / "page.html"), "sortable")
+    assert next(cells for cells in rows if f">{CULPRIT}<" in cells[0])[-2:] == ["off scale", "off scale"]
+    assert "e+09" not in page.read_text().split("plot-channels", 1)[0]
+
+
+def test_the_update_is_told_by_layer(found: FlightExplanation, tmp_path: Path) -> None:
+    rows = rows_of(write_flight_page(found, tmp_path / "page.html"), "by-layer")
+    sizes, step = found.data["layer_update_size"], found.data.attrs["stretch"][0] - 1
+    assert [cells[0] for cells in rows] == sorted(
+        ["0", "2"], key=lambda name: -float(sizes.sel(place=step, layer=name))
+    )
+    for name, usual, at in rows:
+        assert at == f"{float(sizes.sel(place=step, layer=name)):.3g}"
+        assert usual == f"{float(sizes.sel(layer=name, place=slice(None, step - 1)).median()):.3g}"
+
+
 def test_the_certificate_is_coloured_by_its_levels(found: FlightExplanation, tmp_path: Path) -> None:
     def colours(one: FlightExplanation) -> list[str | None]:
         page = Tags.of(write_flight_page(one, tmp_path / "p.html"))
@@ -440,6 +481,22 @@ def test_calm_and_broken_runs_have_pages(flight: Path, browser: Any, tmp_path: P
             assert found.verdict in found._repr_html_()
 
 
+def test_an_explanation_is_saved_and_says_the_same(flight: Path, found: FlightExplanation, tmp_path: Path) -> None:
+    calm = explained(flight, WARM + 12)
+    assert calm.kind == "no spike"
+    odd = with_data(found, own_left=math.inf, group_left=-math.inf, descriptions={str(SPIKE): {"text": "ünï"}})
+    for i, each in enumerate((found, calm, odd)):
+        each.save(tmp_path / f"{i}.zarr")
+        loaded = FlightExplanation.load(tmp_path / f"{i}.zarr")
+        assert str(loaded) == str(each)
+        assert repr(loaded.data.attrs) == repr(each.data.attrs)
+        pages = [one.report(tmp_path / "page.html").read_text() for one in (each, loaded)]
+        assert pages[0] == pages[1]
+    FlightExplanation(found.data.drop_vars("role")).save(tmp_path / "other.zarr")
+    with pytest.raises(InvalidFile, match="not a saved explanation of a flight of this version"):
+        FlightExplanation.load(tmp_path / "other.zarr")
+
+
 # --- aftershock explain
 
 
@@ -486,6 +543,59 @@ def test_explain_takes_one_window_a_file_and_less_proof(flight: Path, project: P
     assert random.Random(0).random() > 0  # the file hides no other module of its name
 
 
+TEACHER = """
+import torch
+from torch import nn
+
+teacher = nn.Linear(3, 1).requires_grad_(False)
+nn.init.constant_(teacher.weight, 0.5)
+
+
+def loss_fn(model, batch):
+    return (model(batch) - teacher(batch)).square().mean()
+
+
+def build():
+    model = nn.Linear(3, 1)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "loss_fn": loss_fn,
+        "constant": [teacher],
+        "describe": lambda batch: f"a batch of {len(batch)} rows",
+    }
+
+
+def bare():
+    return build()["model"], loss_fn
+"""
+
+
+def test_a_command_knows_constants_and_descriptions(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "taught.py").write_text(TEACHER)
+    monkeypatch.syspath_prepend(project)
+    made = importlib.import_module("taught").build()
+    model, optimizer, loss_fn = (made[name] for name in ("model", "optimizer", "loss_fn"))
+    with ak.FlightRecorder(
+        model, optimizer, loss_fn, "taught_flight", window=12, after=0, triggers=(), constant=made["constant"]
+    ) as recorder:
+        for step in range(12):
+            batch = torch.randn(4, 3) * (50 if step == 11 else 1)
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    del recorder
+    gc.collect()  # a recorder that is alive would tell its constants
+    few = ["--step", 11, "--verify", 1, "--placebos", 2, "--no-treatments"]
+    result = call("explain", "taught_flight", "--build", "taught:build", *few)
+    assert result.exit_code == 0, result.stderr
+    assert "a batch of 4 rows" in (project / "taught_flight-step11.html").read_text()
+    bare = failed(call("explain", "taught_flight", "--build", "taught:bare", *few))
+    assert "in the dict that build() returns" in bare
+
+
 def test_bad_input_is_one_line(flight: Path, project: Path) -> None:
     def said(*words: object, place: Path = flight, build: str = "its_training:build") -> str:
         return failed(call("explain", place, "--build", build, *words))
@@ -500,7 +610,12 @@ def test_bad_input_is_one_line(flight: Path, project: Path) -> None:
     assert "running code/fails.py failed: ValueError: no data here" in said(build="code/fails.py:build")
     assert "ValueError: no data here" in said(build="its_training:broken")
     assert "it returned int" in said(build="its_training:nothing")
-    assert "was saved from another model" in said(build="its_training:other")
+    what_to_do = "; give the model with the sizes that it had there (model=; for a command, what build() returns)"
+    assert f"was saved from another model: parameter '0.bias' is only in one of them{what_to_do}" in said(
+        build="its_training:other"
+    )
+    told = said(build="its_training:wider")
+    assert f"parameter '0.weight' is (12, 5) in the file and (16, 5) in the model{what_to_do}" in told
 
 
 def test_a_page_that_cannot_be_written_is_named(flight: Path, project: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,47 @@ def test_groups_that_change_together_are_one_change_and_holding_it_is_a_run_with
 
 def _with_rates(step: Any, rates: list[float]) -> Any:
     return dataclasses.replace(step, hypers=tuple(h.with_lr(rate) for h, rate in zip(step.hypers, rates)))
+
+
+def _noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def _clipped_run(change: int, last: int, folder: Path | None = None) -> tuple[list[float], ak.FlightRecorder | None]:
+    """A plain loop whose clipping is switched off at step `change`, recorded where there is a folder."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-2)
+    recorder = None
+    if folder is not None:
+        recorder = ak.FlightRecorder(model, optimizer, _noisy, folder, window=24, triggers=(), clip=1e-3).__enter__()
+    generator, losses = torch.Generator().manual_seed(1), []
+    target = torch.randn(6, 1, generator=generator)
+    for step in range(last + 1):
+        x = torch.randn(16, 6, generator=generator)
+        batch = (x, x @ target + 0.3 * torch.randn(16, 1, generator=generator))
+        optimizer.zero_grad()
+        loss = _noisy(model, batch)
+        loss.backward()
+        clip = 1e-3 if step < change else None
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        optimizer.step()
+        losses.append(loss.item())
+        if recorder is not None:
+            recorder.step(batch, loss, norm=norm, clip=clip)
+    if recorder is not None:
+        recorder.__exit__(None, None, None)
+    return losses, recorder
+
+
+def test_a_clip_that_changes_is_recorded_replayed_and_named(tmp_path: Path) -> None:
+    losses, recorder = _clipped_run(76, 83, tmp_path)
+    held, _ = _clipped_run(84, 83)
+    usual = sorted(losses[60:76])[8]
+    assert max(held[77:]) - usual < 0.5 * (max(losses[77:]) - usual)  # plain torch: it is the clip
+    assert recorder is not None
+    assert [record.clip for record in recorder.recent][-9:] == [1e-3] + [None] * 8
+    found = ak.explain(recorder, step=max(range(77, 84), key=losses.__getitem__), treatments=False)
+    assert "to the bit" in str(found.certificate)
+    assert (found.kind, found.hyperparameter) == ("hyperparameter", "clip")
+    assert "clip changed from 0.001 to off at step 76" in found.verdict

@@ -100,7 +100,12 @@ def test_a_gradient_beyond_its_memory_is_large_and_an_ordinary_one_is_not() -> N
     found = update_sizes(path.trajectory)
     assert found.large()
     assert not any(found.large(i) for i in range(3, 12))
+    usual = sorted(float(x) for x in found.by_tensor[:-1, found.tensors.index(found.leaders()[1].name)])
+    second = found.leaders()[1]
+    assert second.usual == usual[(len(usual) - 1) // 2]  # torch's median: the lower of two
     assert "most of all in" in found.sentence()
+    assert f"{second.name} ({second.rms:.2g}, usual {second.usual:.2g})" in found.sentence()
+    assert found.sentence().count(", usual ") == 3
 
 
 def test_a_parameter_without_gradient_has_no_size() -> None:

@@ -80,7 +80,7 @@ def fit(folder: Path, callback: Any = None, module: Any = None, data: Any = None
         trainer = lightning.Trainer(
             accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, val_check_interval=5,
-            callbacks=[] if callback is None else [callback], **options,
+            callbacks=callback, **options,
         )  # fmt: skip
         trainer.fit(module, loader, held_out)
     return module
@@ -106,6 +106,23 @@ def test_lightning_is_equal_to_the_bit_and_replayed(options: dict[str, Any], tmp
     assert "to the bit" in str(found.certificate)
     again = ak.explain(tmp_path / "flight", step=steps - 1, verify=0, references=0, model=Net(), loss_fn=training_loss)
     assert again.data.equals(found.data)
+
+
+class Loosening(lightning.Callback):
+    """Clips at 0.5, then not at all, then at 0.1."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.gradient_clip_val = (0.5, None, 0.1)[batch_idx // 5]
+
+
+def test_lightning_records_a_clip_that_changes(tmp_path: Path) -> None:
+    callback = LightningCallback(tmp_path / "flight", triggers=())
+    data, options = examples(4 * 14), {"max_epochs": 1, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    fit(tmp_path, [Loosening(), callback], data=data, **options)
+    assert callback.recorder is not None
+    assert [record.clip for record in callback.recorder.recent] == [0.5] * 5 + [None] * 5 + [0.1] * 4
+    found = ak.explain(tmp_path / "flight", step=13, verify=0, references=0)
+    assert "to the bit" in str(found.certificate)
 
 
 def test_lightning_finds_a_planted_batch(tmp_path: Path) -> None:
@@ -175,7 +192,7 @@ def train(folder: Path, model: nn.Module, data: Any, callback: Any = None, **opt
     )  # fmt: skip
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
-        callbacks=[] if callback is None else [callback],
+        callbacks=callback if isinstance(callback, list) else [callback] if callback else [],
     )  # fmt: skip
     trainer.train()
     return model
@@ -200,6 +217,20 @@ def test_the_trainer_is_equal_to_the_bit_and_replayed(kind: str, tmp_path: Path)
     if kind != "autocast":  # which accelerate puts into the live model
         other = ak.explain(tmp_path / "flight", step=9, verify=0, references=0, model=made(), loss_fn=model_loss)
         assert other.data.equals(found.data)
+
+
+class Tightening(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        args.max_grad_norm = 0.05
+
+
+def test_the_trainer_records_a_clip_that_changes(tmp_path: Path) -> None:
+    callback = TrainerFlight(tmp_path / "flight", triggers=())
+    train(tmp_path, Classifier(), sentences(24), [Tightening(), callback], num_train_epochs=1)
+    assert callback.recorder is not None
+    assert [record.clip for record in callback.recorder.recent] == [0.5, 0.05]
+    found = ak.explain(tmp_path / "flight", step=1, verify=0, references=0)
+    assert "to the bit" in str(found.certificate)
 
 
 def test_the_trainer_says_that_a_whole_graph_cannot_be_looked_into(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_the_worst_window_stays_and_is_explained_first(tmp_path: Path, capfd: py
     assert "Run 2 of 2 in flight." in str(found)
     assert found.page() == Path("flight-run2-step5.html")
     assert ak.explain(again, 5, **QUICK).data.attrs["which"] == "Run 2 of 2 in flight."
-    with pytest.raises(InvalidInput, match=r"holds steps 0–9 \(run 2\); 0–44, 48–89 \(run 1\)$"):
+    with pytest.raises(InvalidInput, match=r"holds steps 0–9 \(run 2\); 0–44, 48–84 \(run 1\)$"):
         ak.explain(tmp_path / "flight", 45, model=nn.Linear(3, 1), loss_fn=squares)
 
 

@@ -49,6 +49,31 @@ def test_another_clip_than_told(tmp_path: Path) -> None:
     assert "clip=0.1, where the loop clips at 0.05" in mismatch(tmp_path, tricks.clipping, clip=0.1)
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("later", [0.05, 1e3])
+def test_a_max_norm_that_changes(tmp_path: Path, later: float, told: bool) -> None:
+    run, clip, norms = running(plain), 0.02, []
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=(), clip=clip) as recorder:
+        for i, batch in enumerate((run.batches * 3)[:STEPS]):
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), clip if i < 6 else later))
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norms[-1] if told else None)
+    assert min(norms) > 0.06  # both bind, or the larger does not
+    with pytest.raises(ReplayMismatch) as raised:
+        ak.explain(recorder, step=recorder.recent[-1].step)
+    first = recorder.recent[6].step
+    if told and later == 0.05:  # the norm that arrived is not seen
+        assert "clipping at another max_norm than clip= says" in str(raised.value)
+    else:
+        how = "arrived with 0.05" if later == 0.05 else "arrived unclipped"
+        assert f"max_norm changed at step {first}, where the recorder was told clip=0.02" in str(raised.value)
+        assert how in str(raised.value)
+    assert "recorder.step(…, clip=)" in str(raised.value)
+
+
 @pytest.mark.parametrize("every", [1, STEPS])
 def test_gradients_edited_in_place(tmp_path: Path, every: int) -> None:
     said = mismatch(tmp_path, tricks.noise, every=every)

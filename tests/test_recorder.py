@@ -298,6 +298,14 @@ def test_a_forecast_is_exact_and_leaves_training_alone(tmp_path: Path) -> None:
     assert bad.at == int(bad.response.mean("future").argmax("horizon")) + 1
     assert bad.harmful(bad.largest_increase - 1e-9)
     assert not bad.harmful(bad.largest_increase)
+    bad.save(tmp_path / "forecast.zarr")
+    loaded = type(bad).load(tmp_path / "forecast.zarr")
+    assert loaded.data.identical(bad.data)
+    assert str(loaded) == str(bad)
+    diverged = recorder.forecast((good[0] * math.inf, good[1]), horizon=4, futures=2)
+    diverged.save(tmp_path / "diverged.zarr")
+    assert type(bad).load(tmp_path / "diverged.zarr").response is None
+    assert "the run diverges" in str(type(bad).load(tmp_path / "diverged.zarr"))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     # the truth by hand: the next step taken with the batch and with the mean of the last four, one horizon later

@@ -27,6 +27,7 @@ from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, R
 from aftershock.recorder import explain as explaining
 from aftershock.recorder import replay as replaying
 from aftershock.recorder.examples import example_shares
+from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.neighbours import neighbours
 from aftershock.recorder.replay import Replay
 
@@ -293,6 +294,19 @@ def test_batches_are_described_and_a_describe_that_fails_loses_nothing(run: Run)
 
 def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:
     path = found.save_skip_list(tmp_path / "skip_batches.json")
+    assert json.loads(path.read_text()) == [CULPRIT - WARM]
+
+
+def test_no_skip_list_is_written_where_nobody_is_blamed(tmp_path: Path, found: Any) -> None:
+    nobody = FlightExplanation(found.data.assign_attrs(blamed=[], event="instability"))
+    assert nobody.skip == []
+    path = tmp_path / "skip.json"
+    with pytest.raises(InvalidInput, match=r"no batch is to blame \(instability\), so no skip list is written; f"):
+        nobody.save_skip_list(path)
+    assert not path.exists()
+    found.save_skip_list(path)
+    with pytest.raises(InvalidInput, match=r"skip.json stays as it was"):
+        nobody.save_skip_list(path)
     assert json.loads(path.read_text()) == [CULPRIT - WARM]
 
 

@@ -36,7 +36,8 @@ def recorded(directory: Path, steps: int, trigger: int | None = None, seed: int 
 
 def test_a_second_run_has_a_flight_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = recorded(tmp_path, 14, trigger=9)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in tmp_path.glob("step-*/*")}
+    assert before
     capfd.readouterr()
     second = recorded(tmp_path, 6, seed=1)
     assert "holds the flight of another run; this one records into" in capfd.readouterr().err
@@ -51,7 +52,7 @@ def test_a_second_run_has_a_flight_of_its_own(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(InvalidInput, match="step 11 was not recorded"):
         ak.explain(second, step=11)
     third = recorded(tmp_path, 6, trigger=4)
-    assert third.directory.name == "run-3"
+    assert third.directory.name == "run-2"  # the second kept no window: nothing of it is left
     assert open_flight(tmp_path).trigger == 4
 
 
@@ -78,7 +79,51 @@ def test_the_same_recorder_twice_is_two_runs(tmp_path: Path) -> None:
         with live.recorder:
             live.step(3)
         assert open_flight(live.recorder.directory).last == last
-    assert live.recorder.directory == tmp_path / "run-2"
+    assert live.recorder.directory == tmp_path  # the first kept no window: nothing of it is left
+
+
+def disk(folder: Path) -> int:
+    return sum({path.stat().st_ino: path.stat().st_size for path in folder.rglob("*") if path.is_file()}.values())
+
+
+def test_disk_does_not_grow_with_runs_that_keep_no_window(tmp_path: Path) -> None:
+    sizes = []
+    for _ in range(4):
+        recorded(tmp_path, 14)
+        sizes.append(disk(tmp_path))
+    assert max(sizes) < 1.2 * min(sizes)
+    assert open_flight(tmp_path).last == 13
+
+
+def test_the_ring_of_a_run_that_is_over_goes_and_what_it_kept_stays(tmp_path: Path) -> None:
+    first = recorded(tmp_path, 14, trigger=9)  # the window of step 9 ends at step 11
+    alive = Live(tmp_path, after=2, triggers=())
+    with alive.recorder:
+        alive.step(6)
+        alive.recorder.wait()
+        assert not list(tmp_path.glob("ring/s*"))
+        third = recorded(tmp_path, 4)
+        assert len(list(alive.recorder.directory.glob("ring/step-*"))) == 6  # its lock says that it is alive
+    assert [r.directory.name for r in (alive.recorder, third)] == ["run-2", "run-3"]
+    assert open_flight(tmp_path, 11).run["id"] == first.run
+    assert ak.explain(first, verify=0, references=0).data.attrs["step"] == 9
+    with pytest.raises(InvalidInput, match=r"step 13 was not recorded, or was dropped \(of runs that are over"):
+        open_flight(tmp_path, 13)
+    fourth = recorded(tmp_path, 5, trigger=3)  # where the third was, which kept nothing
+    assert fourth.directory == third.directory
+    with pytest.raises(InvalidFile, match="by another run than the one that is asked for, which kept no window"):
+        ak.explain(third)
+    with pytest.raises(InvalidFile, match="or by a run which kept no window"):
+        ak.explain(alive.recorder)
+    assert (open_flight(tmp_path).number, open_flight(tmp_path).runs) == (3, 3)
+
+
+def test_a_ring_in_which_a_trigger_waits_is_kept(tmp_path: Path) -> None:
+    recorded(tmp_path, 6)
+    write_json(tmp_path / "ring" / "trigger.json", {"step": 4, "reason": "a spike", "height": "1.0"})
+    second = recorded(tmp_path, 3)
+    assert second.directory == tmp_path / "run-2"
+    assert open_flight(tmp_path, 5).trigger == 4
 
 
 def dead_process() -> int:
@@ -120,7 +165,7 @@ def test_leftovers_of_a_killed_run_are_cleared_by_the_next(tmp_path: Path) -> No
     assert not part.exists()
     assert not (tmp_path / ".flight-abc").exists()
     assert (tmp_path / ".mine").exists()
-    assert open_flight(tmp_path, 5).last == 5
+    assert open_flight(tmp_path).last == 1
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -132,6 +177,23 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     rewrite(path, bytes(data))
+
+
+def test_a_trigger_that_cannot_be_read_blocks_nothing(tmp_path: Path) -> None:
+    live = Live(tmp_path, after=2, triggers=[AtStep(9)])
+    with live.recorder:
+        live.step(20)
+    trigger = tmp_path / "ring" / "trigger.json"
+    trigger.write_text("{")
+    worst = open_flight(tmp_path)
+    assert (worst.trigger, "trigger.json cannot be read" in worst.damaged[0]) == (9, True)
+    write_json(trigger, {"step": [], "reason": "x"})  # of another type
+    assert "does not say which step it was kept for" in open_flight(tmp_path).damaged[0]
+    asked = open_flight(tmp_path, 18)
+    assert (asked.folder.name, asked.trigger, len(asked.damaged)) == ("ring", None, 1)
+    (tmp_path / "step-000009" / "flight.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"flight.json cannot be read.*; step= may still explain .* \(\d+–19\)"):
+        open_flight(tmp_path)
 
 
 def test_a_hole_is_said(tmp_path: Path) -> None:
@@ -163,9 +225,14 @@ def test_a_damaged_window_does_not_block_the_others(tmp_path: Path, monkeypatch:
         live.step(34)
     flip(tmp_path / "step-000030" / "step-00000027.safetensors")
     assert open_flight(tmp_path, 9).trigger == 9
-    with pytest.raises(InvalidFile, match=r"step-00000027.* by their steps \(9\)"):
-        open_flight(tmp_path)
+    passed_over = open_flight(tmp_path)
+    assert (passed_over.trigger, passed_over.others) == (9, ())
+    assert "step-00000027" in passed_over.damaged[0]
     (tmp_path / "step-000030" / "flight.json").write_text("[1]")
+    assert (open_flight(tmp_path).trigger, len(open_flight(tmp_path).damaged)) == (9, 1)
+    found = ak.explain(live.recorder, verify=0, references=0)
+    assert found.data.attrs["step"] == 9
+    assert f"Damaged, and passed over: {tmp_path / 'step-000030' / 'flight.json'} is not a descr" in str(found)
     assert open_flight(tmp_path, 9).trigger == 9
     assert open_flight(tmp_path, 30).folder.name == "ring"  # the same steps of the same run
     reads: list[Path] = []
@@ -213,7 +280,6 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         f / "ring" / "run.json", {"id": "x", "began": 0, "window": 10**9}
     ),
     "run.json is a list": lambda f: (f / "ring" / "run.json").write_text("[" * 5000) and None,
-    "trigger.json of another type": lambda f: write_json(f / "ring" / "trigger.json", {"step": [], "reason": "x"}),
     "a file of the far future": lambda f: rewrite(
         (f / "ring" / "step-00000011.safetensors").rename(f / "ring" / "step-999999999999.safetensors"), b"x"
     ),

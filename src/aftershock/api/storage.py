@@ -25,6 +25,7 @@ from ..errors import InvalidFile
 from ..results.files import malformed, read_tensors, write_tensors
 
 FORMAT = "aftershock-point-2"
+SAME_MODEL = "give the model with the sizes that it had there (model=; for a command, what build() returns)"
 
 
 def save_point(captured: Captured, path: Path) -> str:
@@ -79,12 +80,15 @@ def _load(
     expected = set(names) | {key.removeprefix("constant/") for key in tensors if key.startswith("constant/")}
     if expected != set(private.original):
         odd = sorted(expected ^ set(private.original))[0]
-        raise InvalidFile(f"{path} was saved from another model: parameter {odd!r} is only in one of them")
+        raise InvalidFile(
+            f"{path} was saved from another model: parameter {odd!r} is only in one of them; {SAME_MODEL}"
+        )
     for name in names:
-        if tensors[f"theta/{name}"].shape != private.original[name].shape:
+        saved, given = tuple(tensors[f"theta/{name}"].shape), tuple(private.original[name].shape)
+        if saved != given:
             raise InvalidFile(
-                f"{path}: parameter {name!r} is {tuple(tensors[f'theta/{name}'].shape)} in the file and "
-                f"{tuple(private.original[name].shape)} in the model"
+                f"{path} was saved from another model: parameter {name!r} is {saved} in the file and {given} in the "
+                f"model; {SAME_MODEL}"
             )
     device = private.original[names[0]].device
     device = torch.device("cpu") if device.type == "meta" else device

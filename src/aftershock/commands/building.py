@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..core.batches import Batch
 from ..core.derivatives import named_line
 from ..errors import InvalidInput
+from ..recorder.descriptions import Describe
 
 NO_FUNCTION = "has no function {0!r}: write one that returns (model, optimizer, loss_fn) as the training makes them"
 MOST_BATCHES = 5  # that are taken from what may be an endless loader
@@ -43,6 +44,8 @@ class Built:
     batches: Sequence[Batch] | None = None  # what train_step is fed; default: `batch` again and again
     scheduler: LRScheduler | None = None
     clip: float | None = None
+    constant: Sequence[nn.Module] = ()  # modules beside the model that loss_fn reads, as the recorder was told
+    describe: Describe | None = None  # what the page shows of a batch
 
 
 def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:

@@ -329,7 +329,9 @@ def explain(
         Path | None,
         typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
     ] = None,
-    skip_list: Annotated[Path | None, typer.Option(help="Where to write the batches to skip, as JSON.")] = None,
+    skip_list: Annotated[
+        Path | None, typer.Option(help="Where to write the batches to skip, as JSON; exit code 1 where none did it.")
+    ] = None,
 ) -> None:
     """Say what kind of event raised a recorded loss or gradient norm, who did it, and what would have
     prevented it, and write a page.
@@ -338,7 +340,8 @@ def explain(
     afterwards would take as long again.
 
     `build()` is a function of yours that returns `(model, optimizer, loss_fn)` as training makes them, or a dict of
-    them by these names; the doctor takes the same one. A flight is the folder that a FlightRecorder was given.
+    them by these names, with `dataset`, `constant` and `describe` where the recorder has them; the doctor takes the
+    same one. A flight is the folder that a FlightRecorder was given.
     Example: `aftershock explain flight --build train.py:build --step 340`.
     """
     from ..recorder.explain import explain as explain_flight
@@ -353,6 +356,8 @@ def explain(
             model=built.model,
             loss_fn=built.loss_fn,
             dataset=built.dataset,
+            constant=built.constant,
+            describe=built.describe,
             clip=clip,
             window=window,
             verify=verify,
@@ -368,7 +373,7 @@ def explain(
         except MissingPackage as error:  # what was asked for stands above
             typer.echo(f"\nno page: {error}")
     if skip_list is not None:
-        with _plain_errors(f"cannot write {skip_list}"):
+        with _plain_errors(f"cannot write {skip_list}"):  # nobody blamed is an error: an older list may be there
             typer.echo(f"wrote {found.save_skip_list(skip_list)}: {len(found.skip)} batch(es) to skip")
 
 

@@ -218,9 +218,9 @@ class Flown:
 def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     """Train with a recorder, let something go wrong, explain each spike, and spare a second run the culprit.
 
-    `out` receives flight.html (and a page for each other spike), the recorded flights and skip.json. Everything is
-    drawn from `seed`, and the caller's own random state stays as it was. About a minute on one core; `quick` is for
-    tests.
+    `out` receives flight.html (and a page for each other spike), the recorded flights and, where a batch is blamed,
+    skip.json. Everything is drawn from `seed`, and the caller's own random state stays as it was. About a minute on one
+    core; `quick` is for tests.
     """
     size, out = QUICK if quick else FULL, Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -239,9 +239,11 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
         losses = list(flown.losses)
         console.print(f"\n{_story(text, size, batches, losses)}\n\n{_found(flown, _pages(flown, out))}", soft_wrap=True)
         console.print(f"\nCould it have been known before?\n{_indented(spared(flown, batches, size, losses))}")
-    flown.main.save_skip_list(out / "skip.json")
+    skips = "Nobody is blamed, so that there is no list of batches to skip."
+    if flown.main.skip:
+        skips = f"The batches to skip: {flown.main.save_skip_list(out / 'skip.json')}."
     console.print(
-        f"\nThe batches to skip: {out / 'skip.json'}. All of this took {duration(time.perf_counter() - start)}. "
+        f"\n{skips} All of this took {duration(time.perf_counter() - start)}. "
         f"A spike again, as you would type it for a run of yours:\n  aftershock explain {out / 'flight'} --step "
         f"{flown.main.data.attrs['step']} --build aftershock.commands.demo:build",
         soft_wrap=True,

@@ -59,7 +59,7 @@ def examine(built: Built) -> list[Finding]:
 def _examined(built: Built) -> list[Finding]:
     assert built.optimizer is not None
     try:
-        point = capture(built.model, built.optimizer, built.loss_fn)
+        point = capture(built.model, built.optimizer, built.loss_fn, constant=built.constant)
     except UnsupportedOptimizer as error:
         return [Finding("optimizer", "refused", str(error)), *_with_adamw(built)]
     except AftershockError as error:
@@ -226,7 +226,9 @@ def _recording(point: TrainingPoint, built: Built) -> Iterator[Finding]:
             steps = STEPS if max(plain) < PATIENCE else FEW_STEPS
             plain = _train(model, optimizer, built, steps)
             start = time.perf_counter()
-            with FlightRecorder(model, optimizer, built.loss_fn, folder, window=steps, triggers=()) as recorder:
+            with FlightRecorder(
+                model, optimizer, built.loss_fn, folder, window=steps, triggers=(), constant=built.constant
+            ) as recorder:
                 recorder.wait()  # the first state is on disk
                 saving = time.perf_counter() - start
                 recorded = _train(model, optimizer, built, steps, recorder)

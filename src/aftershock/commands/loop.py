@@ -133,7 +133,7 @@ def _add(problems: list[Match], found: list[Match], start: int) -> None:
 
 def _followed(built: Built, batches: list[Batch]) -> tuple[TrainingPoint, Path]:
     assert built.optimizer is not None
-    point = capture(built.model, built.optimizer, built.loss_fn)
+    point = capture(built.model, built.optimizer, built.loss_fn, constant=built.constant)
     return point, point.follow(copy.deepcopy(batches), lr=built.scheduler or "constant", clip=built.clip)
 
 

@@ -19,8 +19,8 @@ from .uses import Found, used_by
 
 LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
 CONSTANT = (
-    "name it in constant=[…] (of capture and FlightRecorder) where the loop leaves it as it is. What a moving one "
-    "gives can be computed in the loop and be a part of the batch"
+    "name it in constant=[…] (of capture, FlightRecorder and explain; for a command, in the dict that build() returns) "
+    "where the loop leaves it as it is. What a moving one gives can be computed in the loop and be a part of the batch"
 )
 
 

@@ -27,6 +27,7 @@ from ..recorder.observing import Observer
 from ..recorder.passes import UNSEEN
 from ..recorder.recorder import FlightRecorder
 from ..recorder.records import Fed, encode
+from ..recorder.updates import ToldClip
 
 FAILED = -1  # in the place of a message's length
 
@@ -80,7 +81,7 @@ class RankRecorder:
         **options: Any,
     ) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.model, self.clip = model, options.get("clip")
+        self.model = model
         self.recorder = FlightRecorder(model, optimizer, loss_fn, directory, **options) if self.rank == 0 else None
         self.recording = False
         self._random: RandomState | None = None
@@ -119,12 +120,13 @@ class RankRecorder:
         *,
         index: int | None = None,
         norm: Tensor | float | None = None,
+        clip: ToldClip = "as told",
         divisor: float | None = None,
     ) -> None:
         """As `FlightRecorder.step`: this rank's batch and its loss; the step's loss is the mean over ranks."""
         self._take(batch, loss, index)
         if self.recorder is not None and self.recording:
-            self.recorder.finish(norm, None if divisor is None else divisor * self.ranks)
+            self.recorder.finish(norm, None if divisor is None else divisor * self.ranks, clip)
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self.recording and self._random is None and torch.is_grad_enabled():

@@ -36,6 +36,10 @@ def training_loss(module: nn.Module, fed: Batch) -> Tensor:
     return found["loss"] if isinstance(found, dict) else found
 
 
+def _clip(trainer: lightning.Trainer) -> float | None:
+    return float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
+
+
 class FlightCallback(lightning.Callback):
     """Record a Lightning run: `Trainer(callbacks=[FlightCallback("flight", window=64)])`.
 
@@ -58,7 +62,8 @@ class FlightCallback(lightning.Callback):
         self.recorder: FlightRecorder | RankRecorder | None = None
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
-        self._updated = False
+        self._clip: float | None = None
+        self._updated = self._clips = False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
@@ -66,7 +71,7 @@ class FlightCallback(lightning.Callback):
                 "FlightCallback records automatic optimization with one optimizer; with manual optimization use "
                 "aftershock.FlightRecorder inside training_step"
             )
-        clip = trainer.gradient_clip_val or None
+        clip = _clip(trainer)
         if clip is not None and trainer.gradient_clip_algorithm == "value":
             raise UnsupportedClipping(
                 'the Trainer clips gradients by value; aftershock models gradient_clip_algorithm="norm"'
@@ -76,7 +81,7 @@ class FlightCallback(lightning.Callback):
             trainer.optimizers[0],
             training_loss,
             self.directory,
-            clip=None if clip is None else float(clip),
+            clip=clip,
             **self.options,
         )
         self.recorder.__enter__()
@@ -99,7 +104,9 @@ class FlightCallback(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._updated = True
-        if self.recorder is not None and self.recorder.clip is not None:  # the last look at gradients before clipping
+        self._clip = _clip(trainer)  # as it is right now; another callback may change it
+        self._clips = self._clips or self._clip is not None  # norms are told from then on
+        if self._clips:  # the last look at gradients before clipping
             self._norm = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
 
     def on_train_batch_end(
@@ -110,7 +117,7 @@ class FlightCallback(lightning.Callback):
         fed = (batch, batch_idx)
         if self._updated:  # an epoch's last update may have fewer micro-batches; their losses are divided all the same
             divisor = trainer.accumulate_grad_batches
-            self.recorder.step(fed, self._loss, index=batch_idx, norm=self._norm, divisor=divisor)
+            self.recorder.step(fed, self._loss, index=batch_idx, norm=self._norm, clip=self._clip, divisor=divisor)
         else:
             self.recorder.micro(fed, self._loss, index=batch_idx)
 

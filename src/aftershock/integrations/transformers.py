@@ -35,6 +35,10 @@ def _loss_of(outputs: Any) -> Tensor:
     return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
 
 
+def _clip(args: TrainingArguments) -> float | None:
+    return float(args.max_grad_norm) if args.max_grad_norm else None
+
+
 class FlightCallback(TrainerCallback):
     """Record a Trainer's run: `Trainer(…, callbacks=[FlightCallback("flight", window=64)])`.
 
@@ -58,6 +62,7 @@ class FlightCallback(TrainerCallback):
         self.recorder: FlightRecorder | None = None
         self._inputs: Batch = None
         self._losses: list[Tensor] = []
+        self._clip: float | None = None
 
     # --- what `guarded` asks of a recorder
 
@@ -87,8 +92,7 @@ class FlightCallback(TrainerCallback):
             )
         if args.label_smoothing_factor:
             raise InvalidInput("the Trainer smooths labels outside the model, where the loss cannot be replayed")
-        clip = float(args.max_grad_norm) if args.max_grad_norm else None
-        self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=clip, **self.options)
+        self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=_clip(args), **self.options)
         self.recorder.__enter__()
         self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
 
@@ -96,6 +100,11 @@ class FlightCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         self._micro()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._clip = _clip(args)  # as it was right now; another callback may change it
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         self._step()
@@ -141,4 +150,4 @@ class FlightCallback(TrainerCallback):
         divisor = 1 if self._inputs.get("num_items_in_batch") is not None else len(losses)
         shares = [loss / divisor for loss in losses]
         assert self.recorder is not None
-        self.recorder.step(self._inputs, sum(shares[1:], start=shares[0]), divisor=divisor)
+        self.recorder.step(self._inputs, sum(shares[1:], start=shares[0]), clip=self._clip, divisor=divisor)

@@ -85,6 +85,7 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
     is not finite.
     """
     parts = [f"Run {flight.number} of {flight.runs} in {flight.name}."] if flight.runs > 1 else []
+    parts += [f"Damaged, and passed over: {damage}." for damage in flight.damaged]
     if told != step:
         parts.append(f"Step {step} comes after step {told}, the first that is not finite, and so that one is told.")
     others = [other for other in flight.others if other != told]

@@ -8,12 +8,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from ..errors import MissingPackage
-from ..results.files import write_whole
+from ..errors import InvalidInput, MissingPackage
+from ..results.files import load_dataset, write_whole
+from ..results.labelled import LabelledResult
 from . import certificate as trust
 from . import verdict as words
 from .descriptions import read
@@ -47,15 +48,19 @@ class Culprit:
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
 
 
-@dataclass(frozen=True)
-class FlightExplanation:
+class FlightExplanation(LabelledResult):
     """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
-    nothing else is kept."""
+    nothing else is kept, so that `save` and `load` give the same words and page."""
 
-    data: xr.Dataset
+    wanted = ("contribution", "layer_contribution", "layer_update_size", "measured", "left", "role", "example_share")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """An explanation that was saved with `save`."""
+        return cls(load_dataset(Path(path), cls.wanted, "saved explanation of a flight"))
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
         """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
         "no spike" or "unknown"."""
         return str(self.data.attrs["event"])
@@ -112,16 +117,16 @@ class FlightExplanation:
         shares = self.data["example_share"].sel(step=step).values
         order = [int(i) for i in np.argsort(-shares) if math.isfinite(shares[i])]
         total = float(row.sum(skipna=False))
-        absurd = abs(total) > OFF_SCALE * max(attrs["peak"], 0.0) > 0
+        bounded = on_scale(total, self)
         parts = {str(name): float(row.sel(channel=name)) for name in row["channel"].values}
         return Culprit(
             step=step,
             delay=int(attrs["step"]) - step,
             role=str(self.data["role"].sel(step=step).item()),
-            predicted=math.copysign(math.inf, total) if absurd else total,
+            predicted=bounded,
             measured=float(self.data["measured"].sel(change=attrs["ranked_by"], step=step)),
             left=float(self.data["left"].sel(step=step)),
-            channels=dict.fromkeys(parts, math.nan) if absurd else parts,
+            channels=dict.fromkeys(parts, math.nan) if math.isinf(bounded) else parts,
             batches=tuple(attrs["batches"][str(step)]),
             examples=tuple((i, float(shares[i])) for i in order),
         )
@@ -155,8 +160,17 @@ class FlightExplanation:
         return [index for step in self.blamed for index in attrs["batches"][str(step)]]
 
     def save_skip_list(self, path: str | Path) -> Path:
-        """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read."""
+        """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read.
+
+        Where no batch is to blame it writes nothing and raises `InvalidInput`: a list that was there stays as it was.
+        """
         path = Path(path)
+        if not self.skip:
+            raise InvalidInput(
+                f"no batch is to blame ({self.kind}), so no skip list is written"
+                + (f", and {path} stays as it was" if path.exists() else "")
+                + "; found.skip tells beforehand"
+            )
         write_whole(path, lambda part: Path(part).write_text(json.dumps(self.skip, indent=4)))
         return path
 
@@ -232,6 +246,12 @@ class FlightExplanation:
         lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
         value = f"the {self.quantity} {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
         return "\n".join([f"Earlier steps and {value}: {added}", *lines])
+
+
+def on_scale(value: float, found: FlightExplanation) -> float:
+    """A predicted size; infinite where it is so many times the event that it has none."""
+    absurd = abs(value) > OFF_SCALE * max(found.data.attrs["peak"], 0.0) > 0
+    return math.copysign(math.inf, value) if absurd else value
 
 
 def _cells(culprit: Culprit) -> dict[str, str]:

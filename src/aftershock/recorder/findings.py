@@ -147,6 +147,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
     measured, left, roles, emergence = _measured(f)
     tried = f.held + f.outcomes
     updates = f.updates.whole.numpy() if f.updates is not None else [math.nan] * len(steps)
+    layer_updates = [[math.nan] * len(f.swept.layers)] * len(steps) if f.updates is None else f.updates.by_layer.numpy()
     data = xr.Dataset(
         {
             "contribution": (("change", "step", "channel"), f.swept.contribution.sum(-1).numpy()),
@@ -160,6 +161,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
             "clip_factor": ("place", [step.clip.factor for step in steps]),
             "lr": ("place", [record.lr for record in records]),
             "update_size": ("place", updates),
+            "layer_update_size": (("place", "layer"), layer_updates),
             "batch_index": ("place", [record.indices[0] for record in records]),
             "treatment_left": ("treatment", [o.left for o in tried]),
             "treatment_prevents": ("treatment", [o.prevents for o in tried]),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.batches import Batch
 from ..errors import InvalidInput, NotFinite
+from ..results.labelled import LabelledResult
 from ..theory.futures import repeated_futures
 from ..theory.samplers import sample_futures
 from .neighbours import mean_batch
@@ -26,16 +25,31 @@ REFERENCES = 4  # batches whose mean is the ordinary step
 WATCHED = 8  # batches whose mean loss is watched
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(LabelledResult):
     """The mean response over sampled futures; positive means that the loss would go up.
 
-    `response[future, horizon]` is exact along each future; None where the run with the batch diverged.
+    `data` is an `xarray.Dataset`:
+
+    response[future, horizon]     exact along each future; not there where the run with the batch diverged
+    largest_increase, at          of the mean over futures, and after how many states
     """
 
-    response: xr.DataArray | None
-    largest_increase: float
-    at: int  # states after the batch
+    kind = "forecast"
+    wanted = ("largest_increase", "at")
+
+    @property
+    def response(self) -> xr.DataArray | None:
+        """By future and horizon; None where the run with the batch diverged."""
+        return self.data.get("response")
+
+    @property
+    def largest_increase(self) -> float:
+        return float(self.data["largest_increase"])
+
+    @property
+    def at(self) -> int:
+        """States after the batch."""
+        return int(self.data["at"])
 
     def harmful(self, threshold: float) -> bool:
         """Would it raise the loss by more than `threshold`?"""
@@ -49,9 +63,6 @@ class Forecast:
             f"As the next step, this batch would change the loss by at most {self.largest_increase:+.3g}, {self.at} "
             f"state(s) after it (exact along {count} futures of {last} steps drawn from the recorded past)."
         )
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def forecast(
@@ -71,6 +82,8 @@ def forecast(
     a batch may harm what comes but now and then; futures are drawn from all. Costs about 2·H·K gradients and
     2·H·K·8 forward passes for H horizons and K futures.
     """
+    import xarray as xr
+
     if not past:
         raise InvalidInput("nothing is recorded yet: a forecast draws its futures from past batches")
     recent = mean_batch(past[-REFERENCES:])
@@ -80,8 +93,9 @@ def forecast(
     try:
         found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip, lr=lr)
     except NotFinite:
-        return Forecast(None, math.inf, 1)
+        return Forecast(xr.Dataset({"largest_increase": math.inf, "at": 1}))
     response = found["response"].isel({"answer": 0, "change": 0}, drop=True)
     mean = response.mean("future")
     peak = mean.isel(horizon=int(mean.argmax("horizon")))
-    return Forecast(response, float(peak), int(peak["horizon"]))
+    largest = {"largest_increase": float(peak), "at": int(peak["horizon"])}
+    return Forecast(xr.Dataset({"response": response, **largest}, attrs=found.attrs))

@@ -43,6 +43,7 @@ class Leader:
 
     name: str
     rms: float
+    usual: float  # the median of it over the steps before
     share: float  # of the whole model's Σ g²/v̂
 
 
@@ -63,7 +64,9 @@ class UpdateSizes:
         squares = row.square().nan_to_num(0.0) * torch.tensor(self.sizes, dtype=row.dtype)
         shares = squares / squares.sum().clamp(min=1e-300)
         order = row.nan_to_num(-1.0).argsort(descending=True)[:count].tolist()
-        return tuple(Leader(self.tensors[i], float(row[i]), float(shares[i])) for i in order)
+        before = self.by_tensor[:at]
+        usual = before.nanmedian(0).values if len(before) else torch.full_like(row, torch.nan)
+        return tuple(Leader(self.tensors[i], float(row[i]), float(usual[i]), float(shares[i])) for i in order)
 
     def usual(self, at: int = -1) -> float:
         """The median over the steps before `at`."""
@@ -76,10 +79,10 @@ class UpdateSizes:
         return float(self.whole[at]) > max(LARGE_UPDATE, 2 * (0.0 if math.isnan(usual) else usual))
 
     def sentence(self, at: int = -1) -> str:
-        first = self.leaders(at, 1)[0]
+        leaders = [f"{leader.name} ({leader.rms:.2g}, usual {leader.usual:.2g})" for leader in self.leaders(at)]
         return (
             f"the gradient is {float(self.whole[at]):.2g} times what Adam's memory of it expects (RMS of g/√v̂; usual "
-            f"here {self.usual(at):.2g}), most of all in {first.name} ({first.rms:.2g})"
+            f"here {self.usual(at):.2g}), most of all in {', '.join(leaders)}"
         )
 
 

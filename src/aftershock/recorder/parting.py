@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -51,9 +52,10 @@ OTHER_MASKS = Cause(
 
 UNSEEN = Cause(
     "gradient",
-    "the gradients were changed after the norm was taken that step() is told (a scaler, noise, a second clipping); or "
-    f"{WRITTEN.text}",
-    "leave that out, it is not modelled; without norm= the recorder takes the norm itself, and tells the two apart",
+    "the gradients were changed after the norm was taken that step() is told (a scaler, noise, a second clipping, or "
+    f"clipping at another max_norm than clip= says, in this step or from it on); or {WRITTEN.text}",
+    "leave that out, it is not modelled; without norm= the recorder takes the norm itself, and tells the two apart; "
+    "recorder.step(…, clip=) tells a max_norm that changes",
 )
 
 
@@ -73,6 +75,9 @@ def parting(
     forward = abs(record.loss - step.loss) > SAME * abs(record.loss)  # the loss is another one before any gradient
     if forward and not _repeats(trajectory, i):
         return UNRECORDED
+    changed = _changed_clip(some, i, trajectory, forward=forward)
+    if changed is not None:
+        return changed
     alike = clipped_alike(records)
     if alike is not None:
         return alike
@@ -117,12 +122,45 @@ def _short(record: Record, records: Sequence[Record]) -> Cause:
 
 def clipped_alike(records: Sequence[Record]) -> Cause | None:
     """Gradients of many steps that arrived with one and the same norm, the largest: somebody clipped them."""
-    arrived, told = [record.norm for record in records], records[0].clip
-    largest = max(arrived)
-    same = [norm for norm in arrived if abs(norm - largest) <= SAME * largest]
-    if len(same) <= max(len(arrived) // 4, 1) or (told is not None and abs(largest - told) <= SAME * told):
+    largest = max(record.norm for record in records)
+    same = [record for record in records if abs(record.norm - largest) <= SAME * largest]
+    told = same[0].clip
+    if len(same) <= max(len(records) // 4, 1) or (told is not None and abs(largest - told) <= SAME * told):
         return None
     return other_clip(told, largest, f"the gradients of {len(same)} steps arrived with one and the same norm")
+
+
+def _changed_clip(some: Sequence[Record], i: int, trajectory: Trajectory, *, forward: bool) -> Cause | None:
+    """Did a max_norm that was as told in earlier steps change? The norm that arrived shows it; where the loop told the
+    norm before clipping instead, the loss after a step that is taken again without clipping."""
+    at = i - 1 if forward else i
+    if not any(step.clip.binds for step in trajectory.steps[: max(at, 0)]):
+        return None
+    record, step = some[at], trajectory.steps[at]
+    raw, arrived = step.clip.norm, record.norm
+    if forward and not (step.clip.binds and _follows_unclipped(some[i].loss, at, trajectory)):
+        return None
+    if forward or abs(arrived - raw) <= NEAR * raw:
+        how = "arrived unclipped"
+    elif arrived < raw and chosen(arrived):
+        how = f"arrived with {arrived:.4g}"
+    else:
+        return None
+    told = "no clip=" if record.clip is None else f"clip={record.clip:g}"
+    return Cause(
+        "gradient",
+        f"max_norm changed at step {record.step}, where the recorder was told {told}: up to then gradients were "
+        f"clipped as told, and this one, of norm {raw:.4g}, {how}",
+        "tell recorder.step(…, clip=) the max_norm of each step in the next recording, and None where it does not clip",
+    )
+
+
+def _follows_unclipped(loss: float, at: int, trajectory: Trajectory) -> bool:
+    """Is this the loss after step `at`, had it not been clipped?"""
+    step, following, code = trajectory.steps[at], trajectory.steps[at + 1], trajectory.dynamics.loss
+    state = trajectory.dynamics.advance(replace(step, max_norm=None), trajectory.state(at))[0]
+    found = code.value(state.theta, state.buffers, following.batch, following.random, following.where).loss
+    return abs(float(found) - loss) <= min(SAME * abs(loss), MOSTLY * abs(following.loss - loss))
 
 
 def _not_zeroed(some: Sequence[Record], i: int, trajectory: Trajectory) -> bool:

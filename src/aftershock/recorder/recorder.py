@@ -36,7 +36,7 @@ from .runs import claim, release
 from .snapshot import Snapshots
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
-from .updates import Pending, Update, Updates, updates_of
+from .updates import Pending, ToldClip, Update, Updates, updates_of
 from .windows import Windows, say
 from .writer import Writer
 
@@ -60,7 +60,8 @@ class FlightRecorder:
     keep: windows of this run that are kept on disk; the oldest goes first, but never the one with the worst spike.
     triggers: what keeps a window; default: spikes of the loss and the gradient norm, a slow rise, and NaN.
     on_trigger: called with what was seen (`.step`, `.reason`, `.folder`, `.command`), in the loop's own thread.
-    clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped.
+    clip: `max_norm` of `clip_grad_norm_`, where the loop clips. Gradients are seen when they are already clipped. One
+        that changes is told by `step`.
     hooks, unused, constant: as in `capture`.
     dataset: where `step` is given indices, what they index; batches are then `default_collate`d from it.
     describe: what `explain` shows of a batch: `describe(batch)` returns a text or an image (an array).
@@ -129,7 +130,7 @@ class FlightRecorder:
         self._order = [p for p in reading.unwrapped(self.model).parameters() if p.requires_grad]
         self._trained = Trained(reading.unwrapped(self.model), self.optimizer)
         counts = {id(p): float(updates_of(p, self.optimizer)) for p in self._order}
-        self._updates = Updates(max(first.state.counts), counts, self.clip)
+        self._updates = Updates(max(first.state.counts), counts)
         self._saved = self._updates.step
         self._transfer = Transfer(device)
         self._snapshots = Snapshots(first, self.model, self.optimizer, self._transfer)
@@ -225,6 +226,7 @@ class FlightRecorder:
         *,
         index: int | None = None,
         norm: Tensor | float | None = None,
+        clip: ToldClip = "as told",
         divisor: float | None = None,
     ) -> None:
         """One update, after `optimizer.step()`: the batch that was fed (the last, with accumulation) and its loss.
@@ -232,11 +234,13 @@ class FlightRecorder:
         index: the batch's place in the data, for skip lists; default: how many batches were recorded before it.
         norm: what `clip_grad_norm_` returned, where the loop clips; spikes of the gradient norm need it, and it saves
             a pass over the gradients.
+        clip: this step's `max_norm`, where it changes from step to step, and None where the loop did not clip; default:
+            as the recorder was told.
         divisor: by what the loop divided each micro-batch's loss; default: by their number.
         """
         self._must_be_inside()
         self._feed(batch, loss, index)
-        self.finish(norm, divisor)
+        self.finish(norm, divisor, clip)
 
     @guarded
     def before_forward(self) -> None:
@@ -259,7 +263,9 @@ class FlightRecorder:
         self._losses.append(loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else float(loss))
 
     @guarded
-    def finish(self, norm: Tensor | float | None = None, divisor: float | None = None) -> None:
+    def finish(
+        self, norm: Tensor | float | None = None, divisor: float | None = None, clip: ToldClip = "as told"
+    ) -> None:
         """The update that was made with the micro-batches taken since the last one."""
         update, self._update = self._update, None
         fed, self._fed = tuple(self._fed), []
@@ -277,7 +283,8 @@ class FlightRecorder:
         loss = sum(losses[1:], start=losses[0])
         rates = [hyper.lr for hyper in update.hypers]
         numbers = self._transfer.carry([loss, update.norm, norm, update.count, *rates])
-        self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, divisor, asked))
+        limit = self.clip if clip == "as told" else clip
+        self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, limit, divisor, asked))
         self._settle(LATE)
         step = self._updates.step
         if step % self.every == 0 and step != self._saved:
@@ -298,12 +305,13 @@ class FlightRecorder:
 
         lr: as in `follow`, for `horizon` steps; default: the present learning rates.
         """
-        past = [record.batch(self.source) for record in self.recent]
+        recent = self.recent
+        past, clip = [record.batch(self.source) for record in recent], recent[-1].clip if recent else self.clip
         point = TrainingPoint(self._capture())
         forward = self._passes.forward
         if forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
-        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
+        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=clip, seed=seed, lr=lr)
 
     # --- hooks
 

@@ -40,8 +40,7 @@ class Ring:
         self._held: int | None = None  # the first trigger of the window that is still open
 
     def begin(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that recorded nothing
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "run.json", self.run)
 
     def add(self, record: Record) -> None:

@@ -3,7 +3,9 @@
     flight/                the first run's own folder: its ring, its frozen windows, and a lock while it records
     flight/run-2/          the second run's, and so on
 
-A lock names the process that records. It is removed at the end; that of a process that died is stale.
+A lock names the process that records. It is removed at the end; that of a process that died is stale. When a run
+begins, the rings of runs that are over are dropped, so that disk does not grow with every run: their windows stay, and
+a ring that a trigger was waiting in.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PARTS = re.compile(r"\.(step|state)-\d+\.safetensors\..*|\.(run|trigger)\.json\.
 
 
 def claim(directory: Path) -> tuple[Path, str]:
-    """(a folder of this run's own under `directory`, the run's id); what a killed run left half-written is cleared."""
+    """(a folder of this run's own under `directory`, the run's id); what nobody needs of runs that are over goes."""
     directory.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(directory):
         earlier = run_folders(directory)
@@ -53,7 +55,7 @@ def run_folders(directory: Path) -> list[Path]:
 
 def place_of(folder: Path) -> tuple[str, int, int]:
     """(the name of the folder that the recorder was given, which of its runs this folder is, how many there are)."""
-    inside = _number(folder) > 1 and recorded(folder.parent)
+    inside = _number(folder) > 1 and (recorded(folder.parent) or (folder.parent / "ring" / "run.json").exists())
     root = folder.parent if inside else folder
     return root.name, _number(folder) if inside else 1, len(run_folders(root))
 
@@ -87,6 +89,9 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
     for path in [*folder.glob(".*"), *folder.glob("ring/.*")]:
         if PARTS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    if not (folder / "ring" / "trigger.json").exists():  # else the run was killed before it could keep the window
+        for path in [*folder.glob("ring/step-*.safetensors"), *folder.glob("ring/state-*.safetensors")]:
             path.unlink(missing_ok=True)
     release(folder)
 

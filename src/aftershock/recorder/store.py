@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidFile, InvalidInput
-from ..results.files import read_header, write_whole
+from ..results.files import OTHER_VERSION, read_header, write_whole
 from .record_files import read_record
 from .records import Record
 from .runs import place_of, run_folders
 
 FLIGHT_FORMAT = "aftershock-flight-3"
+DROPPED = "which kept no window, and whose last steps were dropped when another run began in its folder"
 LONGEST = 10**6  # steps in one window: more is no window but a name that makes no sense
 
 
@@ -68,6 +69,7 @@ class Flight:
     trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
     missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
+    damaged: tuple[str, ...] = ()  # what was passed over because it cannot be read
     others: tuple[int, ...] = ()  # triggers of the run's other windows, where it was chosen among them
     name: str = "flight"  # of the folder that the recorder was given
     number: int = 1  # of the run in that folder
@@ -107,7 +109,7 @@ def open_flight(directory: Path, step: int | None = None, run: str | None = None
         folders = run_folders(directory) if run is None else [directory]
         found = _newest({folder: _windows(folder) for folder in reversed(folders)}, directory, step)
     if run is not None and found.run["id"] != run:
-        raise InvalidFile(f"{found.folder} was written by another run than the one that is asked for")
+        raise InvalidFile(f"{found.folder} was written by another run than the one that is asked for, {DROPPED}")
     name, number, runs = place_of(found.folder.parent)
     return replace(found, name=name, number=number, runs=runs)
 
@@ -121,11 +123,14 @@ def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int |
         if step is not None and holding:
             return _first_whole(holding, step)
     if step is None:
-        raise InvalidFile(f"{directory} holds no whole step with a state before it: nothing was recorded there")
+        raise InvalidFile(
+            f"{directory} holds no whole step with a state before it: nothing was recorded there, or by a run {DROPPED}"
+        )
     each = [(place_of(folder)[1], _held(windows)) for folder, windows in runs.items() if windows]
     held = "; ".join(f"{steps} (run {number})" if len(each) > 1 else steps for number, steps in each)
     raise InvalidInput(
-        f"step {step} was not recorded, or its window was dropped: {directory} holds steps {held or 'of no run'}"
+        f"step {step} was not recorded, or was dropped (of runs that are over, kept windows stay): {directory} holds "
+        f"steps {held or 'of no run'}"
     )
 
 
@@ -148,6 +153,10 @@ class _Window(ABC):
     states: Mapping[int, Path]
 
     @abstractmethod
+    def seen(self) -> Seen | None:
+        """What it is about, where something triggered."""
+
+    @abstractmethod
     def open(self, step: int | None) -> Flight: ...
 
 
@@ -167,29 +176,24 @@ class _Frozen(_Window):
         listed = [folder / name for name in kept.files]
         return cls(folder, numbered_in(listed, "step"), numbered_in(listed, "state"), kept)
 
-    @property
-    def trigger(self) -> int:
-        """By its name where its description is damaged."""
-        return self.kept.seen.step if self.kept is not None else max(self.steps, default=-1)
+    def whole(self) -> Kept:
+        if self.kept is None:
+            raise InvalidFile(f"{self.error}") from self.error
+        return self.kept
 
-    @property
-    def height(self) -> float:
-        """Where its description is damaged, it may be the worst: that is said, before another one answers."""
-        return self.kept.seen.height if self.kept is not None else math.inf
+    def seen(self) -> Seen:
+        return self.whole().seen
 
     def open(self, step: int | None) -> Flight:
-        if self.error is not None or self.kept is None:
-            raise InvalidFile(f"{self.error}") from self.error
-        digests = self.kept.files
+        kept = self.whole()
         for path in (*self.steps.values(), *self.states.values()):
             if not path.is_file():
                 raise InvalidFile(f"{self.folder} is incomplete: {path.name} is missing")
-            if read_header(path)[0] != digests[path.name]:
+            if read_header(path)[0] != kept.files[path.name]:
                 raise InvalidFile(f"{path} was changed after it was written: its digest does not match flight.json")
         records = {number: read_record(path, number) for number, path in self.steps.items()}
-        seen = self.kept.seen
-        wanted = seen.step if step is None else step
-        return _unbroken(self, records, self.states, self.kept.run, wanted, {}, seen)
+        wanted = kept.seen.step if step is None else step
+        return _unbroken(self, records, self.states, kept.run, wanted, {}, kept.seen)
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ class _Ring(_Window):
 
     def open(self, step: int | None) -> Flight:
         run = _run(_read_json(self.folder / "run.json"), self.folder)
-        seen = self.seen()
+        seen, unread = self._seen(asked=step is not None)
         damaged: dict[int, str] = {}
         records = {}
         for number, path in self.steps.items():
@@ -208,12 +212,21 @@ class _Ring(_Window):
                 damaged[number] = str(error)
         wanted = step if step is not None else max(records, default=0) if seen is None else seen.step
         states = {number: path for number, path in self.states.items() if _is_state(path, number)}
-        return _unbroken(self, records, states, run, wanted, damaged, seen)
+        return replace(_unbroken(self, records, states, run, wanted, damaged, seen), damaged=unread)
 
     def seen(self) -> Seen | None:
         """What the window that is still open is about."""
         path = self.folder / "trigger.json"
         return Seen.of(_read_json(path), self.folder) if path.exists() else None
+
+    def _seen(self, asked: bool) -> tuple[Seen | None, tuple[str, ...]]:
+        """And what is damaged: where a step was asked for, it can be explained without."""
+        try:
+            return self.seen(), ()
+        except InvalidFile as error:
+            if not asked:
+                raise
+            return None, (str(error),)
 
 
 def _windows(folder: Path) -> list[_Window]:
@@ -227,23 +240,30 @@ def _windows(folder: Path) -> list[_Window]:
 def _worst(windows: Sequence[_Window]) -> Flight:
     """The window of a run whose trigger rose highest, of equals the last; its ring, where nothing has triggered.
 
-    A damaged one is said: another trigger would be another question.
+    One that is damaged is passed over, and that is said.
     """
-    ring = next((window for window in windows if isinstance(window, _Ring)), None)
-    kept: list[tuple[float, int, _Window]] = [(w.height, w.trigger, w) for w in windows if isinstance(w, _Frozen)]
-    seen = None if ring is None else ring.seen()
-    if ring is not None and seen is not None:
-        kept.append((seen.height, seen.step, ring))
-    if ring is not None and not kept:
-        return ring.open(None)
-    *rest, (_, _, worst) = sorted(kept, key=lambda one: one[:2])
-    others = sorted(trigger for _, trigger, _ in rest)
-    try:
-        return replace(worst.open(None), others=tuple(others))
-    except InvalidFile as error:
-        listed = ", ".join(map(str, others))
-        hint = f"; the windows of other triggers can be asked for by their steps ({listed})" if others else ""
-        raise InvalidFile(f"{error}{hint}") from error
+    kept: list[tuple[Seen, _Window]] = []
+    damaged: list[InvalidFile] = []
+    for window in windows:
+        try:
+            seen = window.seen()
+        except InvalidFile as error:
+            damaged.append(error)
+            continue
+        if seen is not None:
+            kept.append((seen, window))
+    kept.sort(key=lambda one: (one[0].height, one[0].step), reverse=True)
+    if not kept and not damaged:
+        return windows[-1].open(None)
+    for i, (_, window) in enumerate(kept):
+        try:
+            found = window.open(None)
+        except InvalidFile as error:
+            damaged.append(error)
+            continue
+        others = sorted(seen.step for seen, _ in kept[i + 1 :])
+        return replace(found, others=tuple(others), damaged=tuple(map(str, damaged)))
+    raise InvalidFile(f"{damaged[0]}; step= may still explain one of the steps that are there ({_held(windows)})")
 
 
 def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
@@ -251,7 +271,7 @@ def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
     those the one that goes on longest."""
 
     def order(window: _Window) -> tuple[bool, int, int]:
-        own = isinstance(window, _Frozen) and window.trigger == step
+        own = isinstance(window, _Frozen) and window.kept is not None and window.kept.seen.step == step
         return not own, min(window.steps), -max(window.steps)
 
     refused: list[InvalidFile] = []
@@ -335,7 +355,9 @@ def _read_json(path: Path, format: str | None = None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidFile(f"{path} is not a description of a flight")
     if found.get("format") != format:
-        raise InvalidFile(f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT})")
+        raise InvalidFile(
+            f"{path.parent} is not a flight of this version of aftershock ({FLIGHT_FORMAT}); {OTHER_VERSION}"
+        )
     if found.pop("digest", None) != _digest(found):
         raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
     return found

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from ..core.clipping import TORCH_EPSILON
 from ..errors import InvalidInput
 from .records import Fed, Forward, Record
 from .transfer import Landing
+
+ToldClip = float | Literal["as told"] | None  # of one step; "as told": when the recorder was made
 
 
 def clip_factor(norm: float, clip: float | None) -> float:
@@ -48,6 +51,7 @@ class Pending:
     fed: tuple[Fed, ...]
     update: Update
     forward: Forward
+    clip: float | None
     divisor: float | None
     asked: str | None
 
@@ -67,9 +71,8 @@ class Updates:
     step: the number of the loop's next update. counts: of updates, by the id of each parameter.
     """
 
-    def __init__(self, step: int, counts: Mapping[int, float], clip: float | None) -> None:
+    def __init__(self, step: int, counts: Mapping[int, float]) -> None:
         self.step = self._next = step  # of the loop's next update, and of the next that is read
-        self.clip = clip
         self._counts = dict(counts)
         self._pending: deque[Pending] = deque()
         self._asked: str | None = None
@@ -109,10 +112,10 @@ class Updates:
             step=self._next - 1,
             fed=made.fed,
             loss=float(loss),
-            norm=raw * clip_factor(raw, self.clip) if norm is None else float(norm),
+            norm=raw * clip_factor(raw, made.clip) if norm is None else float(norm),
             raw_norm=raw,
             hypers=tuple(replace(hyper, lr=rate) for hyper, rate in zip(made.update.hypers, rates)),
-            clip=self.clip,
+            clip=made.clip,
             forward=made.forward,
             divisor=made.divisor,
         )

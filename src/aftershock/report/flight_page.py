@@ -8,7 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..recorder.event import BARS
+from ..recorder.explanation import on_scale
 from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, value_after, with_an_effect
 from ..recorder.verdict import CALM, right
 from . import flight_figures as figures
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation
 
 ROWS = 30  # steps in the page's table
+LAYERS = 8  # in the table of the update's size
 COMPARED = {
     "replace": "against the mean of the ordinary batches around it",
     "skip": "against no step",
@@ -299,14 +303,46 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 def _instruments(found: FlightExplanation) -> list[str]:
     attrs = found.data.attrs
     told = [(name, str(attrs[key])) for key, name in INSTRUMENTS.items() if attrs[key]]
-    before = f"Right before the event, at step {max(attrs['stretch'][0] - 1, int(found.data['place'][0]))}: "
+    before = f"Right before the event, at step {_before(found)}: "
     told = [(name, before + text if name == INSTRUMENTS["update"] else text) for name, text in told]
     if found.kind not in CALM:
         told.append(("Hyperparameters", "; ".join(attrs["changes"]) or "none changed in the window"))
     if not told:
         return []
     rows = "\n".join(f"<dt>{name}</dt><dd>{escape(text[0].upper() + text[1:])}.</dd>" for name, text in told)
-    return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>")]
+    return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>", *_layers(found))]
+
+
+def _layers(found: FlightExplanation) -> list[str]:
+    """The update's size against its memory by layer, right before the event."""
+    sizes, step = found.data["layer_update_size"], _before(found)
+    at = sizes.sel(place=step).values
+    known = np.flatnonzero(np.isfinite(at))
+    if len(known) < 2:
+        return []
+    earlier = sizes.sel(place=sizes["place"] < step).values
+    usual = [np.nanmedian(column) if np.isfinite(column).any() else math.nan for column in earlier.T]
+    shown = known[np.argsort(-at[known])][:LAYERS]
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(str(sizes["layer"].values[i]))}</th>'
+        f"{number(usual[i], _rms(usual[i]))}{number(at[i], _rms(at[i]))}</tr>"
+        for i in shown
+    )
+    which = "The update against its memory by layer" + (", the largest" if len(shown) < len(known) else "")
+    return [
+        f"<div class='wide'><table class='by-layer'><caption>{which}: RMS of g/√v̂.</caption>\n"
+        '<thead><tr><th scope="col">layer</th><th scope="col" class="number">usual (median before)</th>'
+        f'<th scope="col" class="number">step {step}</th></tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    ]
+
+
+def _before(found: FlightExplanation) -> int:
+    """The step right before the event."""
+    return int(max(found.data.attrs["stretch"][0] - 1, int(found.data["place"][0])))
+
+
+def _rms(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3g}"
 
 
 def _numbers(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
@@ -319,11 +355,11 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     attrs = found.data.attrs
     tried, predicted = any(c.role for c in culprits), any(not math.isnan(c.predicted) for c in culprits)
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else [])]
-    # parts of what means nothing would not either
-    channels = [name for name in inside.CHANNELS if attrs["linear_ok"]] if predicted else []
+    # parts of what means nothing, or was refuted, or not tried, would mean nothing either
+    channels = [name for name in inside.CHANNELS if any(right(found, c) for c in culprits[:ROWS])]
     columns += [*(["predicted"] if predicted else []), *(f"in {inside.CHANNELS[name][0]}" for name in channels)]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
-    rows = "\n".join(_row(culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
+    rows = "\n".join(_row(found, culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
     order = ["The blamed first, then by what is left of the event"] if tried else []
     order += ["then as predicted" if tried else "As predicted"] if predicted else []
     return (
@@ -334,7 +370,7 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     )
 
 
-def _row(culprit: Culprit, tried: bool, predicted: bool, channels: Iterable[str]) -> str:
+def _row(found: FlightExplanation, culprit: Culprit, tried: bool, predicted: bool, channels: Iterable[str]) -> str:
     link = f'<a href="#step-{culprit.step}">{culprit.step}</a>'
     cells = [f'<td data-value="{culprit.step}" class="number">{link}</td>', number(culprit.delay, str(culprit.delay))]
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
@@ -342,7 +378,8 @@ def _row(culprit: Culprit, tried: bool, predicted: bool, channels: Iterable[str]
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
         cells += [number(culprit.left, _share(culprit.left)), _number(culprit.measured)]
     cells += [_number(culprit.predicted)] if predicted else []
-    cells += [_number(culprit.channels[name]) for name in channels]
+    parts = culprit.channels if right(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
+    cells += [_number(on_scale(parts[name], found)) for name in channels]
     return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
 
 

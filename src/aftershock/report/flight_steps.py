@@ -9,6 +9,7 @@ from html import escape
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..recorder.explanation import on_scale
 from ..recorder.verdict import right
 from .inside_figures import CHANNELS
 from .shell import section
@@ -188,8 +189,9 @@ def _inside(found: FlightExplanation, culprit: Culprit) -> list[str]:
         return ["<p>Its examples, memories and layers are not shown: the prediction of the step was wrong.</p>"]
     layers = found.data["layer_contribution"].sel({"change": attrs["ranked_by"], "step": culprit.step})
     by_layer = sorted(zip(map(str, layers["layer"].values), layers.values.tolist()), key=lambda part: -abs(part[1]))
-    parts = [("Where it waited (predicted)", [(CHANNELS[name][0], part) for name, part in culprit.channels.items()])]
-    parts.append(("Its layers (predicted)", by_layer[:LAYERS]))
+    channels = [(CHANNELS[name][0], on_scale(part, found)) for name, part in culprit.channels.items()]
+    carried = [(name, on_scale(part, found)) for name, part in by_layer[:LAYERS]]
+    parts = [("Where it waited (predicted)", channels), ("Its layers (predicted)", carried)]
     examples = [(f"example {i}", share) for i, share in culprit.examples[:EXAMPLES]]
     if examples:
         parts.append(("Its examples (predicted)", examples))
@@ -197,10 +199,10 @@ def _inside(found: FlightExplanation, culprit: Culprit) -> list[str]:
 
 
 def _bars(rows: Sequence[tuple[str, float]]) -> str:
-    largest = max((abs(value) for _, value in rows), default=0.0) or 1.0
+    largest = max((abs(value) for _, value in rows if math.isfinite(value)), default=0.0) or 1.0
     cells = (
         f"<span>{escape(name)}</span><i class='{'raises' if value > 0 else 'lowers'}' "
-        f"style='width: {100 * abs(value) / largest:.0f}%'></i><span>{_signed(value)}</span>"
+        f"style='width: {100 * min(abs(value) / largest, 1):.0f}%'></i><span>{_signed(value)}</span>"
         for name, value in rows
     )
     return f"<div class='bars'>{_lines(cells)}</div>"

@@ -33,6 +33,7 @@ NAMES = {
 PLACE = b'"digest": "'  # quotes inside the user's own text are escaped: this occurs once
 BLANK = b"0" * 64  # stands in the digest's place while the digest is computed
 CHUNK = 2**20
+OTHER_VERSION = "read it with the version of aftershock that wrote it, or make it again with this one"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -81,7 +82,7 @@ def read_tensors(path: Path, what: str, format: str) -> tuple[dict[str, Tensor],
             meta = file.metadata() or {}
             header = json.loads(meta.get("aftershock", "{}"))
             if header.get("format") != format:
-                raise InvalidFile(f"{path} is not a {what} of this version of aftershock ({format})")
+                raise InvalidFile(f"{path} is not a {what} of this version of aftershock ({format}); {OTHER_VERSION}")
             if meta.get("digest") != digest_of(path):
                 raise InvalidFile(f"{path} was changed after it was written: its digest does not match")
             return {key: file.get_tensor(key) for key in file.keys()}, header  # noqa: SIM118
@@ -194,7 +195,9 @@ def load_dataset(path: Path, wanted: Iterable[str], what: str) -> xr.Dataset:
         raise InvalidFile(f"{path} is damaged or not a {what}: {error}") from error
     missing = [name for name in wanted if name not in data.variables]
     if missing:
-        raise InvalidFile(f"{path} is not a {what} of this version of aftershock: it has no {missing[0]!r}")
+        raise InvalidFile(
+            f"{path} is not a {what} of this version of aftershock: it has no {missing[0]!r}; {OTHER_VERSION}"
+        )
     return data
 
 
