@@ -18,7 +18,7 @@ from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
-from ..core.reductions import norms
+from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_with_
@@ -123,7 +123,7 @@ class _Sweep:
         if len(xis) == len(self.shocks):
             xi = torch.stack(xis)
             static[1] = norms(xi)
-            static[3] = torch.linalg.vecdot(xi, reference.products(xi)).abs()
+            static[3] = paired(xi, reference.products(xi)).abs()
         return {
             "response": torch.stack([found[name] for name in TRAJECTORIES]),
             "static": static,

@@ -21,6 +21,7 @@ from ..core.adamw import Run
 from ..core.changes import ControlStep, Shock
 from ..core.operators import LinearOperator, Propagator, Transition, WriteIn
 from ..core.probe import Probe
+from ..core.reductions import count, largest, norms
 from ..core.state import Cotangent, JointState, Tangent, difference
 from .remainder import decompose, joint, minus
 from .switching import PairStep, joint_norm, margin_of, paired_steps, start_pair
@@ -118,10 +119,10 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
                 chi[w] = curvature_bound(run, before.m[w], before.v[w], linear.g[w], linear.g[w] + u[w])
         chi = torch.where(u != 0, chi, 0.0)
         rest = minus(difference(shocked, control.after), WriteIn(linear).mv(shock.xi) * scale)
-        kappa, size = float(chi.max()), float(u.norm())
+        kappa, size = largest(chi), float(norms(u))
         memory = max(1 - run.beta2 for run in linear.runs)
-        bounds = (kappa / 2 * size**2, float((chi * u * u).norm()) / 2, (kappa / 2 + memory) * size**2)
-        found = (kappa, size, float(rest.theta.norm()), *bounds[:2], joint_norm(rest), bounds[2])
+        bounds = (kappa / 2 * size**2, float(norms(chi * u * u)) / 2, (kappa / 2 + memory) * size**2)
+        found = (kappa, size, float(norms(rest.theta)), *bounds[:2], joint_norm(rest), bounds[2])
         values = dict(zip(names, found))
     attrs = {"kappa": "enclosed by interval arithmetic", "reason": reason}
     return xr.Dataset({name: ((), value) for name, value in values.items()}, attrs=attrs)
@@ -132,7 +133,7 @@ def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: flo
         return f"a {change.edits[index].name} has no ξ"
     if control.linear.clip.binds or shock.endpoint(scale)[1].binds:
         return "clipping binds, and ψ is not coordinatewise there"
-    if any(bool(shock.xi[run.where].any()) for run in control.linear.runs if not run.active):
+    if any(count(shock.xi[run.where] != 0) for run in control.linear.runs if not run.active):
         return "a parameter gets a gradient on one side only"
     return ""
 
@@ -207,7 +208,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
     """
     trajectory = change.path.trajectory
     layout, deviation = trajectory.dynamics.layout, difference(shocked, control)
-    size = float(deviation.theta.norm())
+    size = float(norms(deviation.theta))
     if size == 0:
         return 0.0
 
@@ -215,7 +216,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
         return layout.join(probe.gradient(trajectory, time, moved(control, deviation, tau)).grads)
 
     here = slope(0.0)
-    return max(float((slope(tau) - here).norm()) / (tau * size) for tau in SEGMENT)
+    return max(float(norms(slope(tau) - here)) / (tau * size) for tau in SEGMENT)
 
 
 # --- the theorem and the envelope

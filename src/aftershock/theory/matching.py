@@ -17,6 +17,7 @@ from ..core.changes import ControlStep, Perturb, names_of, scales_of
 from ..core.dynamics import Step
 from ..core.operators import WriteIn, readout
 from ..core.probe import Reader, Watch
+from ..core.reductions import count, finite, norms, products
 from ..core.rollout import Rows, rollout
 from ..core.state import JointState, difference
 from ..errors import InvalidInput
@@ -153,24 +154,24 @@ def first_step_candidates(
     """ξ̃_i, s_i and μ1."""
     if not (math.isfinite(target) and target > 0):
         raise InvalidInput(f"target is a positive share of the median first-step response; got {target}")
-    if not torch.isfinite(natural).all():
+    if not finite(natural):
         raise InvalidInput("the candidates' residuals are not finite")
-    along = natural @ a
+    along = products(natural, a)
     mu = target * float(along.abs().double().quantile(0.5))
     if mu == 0 or not math.isfinite(mu):
         raise InvalidInput(
             "the probe does not feel these candidates at the first step (the median of |aᵀξ| is zero or not a number): "
             "there is no first response to match"
         )
-    squared = a @ a
+    squared = products(a, a)
     signs = torch.ones_like(along)
     signs[1::2] = -1.0
     common = mu * a / squared
     free = natural - along[:, None] * a / squared
-    norms = torch.linalg.vector_norm(free, dim=1, keepdim=True)
+    sizes = norms(free)[:, None]
     # of a residual along a, rounding leaves a z in some direction: scaled up it would be a candidate of noise
-    real = norms > ROUNDING * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(natural, dim=1, keepdim=True)
-    free = torch.where(real, NULLSPACE * torch.linalg.vector_norm(common) * free / norms, torch.zeros_like(free))
+    real = sizes > ROUNDING * torch.finfo(a.dtype).eps * norms(natural)[:, None]
+    free = torch.where(real, NULLSPACE * norms(common) * free / sizes, torch.zeros_like(free))
     return signs[:, None] * common + free, signs, mu
 
 
@@ -301,7 +302,7 @@ def _with_decay(
         start, unmatched = _match_moment(now, first, end, channel)
         # θ is the control's, so is the gradient: the first displacement needs no other
         moved = difference(now.dynamics.apply(first, start, now.raw, now.present)[0], control).theta
-        yield _Start(start, {name: beta}, moved.norm().double().cpu(), unmatched)
+        yield _Start(start, {name: beta}, norms(moved).double().cpu(), unmatched)
 
 
 def _along(watch: Watch, control: JointState, starts: Sequence[_Start], changes: int) -> Float[Tensor, "row horizon"]:
@@ -324,7 +325,7 @@ def _match_moment(following: ControlStep, step: Step, end: JointState, channel: 
     pairs = [runs_of(layout, s.hypers, before.counts, following.present) for s in (following.step, step)]
     for own, new in zip(*pairs):
         moment[own.where], missed[own.where] = matched_moment(own, new, before, end, following.linear.g, channel)
-    return replace(before, **{channel: moment}), missed.sum().cpu()
+    return replace(before, **{channel: moment}), torch.tensor(count(missed))
 
 
 def matched_moment(

@@ -24,6 +24,7 @@ from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
+from ..core.reductions import count, norms
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_
 from ..core.trajectory import Trajectory
@@ -128,7 +129,7 @@ def decompose(
     write_in = minus(deviation, tangent)
     edit = change.edits[index]
     note = "" if shock.xi is not None else f"A {edit.name} has no ξ: its tangent starts from the exact difference."
-    touched = int(control.linear.broken.sum())
+    touched = count(control.linear.broken)
     note += f" At {touched} coordinates v = 0 but m ≠ 0: no derivative exists there." if touched else ""
     attrs = {"change": edit.name, "at": change.at, "scale": scale, "note": note}
     attrs["probe"] = "none" if watched is None else watched.name
@@ -150,7 +151,7 @@ def _set_(dx: Tangent, other: Tangent) -> None:
 
 
 def channel_norms(dx: Tangent) -> list[float]:
-    return [float(getattr(dx, name).norm()) for name in CHANNELS]
+    return [float(norms(getattr(dx, name))) for name in CHANNELS]
 
 
 def _horizon(path: Path, at: int, horizon: int | None, probe: Probe | None) -> int:
@@ -245,7 +246,7 @@ def read_output(
     row |= {f"output_from_{part}": float(read[2 + i]) for i, part in enumerate(PARTS)}
     row["output_from_readout_smooth"] = held - base - float(read[0])
     row["output_from_readout_switching"] = truth - held
-    row["readout_norm"] = float(slope.norm())
+    row["readout_norm"] = float(norms(slope))
     return row
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..core import reductions
 from ..core.adamw import adamw_step
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
@@ -210,7 +211,7 @@ def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | Non
 
 def joint_norm(dx: Tangent) -> float:
     """‖δx‖, the Euclidean norm of the three blocks together."""
-    return float(torch.stack([dx.theta.norm(), dx.m.norm(), dx.v.norm()]).norm())
+    return float(reductions.joint_norm([dx.theta, dx.m, dx.v]))
 
 
 def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tangent]]:
@@ -269,7 +270,7 @@ def margin_of(pair: PairStep) -> xr.Dataset:
     names = ("preactivation_slope", "strip", "margin_mass", "switching_constant", "bound")
     values |= dict.fromkeys(names, float("nan"))
     if not reason:
-        moves = [_largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
+        moves = [reductions.largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
         slope = max(moves, default=0.0) / size if size else 0.0
         places, weights = _weights(pair, slope * size, size)
         margins = [float(control[g].margin.reshape(-1)[e]) for g, e in places]  # type: ignore[union-attr]
@@ -325,7 +326,3 @@ def _weights(pair: PairStep, strip: float, size: float) -> tuple[list[tuple[int,
             alone = pair.extension.with_choices([*choices[:g], flipped, *choices[g + 1 :]])(pair.shocked)
             weights[g, e] = joint_norm(difference(alone, pair.smooth_after)) / size
     return list(weights), list(weights.values())
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0

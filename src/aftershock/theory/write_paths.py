@@ -13,6 +13,7 @@ from ..core.guards import hidden_buffers
 from ..core.linear_step import LinearStep
 from ..core.operators import WriteIn
 from ..core.probe import Probe
+from ..core.reductions import count, norms, paired
 from ..core.state import difference
 from ..errors import HiddenState, InvalidInput
 
@@ -86,22 +87,21 @@ def _path_row(control: ControlStep, edit: Edit, slope: Float[Tensor, " param"] |
     def by_layer(values: Float[Tensor, "*rows param"]) -> tuple[Tensor, ...]:
         return layout.compact(values).split(layout.sizes, dim=-1)
 
-    norm = torch.linalg.vector_norm
     row = {
-        "write_norm": norm(paths, dim=-1),
-        "total_norm": norm(total),
-        "alignment": torch.linalg.vecdot(*paths) / norm(paths, dim=-1).prod(),
-        "linear_error": norm(exact - total) / norm(exact),
-        "layer_norm": torch.stack([norm(part, dim=-1) for part in by_layer(paths)], dim=-1),
-        "layer_total_norm": torch.stack([norm(part) for part in by_layer(total)]),
+        "write_norm": norms(paths),
+        "total_norm": norms(total),
+        "alignment": paired(*paths) / norms(paths).prod(),
+        "linear_error": norms(exact - total) / norms(exact),
+        "layer_norm": torch.stack([norms(part) for part in by_layer(paths)], dim=-1),
+        "layer_total_norm": torch.stack([norms(part) for part in by_layer(total)]),
     }
     if slope is not None:
         shares = torch.stack([part.sum(-1) for part in by_layer(paths * slope.double())], dim=-1)
         row |= {"response": shares.sum(-1), "layer_response": shares}
-    count = int(touched(without_derivative(control.linear), control.linear, xi).sum())
-    if count:
+    none = count(touched(without_derivative(control.linear), control.linear, xi))
+    if none:
         row = {name: torch.full_like(values, torch.nan) for name, values in row.items()}
-    return {**row, "no_derivative": torch.tensor(count)}
+    return {**row, "no_derivative": torch.tensor(none)}
 
 
 # --- shared with the second order
