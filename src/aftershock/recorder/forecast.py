@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..core.batches import Batch
+from ..core.randomness import Randomness
 from ..errors import InvalidInput, NotFinite
 from ..theory.futures import repeated_futures
 from ..theory.samplers import sample_futures
@@ -62,7 +61,7 @@ def forecast(
     horizon: int,
     futures: int,
     clip: float | None,
-    seed: int,
+    generator: Randomness,
     lr: LearningRate,
 ) -> Forecast:
     """The exact response of past batches' mean loss to `batch` in the place of an ordinary step.
@@ -76,7 +75,7 @@ def forecast(
     recent = mean_batch(past[-REFERENCES:])
     spread = sorted({round(i * (len(past) - 1) / (WATCHED - 1)) for i in range(WATCHED)})
     watched = mean_batch([past[i] for i in spread])
-    drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
+    drawn = sample_futures(list(past), futures, horizon - 1, generator)
     try:
         found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip, lr=lr)
     except NotFinite:

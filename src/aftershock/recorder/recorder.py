@@ -25,6 +25,7 @@ from ..core.clipping import global_norm
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
+from ..core.randomness import Randomness
 from ..errors import InvalidInput
 from .descriptions import Describe
 from .forecast import Forecast, forecast
@@ -292,18 +293,27 @@ class FlightRecorder:
         self._asked = reason
 
     def forecast(
-        self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0, lr: LearningRate = "constant"
+        self,
+        batch: Batch,
+        *,
+        horizon: int = 16,
+        futures: int = 4,
+        generator: Randomness = 0,
+        lr: LearningRate = "constant",
     ) -> Forecast:
         """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`.
 
         lr: as in `follow`, for `horizon` steps; default: the present learning rates.
+        generator: draws the futures; or an integer seed.
         """
         past = [record.batch(self.source) for record in self.recent]
         point = TrainingPoint(self._capture())
         forward = self._passes.forward
         if forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
-        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=self.clip, seed=seed, lr=lr)
+        return forecast(
+            point, batch, past, horizon=horizon, futures=futures, clip=self.clip, generator=generator, lr=lr
+        )
 
     # --- hooks
 

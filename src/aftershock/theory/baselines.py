@@ -18,6 +18,7 @@ from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
+from ..core.randomness import Randomness, generator_of
 from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, pair, stack
@@ -227,7 +228,7 @@ def readout_null(
     table: xr.Dataset,
     magnitude: xr.DataArray | np.ndarray | None = None,
     *,
-    generator: torch.Generator,
+    generator: Randomness = 0,
     permutations: int = 100,
 ) -> xr.Dataset:
     """How Full ISO ranks when the readouts come in a shuffled order: S_{i,π} = max_h |c̄_{π(h)}ᵀ δθ_{i,h}|.
@@ -237,10 +238,10 @@ def readout_null(
     score), `true_spearman` that of Full ISO itself, `percentile` the share of the null at or below it, in
     percent. Costs no gradient. Paper: "Readout controls", "Scalar baselines".
 
-    table: of `scores`, for three changes or more. generator: draws the permutations.
+    table: of `scores`, for three changes or more. generator: draws the permutations; or an integer seed.
 
     >>> table = theory.scores(path.replace(batches[1:]), probe)
-    >>> null = theory.readout_null(table, generator=torch.Generator().manual_seed(0), permutations=20)
+    >>> null = theory.readout_null(table, permutations=20)
     >>> null.sizes["permutation"], round(float(null["true_spearman"]), 6)
     (20, 1.0)
     """
@@ -256,8 +257,9 @@ def readout_null(
     target = full if magnitude is None else np.asarray(magnitude, dtype=float)
     if target.shape != (changes,):
         raise InvalidInput(f"magnitude needs one number per change ({changes}); got shape {target.shape}")
-    draw = (torch.randperm(horizons, generator=generator, device=generator.device) for _ in range(permutations))
-    orders = np.stack([order.cpu().numpy() for order in draw])
+    draw = generator_of(generator)
+    drawn = (torch.randperm(horizons, generator=draw, device=draw.device) for _ in range(permutations))
+    orders = np.stack([order.cpu().numpy() for order in drawn])
     alignment = table["alignment"].values
     shuffled = np.abs(alignment[:, np.arange(horizons), orders]).max(axis=2).T
     null = rank_correlation(shuffled, target)[0]

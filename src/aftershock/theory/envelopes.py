@@ -21,6 +21,7 @@ from ..core.adamw import Run
 from ..core.changes import ControlStep, Shock
 from ..core.operators import LinearOperator, Propagator, Transition, WriteIn
 from ..core.probe import Probe
+from ..core.randomness import Randomness, generator_of
 from ..core.reductions import count, largest, norms
 from ..core.state import Cotangent, JointState, Tangent, difference
 from .remainder import decompose, joint, minus
@@ -141,10 +142,12 @@ def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: flo
 # --- norms and constants
 
 
-def operator_norm(operator: LinearOperator, iterations: int = 12, seed: int = 0) -> tuple[float, str]:
+def operator_norm(operator: LinearOperator, iterations: int = 12, generator: Randomness = 0) -> tuple[float, str]:
     """‖A‖ or ‖Φ‖ and how it was found: "exact" by SVD of a small system, else a power-iteration "estimate".
 
     The estimate approaches the norm from below: `iterations` products with the operator and its transpose.
+
+    generator: draws the first vector; or an integer seed.
 
     >>> size, how = theory.operator_norm(path.transition(1))
     >>> size > 1, how
@@ -153,8 +156,8 @@ def operator_norm(operator: LinearOperator, iterations: int = 12, seed: int = 0)
     layout = operator.layout
     if 3 * layout.size <= DENSE:
         return _spectral(operator.as_matrix()), "exact"
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(3, layout.size, generator=generator, dtype=torch.float64).to(layout.device)
+    draw = generator_of(generator)
+    noise = torch.randn(3, layout.size, generator=draw, dtype=torch.float64, device=draw.device).to(layout.device)
     dx, found = Tangent(*(layout.expand(row) for row in noise)), 0.0
     for _ in range(iterations):
         dx = dx * (1 / joint_norm(dx))

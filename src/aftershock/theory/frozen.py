@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ..core.randomness import Randomness, generator_of
 from ..errors import InvalidInput, NotFinite
 from ..results.summaries import summarize
 from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     import xarray as xr
 
     from ..api.path import Path
@@ -112,21 +112,19 @@ class FrozenMemory:
 
     @classmethod
     def estimate(
-        cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: torch.Generator
+        cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: Randomness = 0
     ) -> FrozenMemory:
         """An unbiased estimate of `at` over many coordinates, at one Hessian product per sample.
 
         Each H_ii is estimated by z_i (Hz)_i with random signs z on these coordinates; b_m and b_v are exact.
 
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4, generator=generator)
+        generator: draws the signs; or an integer seed.
+
+        >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4)
         >>> frozen.b_m == theory.FrozenMemory.at(path, 1, slice(None)).b_m
         True
         """
-        if samples < 1:
-            raise InvalidInput(f"an estimate needs at least one sample; got {samples}")
-
-        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
+        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator_of(generator)))
         return cls(**place.coefficients())
 
     # --- the response of the parameter to a unit write into m or v
