@@ -233,11 +233,11 @@ def test_a_defective_matrix_has_no_modal_form_and_says_so(name: str) -> None:
     assert abs(np.polyval(np.polyder(characteristic), double)) < 1e-12
     assert _rank(matrix - double * np.eye(3)) == 2
     modes = memory.modes()
-    assert "defective" in modes.attrs["undefined"]
+    assert "defective" in modes["reason"].item()
     assert np.isnan(modes["residue"].values).all()
     assert math.isnan(modes["condition"])
     bounds = memory.bounds(H)
-    assert "defective" in bounds.attrs["undefined"]
+    assert "defective" in bounds["reason"].item()
     assert all(np.isnan(bounds[key].values).all() for key in bounds)
     # everything that needs no modal form still answers
     close(memory.response(H).values, brute(memory, H))

@@ -24,7 +24,7 @@ from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_with_
 from ..errors import InvalidInput
-from ..results.provenance import described
+from ..results.provenance import asked, provenance
 from ..results.statistics import rank_correlation
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     norm_product     ‖c̄_h‖ ‖δθ_h‖                          exact_one_step   |d_1|, by a second step
     gradient_norm    ‖ξ‖                                   write_norm       ‖δθ_1‖
     curvature        |ξᵀ H_ref ξ|, H_ref the Hessian of the control's batch: the mean over its micro-batches
-    endpoint, semilinear: the engine's own answers, which read the real probe
+    endpoint         tangents from the exact δx_1, read by the real probe; semilinear: the engine's own answer
 
-    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and
-    `attrs["undefined"]` says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
+    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and `reason[answer]`
+    says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
     its diagonal is Full ISO, and `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
 
     Costs 6·N·(H−1) − 3·N Hessian products in all, through one graph per step: less than 1.2 × those of the five
@@ -202,8 +202,8 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
     static = torch.cat([table["static"] for table in tables], dim=1)
     blank = torch.full((len(STATIC), *response.shape[1:]), torch.nan, dtype=torch.float64)
     cosine = torch.nn.functional.cosine_similarity(slopes[:1], slopes, dim=1).double().cpu()
-    undefined = [name for name, row in zip(STATIC, static) if row.isnan().any()]
-    reason = f"{' and '.join(undefined)}: a {change.kind} is not a difference of gradients, it has no ξ"
+    reason = f"a {change.kind} is not a difference of gradients, it has no ξ"
+    reasons = [""] * len(TRAJECTORIES) + [reason if row.isnan().any() else "" for row in static]
     return xr.Dataset(
         {
             "score": (("answer", "change"), torch.cat([response.abs().amax(2), static]).numpy()),
@@ -213,6 +213,8 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
                 torch.cat([table["alignment"] for table in tables]).numpy(),
             ),
             "readout_cosine": ("horizon", cosine.numpy()),
+            "reason": ("answer", reasons),
+            **asked(change.kind, watch.at, watch.probe),
         },
         coords={
             "answer": [*TRAJECTORIES, *STATIC],
@@ -220,7 +222,7 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
             "change": names_of(change.edits),
             "horizon": watch.range,
         },
-        attrs={**described(watch, change.kind), "undefined": reason if undefined else ""},
+        attrs=provenance(watch.trajectory),
     )
 
 

@@ -125,8 +125,7 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
         bounds = (kappa / 2 * size**2, float(norms(chi * u * u)) / 2, (kappa / 2 + memory) * size**2)
         found = (kappa, size, float(norms(rest.theta)), *bounds[:2], joint_norm(rest), bounds[2])
         values = dict(zip(names, found))
-    attrs = {"kappa": "enclosed by interval arithmetic", "reason": reason}
-    return xr.Dataset({name: ((), value) for name, value in values.items()}, attrs=attrs)
+    return xr.Dataset({**values, "reason": reason}, attrs={"kappa": "enclosed by interval arithmetic"})
 
 
 def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: float, index: int) -> str:
@@ -264,13 +263,13 @@ def error_bounds(
             "transition_norm": ("step", found.transition_norms),
             "smooth_constant": ("step", found.smooth),
             "switching_constant": ("step", found.switching),
+            "scale": scale,
         },
         coords={"step": parts["step"]},
         attrs={
             "norms": "exact" if dense else "estimate (power iteration, from below)",
             "smooth_constant": "sampled on the segment" if dense else "estimate: the smallest that this pair allows",
             "switching_constant": "; ".join(found.how) or "no step",
-            "scale": scale,
         },
     )
     if probe is not None:

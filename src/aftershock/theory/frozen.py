@@ -291,7 +291,7 @@ class FrozenMemory:
         """Poles λ_i, residues (e_θᵀ v_i)(w_i* e_k) and κ₂(V).
 
         r_k(h) = Σ_i residue_ki λ_i^{h−1} (eq:app_modal_response); complex ones come in conjugate pairs.
-        A defective matrix has no modal form: residues and κ₂ are NaN, and `attrs["undefined"]` says why.
+        A defective matrix has no modal form: residues and κ₂ are NaN, and `reason` says why.
         """
         import numpy as np
         import xarray as xr
@@ -307,7 +307,7 @@ class FrozenMemory:
             {"pole": ("mode", poles), "residue": (("channel", "mode"), residues), "condition": condition},
             {"channel": list(CHANNELS)},
         )
-        return data if vectors is not None else data.assign_attrs(undefined=_NO_MODES)
+        return data.assign(reason="" if vectors is not None else _NO_MODES)
 
     def bounds(self, horizons: int) -> xr.Dataset:
         """Three bounds of |r_k(h)|, each looser than the one before; NaN where there is no modal form.
@@ -331,7 +331,7 @@ class FrozenMemory:
             ends = np.linalg.norm(vectors[0]) * np.linalg.norm(inverse[:, 1:], axis=0)
         norm = _labelled(ends[:, None] * powers[0], "norm")
         condition = xr.DataArray(float(modes["condition"]) * powers[0], {"horizon": modal["horizon"]}, "horizon")
-        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition}, attrs=modes.attrs)
+        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition, "reason": modes["reason"]})
 
 
 def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: Sequence[float]) -> xr.Dataset:

@@ -19,6 +19,7 @@ from ..core.probe import Probe
 from ..core.reductions import count, products
 from ..core.state import pair
 from ..errors import InvalidInput
+from ..results.provenance import asked, provenance
 from .write_paths import gradient_difference, require_first_horizon, touched, without_derivative
 
 if TYPE_CHECKING:
@@ -121,9 +122,10 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
         rows.append({**terms, **_exact(change, control, shock, found, scales)})
     dims = dict.fromkeys(("exact", "clip_switched"), ("change", "scale"))
     data = xr.Dataset(
-        {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]},
+        {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]}
+        | asked(change.kind, change.at, found),
         coords={"change": names_of(change.edits), "scale": [float(scale) for scale in scales]},
-        attrs={"kind": change.kind, "at": change.at, "probe": found.name},
+        attrs=provenance(change.path.trajectory),
     )
     data["quadratic"] = data["curvature"] + data["write_in"]
     data["predicted"] = data["linear"] * data["scale"] + data["quadratic"] * data["scale"] ** 2 / 2

@@ -16,6 +16,7 @@ from ..core.probe import Probe
 from ..core.reductions import count, norms, paired
 from ..core.state import difference
 from ..errors import HiddenState, InvalidInput
+from ..results.provenance import asked, provenance
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,13 +69,13 @@ def write_paths(change: Change, probe: Any = None) -> xr.Dataset:
         **dict.fromkeys(("layer_norm", "layer_response"), ("change", "channel", "layer")),
         "layer_total_norm": ("change", "layer"),
     }
+    values = {
+        name: (dims.get(name, ("change",)), torch.stack([row[name] for row in rows]).cpu().numpy()) for name in rows[0]
+    }
     return xr.Dataset(
-        {
-            name: (dims.get(name, ("change",)), torch.stack([row[name] for row in rows]).cpu().numpy())
-            for name in rows[0]
-        },
+        {**values, **asked(change.kind, change.at, None if probe is None else Probe.of(probe))},
         coords={"change": names_of(change.edits), "channel": list(PATHS), "layer": list(layout.names)},
-        attrs={"kind": change.kind, "at": change.at, "probe": "none" if probe is None else Probe.of(probe).name},
+        attrs=provenance(change.path.trajectory),
     )
 
 
