@@ -59,7 +59,11 @@ class Contributions(LabelledResult):
 
     @property
     def total(self) -> xr.DataArray:
-        """Contribution of each step, all channels together. Positive: the step raised the loss."""
+        """Contribution of each step, all channels together. Positive: the step raised the loss.
+
+        >>> (path.explain(probe).total < 0).values.tolist()
+        [True, False, True, True]
+        """
         return self.data["contribution"].sum("channel", skipna=False)
 
     @property
@@ -69,7 +73,11 @@ class Contributions(LabelledResult):
 
     @property
     def off_scale(self) -> xr.DataArray:
-        """Steps whose prediction is far beyond anything measured and beyond the outcome itself."""
+        """Steps whose prediction is far beyond anything measured and beyond the outcome itself.
+
+        >>> path.explain(probe).off_scale.values.tolist()
+        [False, False, False, False]
+        """
         measured, value = self.data["measured"], abs(float(self.data["value"]))
         largest = float(abs(measured.where(abs(measured) < math.inf)).max())
         limit = OFF_SCALE * value if math.isnan(largest) else max(OFF_SCALE * largest, value)

@@ -66,17 +66,29 @@ class Ranking(LabelledResult):
 
     @property
     def order(self) -> list[str]:
-        """Labels, strongest first."""
+        """Labels, strongest first.
+
+        >>> path.rank(batches, probe).order[:2]
+        ['batch 5', 'batch 1']
+        """
         return [str(name) for name in self.data["change"].values]
 
     @property
     def by(self) -> str:
-        """What it is sorted by."""
+        """What it is sorted by.
+
+        >>> path.rank(batches, probe, by="total_abs").by
+        'total_abs'
+        """
         return str(self.data["by"].item())
 
     @property
     def verified(self) -> list[str]:
-        """Labels of the changes that were rerun exactly."""
+        """Labels of the changes that were rerun exactly.
+
+        >>> path.rank(batches, probe, verify=1).verified
+        ['batch 5']
+        """
         known = self.data["measured"].notnull().all("horizon")
         return [str(name) for name in self.data["change"].values[known.values]]
 

@@ -30,6 +30,13 @@ class Forecast:
     """The mean response over sampled futures; positive means that the loss would go up.
 
     `response[future, horizon]` is exact along each future; None where the run with the batch diverged.
+
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+    ...     for batch in batches[:4]:
+    ...         recorder.step(batch, train_step(batch))
+    ...     forecast = recorder.forecast(batches[5], horizon=3, futures=2)
+    >>> forecast.harmful(threshold=0.001), forecast.at, dict(forecast.response.sizes)
+    (True, 3, {'future': 2, 'horizon': 3})
     """
 
     response: xr.DataArray | None
@@ -37,7 +44,11 @@ class Forecast:
     at: int  # states after the batch
 
     def harmful(self, threshold: float) -> bool:
-        """Would it raise the loss by more than `threshold`?"""
+        """Would it raise the loss by more than `threshold`?
+
+        >>> Forecast(None, 0.5, at=3).harmful(threshold=0.1)
+        True
+        """
         return self.largest_increase > threshold
 
     def __str__(self) -> str:

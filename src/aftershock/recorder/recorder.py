@@ -183,7 +183,12 @@ class FlightRecorder:
             release(self.directory)
 
     def wait(self) -> None:
-        """Until everything recorded so far is on disk."""
+        """Until everything recorded so far is on disk.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        ...     recorder.wait()
+        """
         if self._inside:
             self._settle_all()
             self._writer.wait()
@@ -191,13 +196,26 @@ class FlightRecorder:
 
     @property
     def recent(self) -> Sequence[Record]:
-        """The last `window` updates; waits for them."""
+        """The last `window` updates; waits for them.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> [record.step for record in recorder.recent]
+        [40]
+        """
         self.wait()
         return self._recent
 
     @property
     def flights(self) -> list[Path]:
-        """The windows that this run has closed and kept, the oldest first."""
+        """The windows that this run has closed and kept, the oldest first.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", after=0) as recorder:
+        ...     recorder.trigger("look here")
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> len(recorder.flights)
+        1
+        """
         return [] if self._ring is None else list(self._ring.frozen)
 
     # --- what the loop calls
@@ -234,6 +252,11 @@ class FlightRecorder:
         norm: what `clip_grad_norm_` returned, where the loop clips; spikes of the gradient norm need it, and it saves
             a pass over the gradients.
         divisor: by what the loop divided each micro-batch's loss; default: by their number.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[5], train_step(batches[5]), index=1005)
+        >>> recorder.recent[0].indices
+        (1005,)
         """
         self._must_be_inside()
         self._feed(batch, loss, index)
@@ -289,7 +312,15 @@ class FlightRecorder:
         self._check_writer()
 
     def trigger(self, reason: str) -> None:
-        """Keep the window of the next recorded step."""
+        """Keep the window of the next recorded step.
+
+        >>> seen = []
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", on_trigger=seen.append) as recorder:
+        ...     recorder.trigger("validation got worse")
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> [(one.step, one.reason) for one in seen]
+        [(40, 'validation got worse')]
+        """
         self._asked = reason
 
     def forecast(
@@ -305,6 +336,13 @@ class FlightRecorder:
 
         lr: as in `follow`, for `horizon` steps; default: the present learning rates.
         generator: draws the futures; or an integer seed.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     for batch in batches[:4]:
+        ...         recorder.step(batch, train_step(batch))
+        ...     usual, bad = (recorder.forecast(batch, horizon=3, futures=2) for batch in batches[4:])
+        >>> bad.largest_increase > usual.largest_increase
+        True
         """
         past = [record.batch(self.source) for record in self.recent]
         point = TrainingPoint(self._capture())
