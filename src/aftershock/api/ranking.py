@@ -173,7 +173,8 @@ def rank(
     data = _calibrated(predicted, measured, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
         exact, guess = (torch.as_tensor(curves.values[top]) for curves in (measured, predicted))
-        h = first_disagreement(exact, guess, torch.zeros(len(horizons)))
+        none = torch.zeros(len(horizons))
+        h = first_disagreement(exact, guess, none, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error)
         path.check_before(watch.at, None if h is None else watch.at + horizons[h - 1])
     return Ranking(data)
 
