@@ -24,11 +24,12 @@ from .cases import make
 
 def test_free_memory_is_asked_for_where_the_plan_says() -> None:
     home = Path(aftershock.__file__).parent
-    asks = re.compile(r"(?<!def )\b(free|budget|mem_get_info)\(")
+    asks = re.compile(r"(?<!def )((?<![.\w])(free|budget|room)|mem_get_info)\(")
     found = {str(path.relative_to(home)) for path in home.rglob("*.py") if asks.search(path.read_text())}
     named = {"core/footprint.py", "api/point.py", "studies/language/scene.py", "core/rows.py"}  # as planning's words do
-    given_to_plan_states = {"recorder/replay.py"}
-    assert found == {"core/memory.py", "core/planning.py", *named, *given_to_plan_states}
+    named |= {"theory/finite_difference.py"}
+    passed_on = {"recorder/replay.py", "recorder/reruns.py"}  # to a plan
+    assert found == {"core/memory.py", "core/planning.py", *named, *passed_on}
 
 
 def test_budgets() -> None:
