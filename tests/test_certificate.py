@@ -7,9 +7,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import aftershock as ak
+from aftershock.core.responses import first_disagreement
 from aftershock.report.figures import loss_figure
 from aftershock.results.certificate import TRUST, Certificate, Finding, Trust, certify
 from aftershock.results.fidelity import nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
@@ -288,3 +290,12 @@ def test_only_a_diverged_change() -> None:
     response = ak.Response(dataset({"exact": [INF, INF], "tangent": [1.0, NAN]}))
     assert str(response)
     assert response.plot().layout.yaxis.range[0] < 0 < response.plot().layout.yaxis.range[1]
+
+
+def test_a_prediction_leaves_the_exact_response_where_the_bars_say() -> None:
+    exact = torch.tensor([[1.0, 1.0, 1.0]])
+    predicted = torch.tensor([[1.0, 2.0, 3.0]])  # symmetric errors 0, 1/3, 1/2; in sum √(5/3) of the response
+    nothing = torch.zeros(3)
+    assert first_disagreement(exact, predicted, nothing, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error) == 2
+    assert first_disagreement(exact, predicted, nothing, gross=TRUST.careful_nrmse, parted=0.4) == 3
+    assert first_disagreement(exact, predicted, nothing, gross=1.5, parted=0.2) is None

@@ -234,7 +234,7 @@ def test_a_candidate_that_cannot_be_matched_is_left_out(data: Path) -> None:
     own = replace(scene(data))
     found, kept = own.matched, torch.tensor([True, False, True])
     data = found.data.assign(accepted=("change", kept.numpy()))
-    own.__dict__["matched"] = replace(found, xi=found.xi.where(kept[:, None], torch.nan), data=data)
+    own.__dict__["matched"] = replace(found, data=data.assign(xi=data["xi"].where(data["accepted"])))
     for recipe in (cifar.ranking, cifar.present, lambda s: cifar.futures(s, 0)):
         made = recipe(own)
         for name, value in made.items():

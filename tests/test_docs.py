@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+
+from aftershock.core.lanes import LANES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -38,6 +41,14 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
     build(config)
     assert (tmp_path / "site" / "index.html").is_file()
+
+
+def test_counts_in_words_are_those_of_the_code() -> None:
+    words = ("none", "one", "two", "three", "four", "five", "six")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    upwards = next(one["ignore_imports"] for one in contracts if one["type"] == "layers")
+    assert f"{words[len(upwards)].capitalize()} imports go up" in (DOCS / "architecture.md").read_text()
+    assert f"up to {words[LANES]} **lanes**" in (DOCS / "concepts" / "rows-and-answers.md").read_text()
 
 
 # --- equations

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import aftershock as ak
+from aftershock import theory
 from aftershock.errors import InvalidFile
 from aftershock.results.labelled import LabelledResult
 
@@ -105,7 +107,62 @@ def test_data_of_a_response_are_variables_and_attributes_say_what_made_it() -> N
     data = path.replace(case.batches(2), 1).response(case.batch()).data
     assert (data["at"].item(), data["kind"].item(), data["refused"].item()) == (1, "replace", "")
     assert data["probe"].item() == "a fixed batch"
-    assert set(data.attrs) == {
-        "aftershock", "torch", "python", "device", "dtype", "parameters", "training_step", "path_steps", "clip", "lr",
-        "attention", "check",
-    }  # fmt: skip
+    assert set(data.attrs) == {*PROVENANCE, "check"}
+
+
+PROVENANCE = {
+    "aftershock", "torch", "python", "device", "dtype", "parameters", "training_step", "path_steps", "clip", "lr",
+    "attention",
+}  # fmt: skip
+HOW = {"norms", "kappa", "smooth_constant", "switching_constant", "probe_constant"}  # in which way constants were found
+
+
+def test_data_of_the_theory_are_variables_too() -> None:
+    case = make("tanh_mlp")
+    path, probe = case.path(4), case.batch()
+    change = path.replace(case.batches(3), 1)
+    found = {
+        "scores": theory.scores(change, probe),
+        "channel_responses": theory.channel_responses(change, probe),
+        "persistence": theory.persistence(change, probe, beta1=[0.5, 0.9]),
+        "second_order": theory.second_order(change, probe),
+        "write_paths": theory.write_paths(change, probe),
+        "match_first_step": theory.match_first_step(path, theory.residuals(change), probe, 1).data,
+        "decompose": theory.decompose(change, probe=probe).data,
+    }
+    for name, data in found.items():
+        assert (data["at"].item(), data["probe"].item()) == (1, "a fixed batch"), name
+        assert set(data.attrs) == PROVENANCE, name
+    assert found["persistence"]["scale"].item() == 0.25
+    assert found["decompose"]["scale"].item() == 1.0
+    others = {
+        "error_bounds": theory.error_bounds(change, horizon=2, probe=probe),
+        "write_in_bound": theory.write_in_bound(change),
+        "activation_margin": theory.activation_margin(change, step=2),
+        "prospective_structure": theory.prospective_structure(
+            found["scores"]["response"].isel(answer=slice(0, 4)).rename(answer="future")
+        ),
+        "modes": theory.FrozenMemory.at(path, 1, 0).modes(),
+    }
+    for name, data in others.items():
+        assert set(data.attrs) <= HOW, name
+    assert (others["activation_margin"]["step"].item(), others["activation_margin"]["reason"].item()) == (2, "")
+    assert others["prospective_structure"]["summary"].item() == "peak"
+
+
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_a_decomposition_and_a_match_are_results_as_others(tmp_path: Path, horizon: int) -> None:
+    case = make("relu_cnn")
+    change = case.path(4).replace(case.batches(2), 0)
+    parts = theory.decompose(change, index=1, horizon=horizon)
+    matched = theory.match_first_step(change.path, theory.residuals(change), case.batch())
+    for made in (parts, matched):
+        made.save(tmp_path / made.kind)
+        found = type(made).load(tmp_path / made.kind)
+        assert str(found) == str(made)
+        assert made._repr_html_().startswith("<pre>")
+        for name, values in made.data.variables.items():
+            np.testing.assert_array_equal(found.data[name].values, values.values)
+    assert torch.equal(type(matched).load(tmp_path / "match").xi.nan_to_num(), matched.xi.nan_to_num())
+    with pytest.raises(InvalidFile, match="match is not a saved decomposition"):
+        type(parts).load(tmp_path / "match")

@@ -61,7 +61,7 @@ def test_the_papers_construction(name: str) -> None:
 
     a = system.dense_readouts()[0, :d] @ own.write_in(system.exact_oracle)[:d]
     mu = 0.25 * float(np.median((natural @ a).abs().numpy()))
-    assert matched.data.attrs["target"] == pytest.approx(mu, rel=1e-9)
+    assert matched.target == pytest.approx(mu, rel=1e-9)
     assert matched.accepted.all()
     for i, r in enumerate(natural):
         sign = (-1) ** i
@@ -87,7 +87,7 @@ def test_later_responses_differ_and_are_never_used(monkeypatch: pytest.MonkeyPat
     assert calls == ["gradient", "gradient"] * 2  # the control's and the probe's; no later step, no curvature
     assert torch.equal(once.xi, again.xi), "another future gave another match"
     response = paths[0].perturb(once.xi).response(probe, answers=("exact",))
-    np.testing.assert_allclose(abs(response.exact.isel(scale=0, horizon=0)), once.data.attrs["target"], rtol=TOLERANCE)
+    np.testing.assert_allclose(abs(response.exact.isel(scale=0, horizon=0)), once.target, rtol=TOLERANCE)
     peak = response.summary["peak"].isel(answer=0, scale=0)
     assert float(peak.std(ddof=0) / peak.mean()) > 0.02
 
@@ -108,7 +108,7 @@ def test_every_candidate_is_matched_or_named(seed: int, count: int, target: floa
     generator = torch.Generator().manual_seed(seed)
     xis = size * torch.randn(count, 8, generator=generator, dtype=torch.float64)
     matched = match_first_step(path, xis, probe, at=-1, target=target)
-    mu = matched.data.attrs["target"]
+    mu = matched.target
     assert matched.xi.shape == (count, 8)
     for i, good in enumerate(matched.accepted.values):
         if good:
@@ -144,7 +144,7 @@ def test_a_residual_along_the_functional_has_no_free_part() -> None:
     matched = match_first_step(system.path, 3 * a[None], system.probe)
     cosine = torch.nn.functional.cosine_similarity(matched.xi[0], a, dim=0)
     assert float(cosine) == pytest.approx(1.0, abs=1e-12)  # rounding leaves a z of 1e-16, which is not scaled up
-    assert matched.data.attrs["target"] == pytest.approx(0.75 * float(a @ a))
+    assert matched.target == pytest.approx(0.75 * float(a @ a))
 
 
 def test_matching_refuses() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+import aftershock
 from aftershock.core.memory import budget, free, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
@@ -17,6 +20,16 @@ from aftershock.core.trajectory import Trajectory
 from aftershock.errors import InvalidInput
 
 from .cases import make
+
+
+def test_free_memory_is_asked_for_where_the_plan_says() -> None:
+    home = Path(aftershock.__file__).parent
+    asks = re.compile(r"(?<!def )((?<![.\w])(free|budget|room)|mem_get_info)\(")
+    found = {str(path.relative_to(home)) for path in home.rglob("*.py") if asks.search(path.read_text())}
+    named = {"core/footprint.py", "api/point.py", "studies/language/scene.py", "core/rows.py"}  # as planning's words do
+    named |= {"theory/finite_difference.py"}
+    passed_on = {"recorder/replay.py", "recorder/reruns.py"}  # to a plan
+    assert found == {"core/memory.py", "core/planning.py", *named, *passed_on}
 
 
 def test_budgets() -> None:

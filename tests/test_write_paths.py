@@ -83,7 +83,7 @@ def test_without_a_probe_there_is_no_response() -> None:
     case = make("tanh_mlp")
     data = write_paths(case.path(1).zero(0))
     assert "response" not in data
-    assert data.attrs["probe"] == "none"
+    assert data["probe"].item() == "none"
 
 
 def test_a_change_to_itself_writes_nothing_and_has_no_direction() -> None:

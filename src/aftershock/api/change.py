@@ -17,6 +17,7 @@ from ..core.probe import Watch
 from ..core.responses import ANSWERS, Responses, first_disagreement, respond
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, NoDerivative
+from ..results.certificate import TRUST
 from .progress import Estimate, progress
 from .response import Response, labelled
 
@@ -141,7 +142,8 @@ class Change:
         exact = found.values.get("exact")
         predicted = found.values.get("semilinear", found.values.get("tangent"))
         if exact is not None and predicted is not None:
-            h = first_disagreement(exact.flatten(0, 1), predicted.flatten(0, 1), noise)
+            curves = exact.flatten(0, 1), predicted.flatten(0, 1)
+            h = first_disagreement(*curves, noise, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error)
             self.path.check_before(self.at, None if h is None else self.at + h)
 
     def _watch(self, probe: Any, horizon: int | None) -> Watch:

@@ -36,7 +36,6 @@ EDITS: dict[str, Edit] = {"zero": Zero(), "skip": Skip(), "reset m": Reset(("m",
 # Without v the next steps are many times too large, and what they do is no small change: on an MLP, a CNN and a
 # transformer the adjoint with exact kicks had rank correlations of −0.48 to 0.31 with exact reruns of up to 1e5 nats.
 MEASURED_ONLY = ("reset v",)
-OFF_SCALE = 10.0  # times the largest rerun, or the outcome itself where nothing was rerun
 READOUTS = {"straight": "by the probe's slope alone", "bent": "with the probe's sharpest curvature"}
 
 
@@ -59,7 +58,11 @@ class Contributions(LabelledResult):
 
     @property
     def total(self) -> xr.DataArray:
-        """Contribution of each step, all channels together. Positive: the step raised the loss."""
+        """Contribution of each step, all channels together. Positive: the step raised the loss.
+
+        >>> (path.explain(probe).total < 0).values.tolist()
+        [True, False, True, True]
+        """
         return self.data["contribution"].sum("channel", skipna=False)
 
     @property
@@ -69,10 +72,14 @@ class Contributions(LabelledResult):
 
     @property
     def off_scale(self) -> xr.DataArray:
-        """Steps whose prediction is far beyond anything measured and beyond the outcome itself."""
+        """Steps whose prediction is far beyond anything measured and beyond the outcome itself.
+
+        >>> path.explain(probe).off_scale.values.tolist()
+        [False, False, False, False]
+        """
         measured, value = self.data["measured"], abs(float(self.data["value"]))
         largest = float(abs(measured.where(abs(measured) < math.inf)).max())
-        limit = OFF_SCALE * value if math.isnan(largest) else max(OFF_SCALE * largest, value)
+        limit = TRUST.off_scale * value if math.isnan(largest) else max(TRUST.off_scale * largest, value)
         return abs(self.total) > limit
 
     def __str__(self) -> str:

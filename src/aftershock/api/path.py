@@ -64,17 +64,29 @@ class Path:
 
     @property
     def steps(self) -> list[Step]:
-        """Each step with its batch, learning rates, loss, gradient norm and clip factor."""
+        """Each step with its batch, learning rates, loss, gradient norm and clip factor.
+
+        >>> [round(step.clip.norm, 3) for step in path.steps]
+        [0.393, 0.518, 0.394, 0.2]
+        """
         return self.trajectory.steps
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step, on its own batch."""
+        """The training loss of each step, on its own batch.
+
+        >>> [round(loss, 3) for loss in path.losses]
+        [0.501, 0.641, 0.464, 0.574]
+        """
         return [step.loss for step in self.steps]
 
     @property
     def end(self) -> TrainingPoint:
-        """The training point after the last step."""
+        """The training point after the last step.
+
+        >>> path.point.step, path.end.step
+        (40, 44)
+        """
         from .point import TrainingPoint
 
         captured = self.point.captured

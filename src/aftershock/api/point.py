@@ -66,12 +66,20 @@ class TrainingPoint:
 
     @property
     def step(self) -> int:
-        """How many updates the run has made."""
+        """How many updates the run has made.
+
+        >>> point.step
+        40
+        """
         return max(self.captured.state.counts)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """θ by name, as copies."""
+        """θ by name, as copies.
+
+        >>> list(point.parameters)
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        """
         layout = self.loss.layout
         return {name: value.clone() for name, value in layout.by_name(self.captured.state.theta).items()}
 

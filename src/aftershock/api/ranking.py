@@ -66,17 +66,29 @@ class Ranking(LabelledResult):
 
     @property
     def order(self) -> list[str]:
-        """Labels, strongest first."""
+        """Labels, strongest first.
+
+        >>> path.rank(batches, probe).order[:2]
+        ['batch 5', 'batch 1']
+        """
         return [str(name) for name in self.data["change"].values]
 
     @property
     def by(self) -> str:
-        """What it is sorted by."""
+        """What it is sorted by.
+
+        >>> path.rank(batches, probe, by="total_abs").by
+        'total_abs'
+        """
         return str(self.data["by"].item())
 
     @property
     def verified(self) -> list[str]:
-        """Labels of the changes that were rerun exactly."""
+        """Labels of the changes that were rerun exactly.
+
+        >>> path.rank(batches, probe, verify=1).verified
+        ['batch 5']
+        """
         known = self.data["measured"].notnull().all("horizon")
         return [str(name) for name in self.data["change"].values[known.values]]
 
@@ -161,7 +173,8 @@ def rank(
     data = _calibrated(predicted, measured, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
         exact, guess = (torch.as_tensor(curves.values[top]) for curves in (measured, predicted))
-        h = first_disagreement(exact, guess, torch.zeros(len(horizons)))
+        none = torch.zeros(len(horizons))
+        h = first_disagreement(exact, guess, none, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error)
         path.check_before(watch.at, None if h is None else watch.at + horizons[h - 1])
     return Ranking(data)
 

@@ -154,17 +154,29 @@ class Response(LabelledResult):
 
     @property
     def best_answer(self) -> str:
-        """The most exact answer that was run: exact, else semilinear, else tangent."""
+        """The most exact answer that was run: exact, else semilinear, else tangent.
+
+        >>> change.response(probe, answers=("semilinear", "tangent")).best_answer
+        'semilinear'
+        """
         return next(m for m in ANSWERS if m in self.data["answer"].values)
 
     @property
     def largest_scale(self) -> float:
-        """The scale that words and pictures are about."""
+        """The scale that words and pictures are about.
+
+        >>> change.response(probe, scales=[0.25, 0.5]).largest_scale
+        0.5
+        """
         return float(self.data["scale"].values.max())
 
     @cached_property
     def order(self) -> list[str]:
-        """Labels of the changes by the size of the best answer's peak at the largest scale, largest first."""
+        """Labels of the changes by the size of the best answer's peak at the largest scale, largest first.
+
+        >>> response.order
+        ['replace 1', 'replace 0']
+        """
         peaks = self.summary["peak"].sel({"answer": self.best_answer, "scale": self.largest_scale})
         ranks = (-peaks.fillna(-1.0)).argsort(kind="stable").values  # a change without a response comes last
         return [str(name) for name in peaks["change"].values[ranks]]

@@ -18,6 +18,7 @@ from .evidence import Cause, Evidence, Quantity
 from .layout import Layout
 from .live_optimizer import read_hyper
 from .randomness import RandomState
+from .reductions import apart, equal, norms
 from .state import JointState
 from .trajectory import Trajectory
 
@@ -162,12 +163,12 @@ def _state(e: Evidence, live: Live) -> Match | None:
         off = [abs(now - told) for now, told in zip(live.state.counts, e.path.counts)]
         worst = off.index(max(off))
         return _parted(e, state.counted(e), e.layout.names[worst], float(off[worst]))
-    if not (torch.equal(live.state.m, e.path.m) and torch.equal(live.state.v, e.path.v)):
+    if not (equal(live.state.m, e.path.m) and equal(live.state.v, e.path.v)):
         if e.one_gradient:
             cause = _likely(e, GRADIENT)
             written = _weights(replace(e, path=e.stepped), live, e.tolerance) if cause.rounding else None
             return _parted(e, cause, *_most(e.layout, e.g_live, e.g_path)) if written is None else written
-        channel = "v" if torch.equal(live.state.m, e.path.m) else "m"
+        channel = "v" if equal(live.state.m, e.path.m) else "m"
         return _parted(e, _likely(e, MOMENTS), *_most(e.layout, getattr(live.state, channel), getattr(e.path, channel)))
     # weights that were other ones before the last step would have given it another gradient
     return _weights(replace(e, since=e.made - 1), live)
@@ -177,8 +178,8 @@ def _weights(e: Evidence, live: Live, tolerance: float = 0.0) -> Match | None:
     """tolerance: relative to the step's own update, where the path's weights are known to rounding only."""
     away, update = live.state.theta - e.path.theta, e.path.theta - e.before.theta
     noise = torch.finfo(e.layout.dtype).eps * e.path.theta.abs()
-    near = tolerance > 0 and bool((away.abs() - noise).clamp(min=0).norm() <= tolerance * update.norm())
-    if near or torch.equal(live.state.theta, e.path.theta):
+    near = tolerance > 0 and bool(norms((away.abs() - noise).clamp(min=0)) <= tolerance * norms(update))
+    if near or equal(live.state.theta, e.path.theta):
         return None
     return _parted(e, _likely(e, WEIGHTS), *_most(e.layout, live.state.theta, e.path.theta))
 
@@ -191,7 +192,7 @@ def _likely(e: Evidence, hypotheses: Sequence[Hypothesis]) -> Cause:
 def _most(layout: Layout, live: Tensor, path: Tensor) -> tuple[str, float]:
     """The first parameter that differs about as much as any, and by how much, relative to the path's."""
     pairs = zip(layout.views(live.double()), layout.views(path.double()))
-    sizes = [float((a - b).norm() / b.norm().clamp(min=1e-300)) for a, b in pairs]
+    sizes = [apart(a, b) for a, b in pairs]
     first = next(i for i, size in enumerate(sizes) if not size < max(sizes) / 2)
     return layout.names[first], sizes[first]
 
@@ -206,8 +207,8 @@ def _frozen(e: Evidence, live: Live) -> Match | None:
                 "the loop writes to a frozen parameter: a target network or a moving average inside the model",
                 "its updates are not modelled: capture the model without it, or hold it still along the path",
             )
-            apart = float((live.frozen[name] - told).norm() / told.norm().clamp(min=1e-30))
-            return _parted(e, cause, name, rewritten.get(name, apart))
+            away = apart(live.frozen[name], told)
+            return _parted(e, cause, name, rewritten.get(name, away))
     return None
 
 
@@ -215,7 +216,7 @@ def _buffers(e: Evidence, live: Live) -> Match | None:
     for name, told in e.path.buffers.items():
         now = live.state.buffers[name]
         if not torch.equal(now, told):
-            away = float((now.double() - told.double()).norm() / told.double().norm().clamp(min=1e-30))
+            away = apart(now.double(), told.double())
             cause = _buffer_cause(e, live)
             return _parted(e, replace(cause, rounding=e.sharp and away <= e.tolerance), name, away)
     return None

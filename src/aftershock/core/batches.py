@@ -52,6 +52,11 @@ def accumulate(
     This is gradient accumulation, and the paper's reference mean: a path whose step holds
     `accumulate(references)` has their mean gradient as its control. With `draws`, that many batches
     are taken from a sampler or data loader: its conditional-mean reading, E[g_t].
+
+    >>> both = ak.accumulate(batches[:2])  # one step with the mean of two gradients
+    >>> mean = (loss_fn(model, batches[0]) + loss_fn(model, batches[1])) / 2
+    >>> abs(point.follow([both]).losses[0] - mean.item()) < 1e-12
+    True
     """
     taken = tuple(itertools.islice(batches, draws))
     if not taken or (draws is not None and len(taken) < draws):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import AftershockError, HiddenState, Nondeterministic
 from .keeper import Left
-from .reductions import same_bits
+from .reductions import norm, same_bits
 from .things import GENERATORS
 
 DISTANCES = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)  # steps ahead at which a counter is tried
@@ -64,7 +64,7 @@ def _distance(a: Found, b: Found) -> float:
     if [x is None for x in a[1]] != [x is None for x in b[1]]:
         return float("inf")
     pairs = [(x, y) for x, y in zip([a[0], *a[1]], [b[0], *b[1]]) if x is not None and y is not None]
-    return float(torch.stack([(x - y).double().norm() / (x.double().norm() + 1e-300) for x, y in pairs]).max())
+    return float(torch.stack([norm((x - y).double()) / (norm(x.double()) + 1e-300) for x, y in pairs]).max())
 
 
 def _error(guilty: Sequence[Left]) -> AftershockError:

@@ -20,6 +20,7 @@ from .adamw import Hyper, runs_of
 from .dynamics import Dynamics, Step
 from .layout import Layout
 from .linear_step import step_size
+from .reductions import apart, equal, norm, norms, products
 from .state import JointState
 from .trajectory import Trajectory
 
@@ -109,10 +110,8 @@ class Evidence:
         arrived = self.g_live + self.coupled_decay(self.before)
         active = self.spread([float(a > b) for a, b in zip(self.live.counts, self.before.counts)])
         squares = active * (self.live.v.double() - beta2 * self.before.v.double()) / (1 - beta2)
-        noise = torch.finfo(self.layout.dtype).eps * self.before.v.double().norm() / (1 - beta2.max())
-        return bool(
-            (squares - (active * arrived).square()).norm() <= max(LOOSE, self.tolerance) * squares.norm() + noise
-        )
+        noise = torch.finfo(self.layout.dtype).eps * norms(self.before.v.double()) / (1 - beta2.max())
+        return bool(norms(squares - (active * arrived).square()) <= max(LOOSE, self.tolerance) * norms(squares) + noise)
 
     @cached_property
     def stepped(self) -> JointState:
@@ -128,7 +127,7 @@ class Evidence:
     def moved(self, one: Tensor, other: Tensor) -> list[int]:
         """The parameters at which two flat vectors differ by more than the tolerance."""
         pairs = zip(self.layout.views(one), self.layout.views(other))
-        return [i for i, (a, b) in enumerate(pairs) if bool((a - b).norm() > self.tolerance * b.norm())]
+        return [i for i, (a, b) in enumerate(pairs) if bool(norm(a - b) > self.tolerance * norm(b))]
 
     def tried(
         self, dynamics: Dynamics, change: Callable[[Step], Step] = lambda step: step, before: JointState | None = None
@@ -145,13 +144,13 @@ class Evidence:
     def gives(self, found: JointState | None) -> bool:
         """Has this state the live run's gradient, and far closer than the path's is? Over several steps: to the bit."""
         if found is None or not self.sharp:
-            return found is not None and torch.equal(found.m, self.live.m)
-        off = (self.gradient(found) - self.g_live).norm()
-        whole = (self.g_path - self.g_live).norm()
-        return bool(off <= self.tolerance * self.g_live.norm() and off < 0.1 * whole)
+            return found is not None and equal(found.m, self.live.m)
+        off = norms(self.gradient(found) - self.g_live)
+        whole = norms(self.g_path - self.g_live)
+        return bool(off <= self.tolerance * norms(self.g_live) and off < 0.1 * whole)
 
 
 def fit(one: Float[Tensor, " param"], other: Float[Tensor, " param"]) -> tuple[float, float]:
     """(factor, misfit): the best `factor` with one ≈ factor · other, and what it leaves, relative to `one`."""
-    factor = float(one @ other / (other @ other).clamp(min=1e-300))
-    return factor, float((one - factor * other).norm() / one.norm().clamp(min=1e-300))
+    factor = float(products(one, other) / products(other, other).clamp(min=1e-300))
+    return factor, apart(factor * other, one)

@@ -13,6 +13,7 @@ import torch
 from .calls import in_mode
 from .dynamics import Dynamics
 from .evidence import Cause, Evidence, Quantity, fit
+from .reductions import apart, equal, finite, largest, norms
 
 DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(
@@ -29,7 +30,7 @@ EDITED = Cause(
 
 
 def not_finite(e: Evidence) -> Cause | None:
-    bad = [name for name in ("m", "v", "theta") if not torch.isfinite(getattr(e.live, name)).all()]
+    bad = [name for name in ("m", "v", "theta") if not finite(getattr(e.live, name))]
     if not bad:
         return None
     quantity: Quantity = "weights" if bad == ["theta"] else "gradient"
@@ -37,7 +38,7 @@ def not_finite(e: Evidence) -> Cause | None:
 
 
 def rounding(e: Evidence) -> Cause | None:
-    size = float((e.g_live - e.g_path).norm() / e.g_path.norm().clamp(min=1e-300))
+    size = apart(e.g_live, e.g_path)
     if size > e.tolerance or not e.sharp:
         return None
     return Cause(
@@ -50,7 +51,7 @@ def rounding(e: Evidence) -> Cause | None:
 
 
 def zeroed(e: Evidence) -> Cause | None:
-    if not e.sharp or bool(e.g_live.norm() > e.tolerance * e.g_path.norm()):
+    if not e.sharp or bool(norms(e.g_live) > e.tolerance * norms(e.g_path)):
         return None
     return Cause(
         "gradient",
@@ -67,7 +68,7 @@ def scaled(e: Evidence) -> Cause | None:
     if e.step.clip.binds and abs(factor * e.step.clip.factor - 1) <= max(e.tolerance, 1e-3):
         text = f"the loop does not clip, and the path does (clip={e.step.max_norm:g})"
         return Cause("gradient", text, "leave out clip=")
-    return scaled_by(factor, float(e.g_live.norm()) if e.sharp else None, e.step.max_norm)
+    return scaled_by(factor, float(norms(e.g_live)) if e.sharp else None, e.step.max_norm)
 
 
 def scaled_by(factor: float, norm: float | None, told: float | None) -> Cause:
@@ -111,12 +112,8 @@ def chosen(norm: float) -> bool:
 
 
 def clipped_by_value(e: Evidence) -> Cause | None:
-    limit = float(e.g_live.abs().max())
-    if (
-        not e.sharp
-        or limit >= float(e.g_path.abs().max())
-        or fit(e.g_live, e.g_path.clamp(-limit, limit))[1] > e.tolerance
-    ):
+    limit = largest(e.g_live)
+    if not e.sharp or limit >= largest(e.g_path) or fit(e.g_live, e.g_path.clamp(-limit, limit))[1] > e.tolerance:
         return None
     return Cause(
         "gradient",
@@ -218,7 +215,7 @@ def other_batch(e: Evidence) -> Cause | None:
 def own_generator(e: Evidence) -> Cause | None:
     """Does loss_fn repeat itself?"""
     tries = [e.tried(e.trajectory.dynamics) for _ in range(3)]
-    if all(found is not None and torch.equal(found.m, e.path.m) for found in tries):
+    if all(found is not None and equal(found.m, e.path.m) for found in tries):
         return None
     return UNRECORDED
 

@@ -20,7 +20,7 @@ from .calls import WRITTEN
 from .graphs import GradientGraph
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import same_bits
+from .reductions import norm, norms, products, same_bits
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
@@ -127,11 +127,11 @@ def _compared(
     w = _direction(loss, state, generator)
     hw = graph.products(w[None])[0]
     u = _direction(loss, state, generator)
-    across, size = u @ hw, hw.norm()
+    across, size = products(u, hw), norms(hw)
     del hw
     hu = graph.products(u[None])[0]
-    scale = w.norm() * hu.norm() + u.norm() * size
-    asymmetry = float((w @ hu - across).abs() / scale) if scale > 0 else 0.0
+    scale = norms(w) * norms(hu) + norms(u) * size
+    asymmetry = float((products(w, hu) - across).abs() / scale) if scale > 0 else 0.0
     del w, graph
     dtype, error = _working_dtype(loss), float("inf")
     for h in RELATIVE_STEPS[dtype]:
@@ -159,7 +159,7 @@ def _on_kink(loss: LossFunction, state: JointState, batch: Batch, random: Random
             up, down = gradient(h) - middle, middle - gradient(-h)
         except NotFinite:
             continue
-        if not float((up - down).norm()) > TOLERANCE[dtype] * float((up + down).norm()):
+        if not float(norms(up - down)) > TOLERANCE[dtype] * float(norms(up + down)):
             return False
     return True
 
@@ -185,7 +185,7 @@ def repeated(
 def _fingerprint(loss: LossFunction, state: JointState) -> list[float]:
     """Changes where the parameters do, also where torch does not count it (p.data.clamp_())."""
     tensors = [state.theta, *(p for p in loss.constants.values() if p.is_floating_point())]
-    return torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64).cpu() for p in tensors]).tolist()
+    return torch.stack([norm(p, dtype=torch.float64).cpu() for p in tensors]).tolist()
 
 
 def hidden_buffers(
@@ -252,10 +252,10 @@ def _difference_error(
         return float("inf")
     estimate = up.sub_(down).div_(2 * h)
     del down
-    scale = max(float(hu.norm()), float(estimate.norm()))
-    return float((estimate - hu).norm()) / scale if scale > rounding else 0.0  # a linear loss has H = 0
+    scale = max(float(norms(hu)), float(norms(estimate)))
+    return float(norms(estimate - hu)) / scale if scale > rounding else 0.0  # a linear loss has H = 0
 
 
 def _relative(loss: LossFunction, a: list[Tensor | None], b: list[Tensor | None]) -> float:
     x, y = loss.layout.join(a), loss.layout.join(b)
-    return float((x - y).norm() / (x.norm() + y.norm()))
+    return float(norms(x - y) / (norms(x) + norms(y)))

@@ -24,7 +24,17 @@ from .trajectory import Trajectory
 
 
 class LinearOperator(ABC):
-    """A linear map between gradients, tangents and responses, with its transpose."""
+    """A linear map between gradients, tangents and responses, with its transpose.
+
+    >>> step = path.transition(1)
+    >>> basis = step.domain_basis()  # (θ, m, v), one row for each coordinate
+    >>> matrix = step.as_matrix()
+    >>> matrix.shape, torch.allclose(as_rows(step.layout, step.mv(basis)).mT, matrix)
+    (torch.Size([66, 66]), True)
+    >>> dual = Cotangent(basis.theta, basis.m, basis.v)
+    >>> torch.allclose(as_rows(step.layout, step.rmv(dual)).mT, step.T.as_matrix())
+    True
+    """
 
     layout: Layout
 
@@ -74,6 +84,13 @@ class WriteIn(LinearOperator):
 
     δm = (1−β1) J ξ, δv = 2(1−β2) g ⊙ J ξ, δθ = M δm + V δv (eq:writein_remainder; its transpose
     eq:write_in_transposed). No gradient, one elementwise pass.
+
+    >>> write_in = path.write_in(0)
+    >>> xi = path.point.loss.layout.expand(theory.residuals(change))  # [change, param]
+    >>> dx = write_in.mv(xi)
+    >>> pulled = write_in.rmv(Cotangent(dx.theta, dx.m, dx.v))  # Bᵀ of the same numbers: ⟨B ξ, B ξ⟩ = ⟨ξ, BᵀB ξ⟩
+    >>> torch.allclose((pulled * xi).sum(1), (dx.theta**2 + dx.m**2 + dx.v**2).sum(1))
+    True
     """
 
     def __init__(self, linear: LinearStep) -> None:
@@ -96,6 +113,10 @@ class Transition(LinearOperator):
     """A_s = K + B H P_θ: one step of the tangent. One Hessian product per vector, either way.
 
     eq:transition, as blocks eq:joint_state_jacobian; its transpose eq:transition_transposed.
+
+    >>> after = path.transition(1).mv(change.difference()[0])  # where the first change's δx_1 is one step later
+    >>> torch.allclose(after.m, path.propagate(1, 2).mv(change.difference()[0]).m)
+    True
     """
 
     def __init__(self, linearized: Linearized) -> None:
@@ -117,7 +138,13 @@ class Transition(LinearOperator):
 
 
 class Propagator(LinearOperator):
-    """Φ(stop, start) = A_{stop−1} ⋯ A_start along a trajectory; the identity where they are equal. eq:propagator"""
+    """Φ(stop, start) = A_{stop−1} ⋯ A_start along a trajectory; the identity where they are equal. eq:propagator
+
+    >>> start = change.difference()[0]
+    >>> twice = path.transition(2).mv(path.transition(1).mv(start))
+    >>> torch.allclose(path.propagate(1, 3).mv(start).theta, twice.theta)
+    True
+    """
 
     def __init__(self, trajectory: Trajectory, start: int, stop: int) -> None:
         self.trajectory, self.start, self.stop = trajectory, start, stop
@@ -143,6 +170,14 @@ class ResponseOperator(LinearOperator):
 
     `readouts[i]` is ∇F at the control state of `horizons[i]`. Forward costs one Hessian product per
     step and change; the transpose one per step and outcome.
+
+    >>> xi = path.point.loss.layout.expand(theory.residuals(change))
+    >>> forward = path.response_operator(probe).mv(xi)  # [change, horizon]
+    >>> torch.allclose(forward, torch.as_tensor(response.tangent.sel(scale=1.0).values))
+    True
+    >>> adjoint = path.response_operator(probe).rmv(torch.eye(4, dtype=torch.float64))  # one row for each horizon
+    >>> torch.allclose(forward, xi @ adjoint.mT)
+    True
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import InvalidLoss, UnsupportedModel
+from .reductions import apart
 from .uses import Found, used_by
 
 LOOKED_AT = 1024  # numbers of each tensor; what moves a network moves all of it
@@ -47,7 +48,7 @@ class Mark(NamedTuple):
     def distance(self) -> float:
         """How far its first numbers are from those at capture, relative to them."""
         then, now = (head.view(self.tensor.dtype).double() for head in (self.head, _head(self.tensor)))
-        return float((now - then).norm() / then.norm().clamp(min=1e-300))
+        return apart(now, then)
 
 
 class Outside:

@@ -30,6 +30,14 @@ class Probe:
 
     It runs in the modes that the model was captured in; `evaluating=True` puts the model into eval
     mode for the probe alone.
+
+    >>> ak.Probe(batch=probe, evaluating=True).name
+    'a fixed batch (eval mode)'
+    >>> norm = ak.Probe(function=lambda model: model[2].weight.norm())  # any number that comes from the model
+    >>> change.response(norm).summary["peak_sign"].sel(answer="exact", scale=1.0).values.tolist()
+    [-1, -1]
+    >>> change.response(ak.own_loss).exact.sizes["horizon"]  # each step's own loss: defined where a step follows
+    3
     """
 
     batch: Batch = None

@@ -1,4 +1,4 @@
-"""The global random states of torch, Python and NumPy: read, installed, put back.
+"""Where randomness comes from: what a caller gives, and the global states of torch, Python and NumPy, put back after.
 
 A loop draws from any of them (dropout, `random.random()` in a branch, `np.random.beta` for mixup). Reading and setting
 through the public calls costs NumPy 0.1 ms; its documented memory is copied instead, which costs a microsecond.
@@ -18,9 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import Nondeterministic
+from ..errors import InvalidInput, Nondeterministic
 
 NUMPY_BYTES = 625 * 4  # of the Mersenne twister: 624 words and the position in them
+
+Randomness = int | torch.Generator  # what every public function that draws takes as `generator=`
+
+
+def generator_of(given: Randomness) -> torch.Generator:
+    """A seed as a generator on the CPU; a generator as it is."""
+    if isinstance(given, torch.Generator):
+        return given
+    return torch.Generator().manual_seed(seed_of(given))
+
+
+def seed_of(given: Randomness) -> int:
+    """For draws that torch does not make: a seed as it is, or the next integer of a generator."""
+    if isinstance(given, torch.Generator):
+        return int(torch.randint(2**31, (), generator=given, device=given.device))
+    if not isinstance(given, int | np.integer):
+        raise InvalidInput(f"generator= is a torch.Generator or an integer seed; got {given!r}")
+    return int(given)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .keeper import Left
 from .layout import Layout
 from .memory import set_aside
 from .randomness import RandomState, drawing_from
-from .reductions import norms
+from .reductions import equal, norms
 from .structure import flatten
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _apart(a: Played, b: Played) -> float:
     pairs = [(a.loss.reshape(-1), b.loss.reshape(-1))]
     if a.grad is not None and b.grad is not None:
         pairs.append((a.grad, b.grad))
-    if all(torch.equal(x, y) for x, y in pairs):
+    if all(equal(x, y) for x, y in pairs):
         return 0.0
     return max(float((norms(x - y) / norms(x).clamp(min=1e-30)).max()) for x, y in pairs)
 

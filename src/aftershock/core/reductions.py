@@ -20,9 +20,29 @@ def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Floa
     return a @ (b.mT if b.ndim > 1 else b)
 
 
+def paired(a: Float[Tensor, "*rows param"], b: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
+    """⟨a_i, b_i⟩ of every row with its own."""
+    return torch.linalg.vecdot(a, b)
+
+
 def norms(x: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
     """‖x_i‖ of every row."""
     return torch.linalg.vector_norm(x, dim=-1)
+
+
+def norm(x: Float[Tensor, "..."], dtype: torch.dtype | None = None) -> Float[Tensor, ""]:
+    """‖x‖ of one vector, or of one parameter in its own shape."""
+    return torch.linalg.vector_norm(x, dtype=dtype)
+
+
+def joint_norm(tensors: Sequence[Tensor]) -> Float[Tensor, ""]:
+    """The norm of several vectors as one: θ, m and v, or a gradient by parameter."""
+    return norm(torch.stack([norm(x) for x in tensors]))
+
+
+def apart(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> float:
+    """‖a − b‖ / ‖b‖."""
+    return float(norm(a - b)) / max(float(norm(b)), 1e-300)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -38,6 +58,16 @@ def row_norms(tensors: Sequence[Float[Tensor, "row ..."]]) -> Float[Tensor, " ro
 def parts(a: Float[Tensor, " param"], b: Float[Tensor, " param"], sizes: Sequence[int]) -> Float[Tensor, " parameter"]:
     """⟨a, b⟩ split into the stretches of the given sizes, one per parameter."""
     return torch.stack([torch.dot(x, y) for x, y in zip(a.split(sizes), b.split(sizes))])
+
+
+def largest(x: Float[Tensor, "..."]) -> float:
+    """max |x_i|; 0 of nothing."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def finite(x: Float[Tensor, "..."]) -> bool:
+    """Is every coordinate a number?"""
+    return bool(torch.isfinite(x).all())
 
 
 def count(mask: Bool[Tensor, " param"]) -> int:

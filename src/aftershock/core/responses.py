@@ -22,7 +22,6 @@ from .rollout import Rows, rollout
 from .state import CHANNELS, JointState, Tangent
 
 ANSWERS = ("exact", "semilinear", "tangent")
-GROSS, PARTED = 0.5, 0.2  # an error over all horizons that is gross, and the symmetric error at which runs have parted
 
 
 @dataclass
@@ -37,15 +36,23 @@ class Responses:
 
 
 def first_disagreement(
-    exact: Float[Tensor, "row horizon"], predicted: Float[Tensor, "row horizon"], noise: Float[Tensor, " horizon"]
+    exact: Float[Tensor, "row horizon"],
+    predicted: Float[Tensor, "row horizon"],
+    noise: Float[Tensor, " horizon"],
+    *,
+    gross: float,
+    parted: float,
 ) -> int | None:
-    """The first horizon at which a grossly wrong prediction leaves the exact response; None where none does."""
+    """The first horizon at which a grossly wrong prediction leaves the exact response; None where none does.
+
+    gross: a relative error over all horizons that is. parted: the symmetric error at which it has left.
+    """
     known = exact.isfinite() & (exact.abs() > noise)
     truth = torch.where(known, exact, 0.0)
     miss = torch.where(known, (truth - predicted).abs().nan_to_num(torch.inf), 0.0)
-    gross = miss.norm(dim=1) > GROSS * truth.norm(dim=1)
-    parted = gross[:, None] & (miss > PARTED * (truth.abs() + predicted.abs()))
-    where = parted.any(0).nonzero()
+    wrong = miss.norm(dim=1) > gross * truth.norm(dim=1)
+    left = wrong[:, None] & (miss > parted * (truth.abs() + predicted.abs()))
+    where = left.any(0).nonzero()
     return int(where[0]) + 1 if len(where) else None
 
 

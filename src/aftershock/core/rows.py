@@ -20,7 +20,7 @@ from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, added, micro_batches
 from .memory import readable
 from .randomness import RandomState
-from .reductions import equal, row_norms
+from .reductions import equal, joint_norm, row_norms
 from .structure import flatten
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ def _same_gradient(loss: LossFunction, together: Gradient | None, alone: Gradien
     if together is None or alone is None or alone.present != together.present:
         return False
     pairs = [(a, b) for a, b in zip(together.grads, alone.grads) if a is not None and b is not None]
-    off = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+    off = joint_norm([a - b for a, b in pairs])
     return bool(off <= tolerance(loss) * alone.norm.clamp(min=1e-30))
 
 

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from .reductions import products
+
 CHANNELS = ("theta", "m", "v")
 
 
@@ -83,4 +85,4 @@ def pair(c: Cotangent, dx: Tangent) -> Shaped[Tensor, "outcome change"]:
 
 def pair_channels(c: Cotangent, dx: Tangent) -> Shaped[Tensor, "channel outcome change"]:
     """⟨c, δx⟩ split by channel: the parts that wait in θ, m and v."""
-    return torch.stack([c.theta @ dx.theta.mT, c.m @ dx.m.mT, c.v @ dx.v.mT])
+    return torch.stack([products(getattr(c, name), getattr(dx, name)) for name in CHANNELS])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .adamw import Hyper
 from .evidence import Cause, Evidence, fit
+from .reductions import apart, equal, largest, norms
 
 HYPERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 WRITTEN = Cause(
@@ -27,7 +28,7 @@ def settings(e: Evidence) -> Cause | None:
     if not names:
         return None
     found = e.tried(e.trajectory.dynamics, lambda step: replace(step, hypers=e.hypers))
-    if found is None or not all(torch.equal(getattr(found, c), getattr(e.live, c)) for c in ("theta", "m", "v")):
+    if found is None or not all(equal(getattr(found, c), getattr(e.live, c)) for c in ("theta", "m", "v")):
         return None
     return changed_settings(names)
 
@@ -84,7 +85,7 @@ def reset(e: Evidence) -> Cause | None:
     for channels in (("m",), ("v",), ("m", "v")) if e.sharp else ():
         empty = {name: torch.zeros_like(e.before.m) for name in channels}
         found = e.tried(e.trajectory.dynamics, before=replace(e.before, **empty))  # type: ignore[arg-type]
-        if found is not None and torch.equal(found.m, e.live.m) and torch.equal(found.v, e.live.v):
+        if found is not None and equal(found.m, e.live.m) and equal(found.v, e.live.v):
             return Cause(
                 "moments",
                 f"the loop resets {' and '.join(channels)} before this step",
@@ -142,7 +143,7 @@ def averaged(e: Evidence) -> Cause | None:
     basis = torch.stack([theta - e.path.theta.double() for theta in earlier], 1)
     difference = e.live.theta.double() - e.path.theta.double()
     found = basis @ torch.linalg.lstsq(basis, difference[:, None]).solution
-    if not float((difference - found[:, 0]).norm() / difference.norm()) <= _weight_tolerance(e):  # NaN: no fit
+    if not apart(found[:, 0], difference) <= _weight_tolerance(e):  # NaN: no fit
         return None
     return Cause(
         "weights",
@@ -158,7 +159,7 @@ def clamped(e: Evidence) -> Cause | None:
         return None
     return Cause(
         "weights",
-        f"weights are clamped at {float(values.abs().max()):.4g} after the step",
+        f"weights are clamped at {largest(values):.4g} after the step",
         "the constraint is not modelled; train without it, or write it into the model (a parametrization)",
     )
 
@@ -177,14 +178,14 @@ def _by_group(e: Evidence, direction: Tensor) -> tuple[list[float], float]:
         factor, _ = fit(difference * inside, direction.double() * inside)
         factors.append(factor)
         left -= factor * direction.double() * inside
-    return factors, float(left.norm() / difference.norm().clamp(min=1e-300))
+    return factors, float(norms(left) / norms(difference).clamp(min=1e-300))
 
 
 def _weight_tolerance(e: Evidence) -> float:
     """θ is rounded, and the difference may be few roundings large."""
-    difference = (e.live.theta.double() - e.path.theta.double()).norm().clamp(min=1e-300)
+    difference = norms(e.live.theta.double() - e.path.theta.double()).clamp(min=1e-300)
     eps = max(torch.finfo(dtype).eps for dtype in e.layout.dtypes)
-    return min(0.02 + eps * float(e.path.theta.double().norm() / difference), 0.3)
+    return min(0.02 + eps * float(norms(e.path.theta.double()) / difference), 0.3)
 
 
 def counted(e: Evidence) -> Cause:

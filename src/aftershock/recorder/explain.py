@@ -16,6 +16,7 @@ from ..api.ranking import VERIFY
 from ..core.batches import Batch
 from ..core.contributions import Layers
 from ..core.probe import own_loss
+from ..core.randomness import Randomness, seed_of
 from ..errors import (
     HiddenState,
     InvalidInput,
@@ -71,7 +72,7 @@ def explain(
     treatments: bool = True,
     examples: int = 1,
     describe: Describe | None = None,
-    seed: int = 0,
+    generator: Randomness = 0,
 ) -> FlightExplanation:
     """Say what kind of event raised the loss, or the gradient norm, of `step`, which steps did it if any, and what
     would have prevented it.
@@ -96,6 +97,7 @@ def explain(
     examples: in how many of the blamed steps to look inside.
     describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
         the explained one; default: the recorder's.
+    generator: draws the placebos; or an integer seed.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
     the last state before the window, 2–3 per step for one adjoint sweep, about 10 for each
@@ -131,7 +133,7 @@ def explain(
     else:
         _predict(findings, references, watched=asking)
     if asking:
-        _ask(findings, verify, placebos, treatments, seed)
+        _ask(findings, verify, placebos, treatments, seed_of(generator))
     told = labelled(findings, examples)
     told.attrs |= {
         "which": said_of(found, step, chosen, asked),

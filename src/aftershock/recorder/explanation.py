@@ -35,7 +35,15 @@ HEADS = {name: name for name in COLUMNS}
 @dataclass(frozen=True)
 class Culprit:
     """One earlier step, and what it did to the value that is explained, a loss or a gradient norm. Positive: it raised
-    it."""
+    it.
+
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=12) as recorder:
+    ...     for batch in batches[:5] * 3 + batches[5:]:
+    ...         recorder.step(batch, train_step(batch))
+    >>> culprits = ak.explain(recorder, step=55, verify=1, placebos=2, treatments=False).culprits
+    >>> len(culprits), all(c.step + c.delay == 55 for c in culprits), sorted({c.role for c in culprits})
+    (12, True, ['', 'placebo', 'suspect'])
+    """
 
     step: int
     delay: int
@@ -50,7 +58,26 @@ class Culprit:
 
 class FlightExplanation(LabelledResult):
     """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
-    nothing else is kept, so that `save` and `load` give the same words and page."""
+    nothing else is kept, so that `save` and `load` give the same words and page.
+
+    >>> from types import SimpleNamespace
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=12) as recorder:
+    ...     for batch in batches[:5] * 3 + batches[5:]:
+    ...         recorder.step(batch, train_step(batch), index=1000 + len(recorder.recent))
+    >>> found = ak.explain(recorder, 55, verify=1, placebos=2, treatments=False, describe=lambda batch: str(batch[1]))
+    >>> found.kind, found.blamed, found.skip, found.treatment, found.hyperparameter
+    ('own batch', (55,), [1012], None, None)
+    >>> found.quantity, len(found.course), round(found.size, 2), found.tried > 0, len(found.culprits)
+    ('loss', 13, 0.76, True, 12)
+    >>> found.verdict.split(":")[0], found.descriptions[55]
+    ('The batch of step 55 itself is the spike', 'tensor([1, 0, 1, 1, 0, 0, 1, 0])')
+    >>> found.certificate.findings[0].quantity
+    'replay_deviation'
+    >>> scalars = []
+    >>> found.to_tensorboard(SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar)))
+    >>> found.page().name, found.report("spike.html").name, found.save_skip_list("skip.json").read_text().split()
+    ('flight-step55.html', 'spike.html', ['[', '1012', ']'])
+    """
 
     wanted = ("contribution", "layer_contribution", "layer_update_size", "measured", "left", "role", "example_share")
 
@@ -175,7 +202,10 @@ class FlightExplanation(LabelledResult):
         return path
 
     def to_tensorboard(self, writer: Any, tag: str = "aftershock") -> None:
-        """Contributions as scalars: predicted at each step of the window, measured where it was run again."""
+        """Contributions as scalars: predicted at each step of the window, measured where it was run again.
+
+        writer: such as `torch.utils.tensorboard.SummaryWriter`.
+        """
         for culprit in self.culprits:
             if math.isfinite(culprit.predicted):
                 writer.add_scalar(f"{tag}/contribution", culprit.predicted, culprit.step)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..core.batches import Batch
+from ..core.randomness import Randomness
 from ..errors import InvalidInput, NotFinite
 from ..results.labelled import LabelledResult
 from ..theory.futures import repeated_futures
@@ -32,6 +31,13 @@ class Forecast(LabelledResult):
 
     response[future, horizon]     exact along each future; not there where the run with the batch diverged
     largest_increase, at          of the mean over futures, and after how many states
+
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+    ...     for batch in batches[:4]:
+    ...         recorder.step(batch, train_step(batch))
+    ...     forecast = recorder.forecast(batches[5], horizon=3, futures=2)
+    >>> forecast.harmful(threshold=0.001), forecast.at, dict(forecast.response.sizes)
+    (True, 3, {'future': 2, 'horizon': 3})
     """
 
     kind = "forecast"
@@ -52,7 +58,12 @@ class Forecast(LabelledResult):
         return int(self.data["at"])
 
     def harmful(self, threshold: float) -> bool:
-        """Would it raise the loss by more than `threshold`?"""
+        """Would it raise the loss by more than `threshold`?
+
+        >>> import xarray as xr
+        >>> Forecast(xr.Dataset({"largest_increase": 0.5, "at": 3})).harmful(threshold=0.1)
+        True
+        """
         return self.largest_increase > threshold
 
     def __str__(self) -> str:
@@ -73,7 +84,7 @@ def forecast(
     horizon: int,
     futures: int,
     clip: float | None,
-    seed: int,
+    generator: Randomness,
     lr: LearningRate,
 ) -> Forecast:
     """The exact response of past batches' mean loss to `batch` in the place of an ordinary step.
@@ -89,7 +100,7 @@ def forecast(
     recent = mean_batch(past[-REFERENCES:])
     spread = sorted({round(i * (len(past) - 1) / (WATCHED - 1)) for i in range(WATCHED)})
     watched = mean_batch([past[i] for i in spread])
-    drawn = sample_futures(list(past), futures, horizon - 1, torch.Generator().manual_seed(seed))
+    drawn = sample_futures(list(past), futures, horizon - 1, generator)
     try:
         found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip, lr=lr)
     except NotFinite:

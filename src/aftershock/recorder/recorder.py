@@ -25,6 +25,7 @@ from ..core.clipping import global_norm
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
+from ..core.randomness import Randomness
 from ..errors import InvalidInput
 from .descriptions import Describe
 from .forecast import Forecast, forecast
@@ -183,7 +184,12 @@ class FlightRecorder:
             release(self.directory)
 
     def wait(self) -> None:
-        """Until everything recorded so far is on disk."""
+        """Until everything recorded so far is on disk.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        ...     recorder.wait()
+        """
         if self._inside:
             self._settle_all()
             self._writer.wait()
@@ -191,13 +197,26 @@ class FlightRecorder:
 
     @property
     def recent(self) -> Sequence[Record]:
-        """The last `window` updates; waits for them."""
+        """The last `window` updates; waits for them.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> [record.step for record in recorder.recent]
+        [40]
+        """
         self.wait()
         return self._recent
 
     @property
     def flights(self) -> list[Path]:
-        """The windows that this run has closed and kept, the oldest first."""
+        """The windows that this run has closed and kept, the oldest first.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", after=0) as recorder:
+        ...     recorder.trigger("look here")
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> len(recorder.flights)
+        1
+        """
         return [] if self._ring is None else list(self._ring.frozen)
 
     # --- what the loop calls
@@ -237,6 +256,11 @@ class FlightRecorder:
         clip: this step's `max_norm`, where it changes from step to step, and None where the loop did not clip; default:
             as the recorder was told.
         divisor: by what the loop divided each micro-batch's loss; default: by their number.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[5], train_step(batches[5]), index=1005)
+        >>> recorder.recent[0].indices
+        (1005,)
         """
         self._must_be_inside()
         self._feed(batch, loss, index)
@@ -295,15 +319,37 @@ class FlightRecorder:
         self._check_writer()
 
     def trigger(self, reason: str) -> None:
-        """Keep the window of the next recorded step."""
+        """Keep the window of the next recorded step.
+
+        >>> seen = []
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", on_trigger=seen.append) as recorder:
+        ...     recorder.trigger("validation got worse")
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        >>> [(one.step, one.reason) for one in seen]
+        [(40, 'validation got worse')]
+        """
         self._asked = reason
 
     def forecast(
-        self, batch: Batch, *, horizon: int = 16, futures: int = 4, seed: int = 0, lr: LearningRate = "constant"
+        self,
+        batch: Batch,
+        *,
+        horizon: int = 16,
+        futures: int = 4,
+        generator: Randomness = 0,
+        lr: LearningRate = "constant",
     ) -> Forecast:
         """What this batch would do to the coming losses if it were the next step's: see `recorder.forecast`.
 
         lr: as in `follow`, for `horizon` steps; default: the present learning rates.
+        generator: draws the futures; or an integer seed.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     for batch in batches[:4]:
+        ...         recorder.step(batch, train_step(batch))
+        ...     usual, bad = (recorder.forecast(batch, horizon=3, futures=2) for batch in batches[4:])
+        >>> bad.largest_increase > usual.largest_increase
+        True
         """
         recent = self.recent
         past, clip = [record.batch(self.source) for record in recent], recent[-1].clip if recent else self.clip
@@ -311,7 +357,7 @@ class FlightRecorder:
         forward = self._passes.forward
         if forward is not None:  # inside the loop's autocast and modes, as its steps ran
             point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
-        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=clip, seed=seed, lr=lr)
+        return forecast(point, batch, past, horizon=horizon, futures=futures, clip=clip, generator=generator, lr=lr)
 
     # --- hooks
 

@@ -49,7 +49,18 @@ def say(message: object) -> None:
 
 
 class Trigger(Protocol):
-    """Asked after every step; says why the window is to be kept, or nothing."""
+    """Asked after every step; says why the window is to be kept, or nothing. Any class with these methods will do.
+
+    >>> class Often:
+    ...     def begin(self, window): ...
+    ...     def fires(self, record): return None if record.step % 20 else "one step of twenty"
+    ...     def end(self): ...
+    >>> seen = []
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, triggers=[Often()], on_trigger=seen.append) as recorder:
+    ...     recorder.step(batches[0], train_step(batches[0]))
+    >>> [(one.step, one.reason) for one in seen]
+    [(40, 'one step of twenty')]
+    """
 
     def begin(self, window: int) -> None: ...
 
@@ -60,7 +71,12 @@ class Trigger(Protocol):
 
 @dataclass(frozen=True)
 class Triggered:
-    """What was seen, where it is kept, and what to type next; `on_trigger=` is given this."""
+    """What was seen, where it is kept, and what to type next; `on_trigger=` is given this.
+
+    >>> seen = Triggered(340, "the loss is 9.1", Path("flight"))
+    >>> seen.step, "flight" in seen.command, "340" in seen.command
+    (340, True, True)
+    """
 
     step: int
     reason: str
@@ -123,6 +139,13 @@ class Spike:
     are not watched so early.
     Gradients reach the optimizer when they are clipped already: where the loop clips, the norm is watched only if
     `recorder.step(…, norm=)` is given what `clip_grad_norm_` returned.
+
+    >>> from types import SimpleNamespace as Seen  # a recorder hands over its records
+    >>> spike = Spike("loss", threshold=6.0)
+    >>> spike.begin(window=64)
+    >>> [spike.fires(Seen(loss=loss, clip=None)) for loss in [1.0, 1.1, 1.2] * 8 + [3.0]][-1]
+    'the loss is 3, 12.8 robust σ above its median'
+    >>> spike.end()
     """
 
     of: str = "loss"
@@ -205,6 +228,14 @@ class Drift:
     It fires once, when the rise has been more than `threshold` robust σ for `patience` steps; σ is the larger of the
     spread now and that of four times as many losses at the lowest median: losses that wander are no rise. A learning
     rate that goes up by half raises the loss on purpose: the lowest median is then looked for anew.
+
+    >>> from types import SimpleNamespace as Seen
+    >>> drift = Drift(over=4, patience=4)
+    >>> drift.begin(window=64)
+    >>> told = [drift.fires(Seen(loss=loss, lr=0.1)) for loss in [1.0, 1.1] * 8 + [1.5, 1.6, 1.7] * 4]
+    >>> [reason for reason in told if reason]
+    ['the loss has risen slowly: its running median is 1.55, 6.7 robust σ above 1.05']
+    >>> drift.end()
     """
 
     over: int = 64
@@ -261,7 +292,15 @@ class Drift:
 @dataclass
 class NotANumber:
     """A loss or gradient norm that is NaN or infinite: the first is told, further ones are counted, and their number is
-    told at the end."""
+    told at the end.
+
+    >>> from types import SimpleNamespace as Seen
+    >>> trigger = NotANumber()
+    >>> trigger.begin(window=64)
+    >>> [trigger.fires(Seen(loss=loss, norm=1.0, finite=loss < math.inf)) for loss in (0.5, math.inf, math.inf)]
+    [None, 'the loss is inf and the gradient norm 1', None]
+    >>> trigger.end()
+    """
 
     _seen: int = field(default=0, init=False, repr=False)  # steps
 
@@ -281,7 +320,15 @@ class NotANumber:
 
 @dataclass(frozen=True)
 class AtStep:
-    """One step, by its number (updates made before it, from 0)."""
+    """One step, by its number (updates made before it, from 0).
+
+    >>> seen = []
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, triggers=[AtStep(41)], on_trigger=seen.append) as recorder:
+    ...     for batch in batches[:3]:
+    ...         recorder.step(batch, train_step(batch))
+    >>> [one.reason for one in seen]
+    ['step 41 was asked for']
+    """
 
     step: int
 
@@ -295,7 +342,15 @@ class AtStep:
 
 @dataclass
 class OnSignal:
-    """A signal to the process, such as `signal.SIGUSR1`. It can be asked for in the main thread only."""
+    """A signal to the process, such as `signal.SIGUSR1`. It can be asked for in the main thread only.
+
+    >>> seen, asked = [], [OnSignal(signal.SIGUSR1)]
+    >>> with ak.FlightRecorder(model, optimizer, loss_fn, triggers=asked, on_trigger=seen.append) as recorder:
+    ...     signal.raise_signal(signal.SIGUSR1)  # as `kill -USR1` does from outside
+    ...     recorder.step(batches[0], train_step(batches[0]))
+    >>> [one.reason for one in seen]
+    ['signal SIGUSR1']
+    """
 
     number: int
     _asked: bool = field(default=False, init=False, repr=False)

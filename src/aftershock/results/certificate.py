@@ -36,6 +36,7 @@ class Trust:
     curves: float = 0.05  # of a ranking's curves from exact kicks: a quarter of what its sizes may be off by
     signs: float = 0.9  # one horizon in ten may be wrong: where a response crosses zero, its sign is a toss-up
     careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
+    off_scale: float = 10.0  # times the largest rerun, or the outcome itself: there a prediction has lost its size
     noise_margin: float = 5.0  # times the measured scatter of rounding, which is itself known to a factor of a few
 
     def level(self, error: float) -> Level:

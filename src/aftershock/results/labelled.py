@@ -38,12 +38,20 @@ class LabelledResult:
     wanted: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write it as zarr, whole or not at all. `load` of the same class reads it."""
+        """Write it as zarr, whole or not at all. `load` of the same class reads it.
+
+        >>> response.save("response.zarr")  # a folder, which other programs read with xarray
+        """
         save_dataset(self.data, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """A result of this kind that was saved with `save`; another file is an `InvalidFile`."""
+        """A result of this kind that was saved with `save`; another file is an `InvalidFile`.
+
+        >>> response.save("response.zarr")
+        >>> ak.Response.load("response.zarr").verdict == response.verdict
+        True
+        """
         return cls(load_dataset(Path(path), cls.wanted, f"saved {cls.kind}"))
 
     def _repr_html_(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.probe import Watch
+from ..core.probe import Probe
 from ..core.trajectory import Trajectory
 from ..version import __version__
 
@@ -30,6 +30,6 @@ def provenance(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def described(watch: Watch, kind: str) -> dict[str, Any]:
-    """The same for a result that watches a probe after a change of this kind."""
-    return {**provenance(watch.trajectory), "kind": kind, "at": watch.at, "probe": watch.probe.name}
+def asked(kind: str, at: int, probe: Probe | None) -> dict[str, Any]:
+    """What was changed, at which step, and what is watched: variables of a dataset, since they are no provenance."""
+    return {"kind": kind, "at": at, "probe": "none" if probe is None else probe.name}

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..core.randomness import Randomness, seed_of
 from ..errors import InvalidInput
 from .labelled import require_dimension
 
@@ -235,15 +236,15 @@ def holm(p: np.typing.ArrayLike) -> np.ndarray:
     return adjusted
 
 
-def median_interval(values: xr.DataArray, generator: np.random.Generator, level: float = 0.95) -> xr.Dataset:
+def median_interval(values: xr.DataArray, generator: Randomness = 0, level: float = 0.95) -> xr.Dataset:
     """Percentile bootstrap interval of the median over systems: `median`, `low`, `high`, `systems`, `reason`.
 
-    values: one number per system, with a dimension `system`. generator: draws the resamples. level: of the interval.
+    values: one number per system, with a dimension `system`. generator: draws the resamples; or an integer seed.
+    level: of the interval.
 
-    >>> import numpy as np
     >>> import xarray as xr
     >>> values = xr.DataArray([1.0, 2.0, 3.0, 4.0, 5.0], dims="system")
-    >>> found = median_interval(values, np.random.default_rng(0))
+    >>> found = median_interval(values)
     >>> float(found["low"]), float(found["median"]), float(found["high"])
     (1.0, 3.0, 5.0)
     """
@@ -253,13 +254,14 @@ def median_interval(values: xr.DataArray, generator: np.random.Generator, level:
     require_dimension(values, "system")
     if not 0 < level < 1:
         raise InvalidInput(f"the level of an interval lies between 0 and 1; got {level}")
+    draws = np.random.default_rng(seed_of(generator))
 
     def one(x: np.ndarray) -> tuple[float, float, float, int, str]:
         x = x[np.isfinite(x)]
         if len(x) < 2:
             return float(x[0]) if len(x) else np.nan, np.nan, np.nan, len(x), "fewer than two systems are defined"
         found = stats.bootstrap(
-            (x,), np.median, confidence_level=level, n_resamples=RESAMPLES, method="percentile", random_state=generator
+            (x,), np.median, confidence_level=level, n_resamples=RESAMPLES, method="percentile", random_state=draws
         ).confidence_interval
         return float(np.median(x)), float(found.low), float(found.high), len(x), ""
 

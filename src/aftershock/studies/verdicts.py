@@ -140,7 +140,7 @@ def _by_systems(values: np.ndarray, ours: Spread, quote: Quote, generator: np.ra
     low, high = float(ends[0] or 0.0) - quote.half_unit, float(ends[1] or 0.0) + quote.half_unit
     if ours.low <= high and low <= ours.high:
         return True, "range" if ranged else "iqr"
-    found = median_interval(_labelled(values), generator)
+    found = median_interval(_labelled(values), int(generator.integers(2**32)))
     inside = float(found["low"]) <= high and low <= float(found["high"])
     if ranged:
         return inside, "range"

@@ -18,12 +18,13 @@ from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
-from ..core.reductions import norms
+from ..core.randomness import Randomness, generator_of
+from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, pair, stack
 from ..core.sweeps import transit_, transit_with_
 from ..errors import InvalidInput
-from ..results.provenance import described
+from ..results.provenance import asked, provenance
 from ..results.statistics import rank_correlation
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     norm_product     ‖c̄_h‖ ‖δθ_h‖                          exact_one_step   |d_1|, by a second step
     gradient_norm    ‖ξ‖                                   write_norm       ‖δθ_1‖
     curvature        |ξᵀ H_ref ξ|, H_ref the Hessian of the control's batch: the mean over its micro-batches
-    endpoint, semilinear: the engine's own answers, which read the real probe
+    endpoint         tangents from the exact δx_1, read by the real probe; semilinear: the engine's own answer
 
-    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and
-    `attrs["undefined"]` says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
+    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and `reason[answer]`
+    says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
     its diagonal is Full ISO, and `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
 
     Costs 6·N·(H−1) − 3·N Hessian products in all, through one graph per step: less than 1.2 × those of the five
@@ -123,7 +124,7 @@ class _Sweep:
         if len(xis) == len(self.shocks):
             xi = torch.stack(xis)
             static[1] = norms(xi)
-            static[3] = torch.linalg.vecdot(xi, reference.products(xi)).abs()
+            static[3] = paired(xi, reference.products(xi)).abs()
         return {
             "response": torch.stack([found[name] for name in TRAJECTORIES]),
             "static": static,
@@ -201,8 +202,8 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
     static = torch.cat([table["static"] for table in tables], dim=1)
     blank = torch.full((len(STATIC), *response.shape[1:]), torch.nan, dtype=torch.float64)
     cosine = torch.nn.functional.cosine_similarity(slopes[:1], slopes, dim=1).double().cpu()
-    undefined = [name for name, row in zip(STATIC, static) if row.isnan().any()]
-    reason = f"{' and '.join(undefined)}: a {change.kind} is not a difference of gradients, it has no ξ"
+    reason = f"a {change.kind} is not a difference of gradients, it has no ξ"
+    reasons = [""] * len(TRAJECTORIES) + [reason if row.isnan().any() else "" for row in static]
     return xr.Dataset(
         {
             "score": (("answer", "change"), torch.cat([response.abs().amax(2), static]).numpy()),
@@ -212,6 +213,8 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
                 torch.cat([table["alignment"] for table in tables]).numpy(),
             ),
             "readout_cosine": ("horizon", cosine.numpy()),
+            "reason": ("answer", reasons),
+            **asked(change.kind, watch.at, watch.probe),
         },
         coords={
             "answer": [*TRAJECTORIES, *STATIC],
@@ -219,7 +222,7 @@ def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]],
             "change": names_of(change.edits),
             "horizon": watch.range,
         },
-        attrs={**described(watch, change.kind), "undefined": reason if undefined else ""},
+        attrs=provenance(watch.trajectory),
     )
 
 
@@ -227,7 +230,7 @@ def readout_null(
     table: xr.Dataset,
     magnitude: xr.DataArray | np.ndarray | None = None,
     *,
-    generator: torch.Generator,
+    generator: Randomness = 0,
     permutations: int = 100,
 ) -> xr.Dataset:
     """How Full ISO ranks when the readouts come in a shuffled order: S_{i,π} = max_h |c̄_{π(h)}ᵀ δθ_{i,h}|.
@@ -237,10 +240,10 @@ def readout_null(
     score), `true_spearman` that of Full ISO itself, `percentile` the share of the null at or below it, in
     percent. Costs no gradient. Paper: "Readout controls", "Scalar baselines".
 
-    table: of `scores`, for three changes or more. generator: draws the permutations.
+    table: of `scores`, for three changes or more. generator: draws the permutations; or an integer seed.
 
     >>> table = theory.scores(path.replace(batches[1:]), probe)
-    >>> null = theory.readout_null(table, generator=torch.Generator().manual_seed(0), permutations=20)
+    >>> null = theory.readout_null(table, permutations=20)
     >>> null.sizes["permutation"], round(float(null["true_spearman"]), 6)
     (20, 1.0)
     """
@@ -256,8 +259,9 @@ def readout_null(
     target = full if magnitude is None else np.asarray(magnitude, dtype=float)
     if target.shape != (changes,):
         raise InvalidInput(f"magnitude needs one number per change ({changes}); got shape {target.shape}")
-    draw = (torch.randperm(horizons, generator=generator, device=generator.device) for _ in range(permutations))
-    orders = np.stack([order.cpu().numpy() for order in draw])
+    draw = generator_of(generator)
+    drawn = (torch.randperm(horizons, generator=draw, device=draw.device) for _ in range(permutations))
+    orders = np.stack([order.cpu().numpy() for order in drawn])
     alignment = table["alignment"].values
     shuffled = np.abs(alignment[:, np.arange(horizons), orders]).max(axis=2).T
     null = rank_correlation(shuffled, target)[0]

@@ -18,7 +18,7 @@ from ..core.reductions import count
 from ..core.rollout import Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent
 from ..errors import InvalidInput
-from ..results.provenance import described
+from ..results.provenance import asked, provenance
 from ..results.summaries import summarize
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def _labelled(watch: Watch, change: Change, answers: list[str], found: dict[str,
         no_derivative=(("change", "channel"), found["broken"].numpy(), {"meaning": NO_DERIVATIVE}),
         counts_differ=("change", found["counts"].numpy()),
         scale=scale,
+        **asked(change.kind, watch.at, watch.probe),
     )
-    return data.assign_attrs(described(watch, change.kind))
+    return data.assign_attrs(provenance(watch.trajectory))
 
 
 def _hybrids(

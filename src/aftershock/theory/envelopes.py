@@ -21,6 +21,8 @@ from ..core.adamw import Run
 from ..core.changes import ControlStep, Shock
 from ..core.operators import LinearOperator, Propagator, Transition, WriteIn
 from ..core.probe import Probe
+from ..core.randomness import Randomness, generator_of
+from ..core.reductions import count, largest, norms
 from ..core.state import Cotangent, JointState, Tangent, difference
 from .remainder import decompose, joint, minus
 from .switching import PairStep, joint_norm, margin_of, paired_steps, start_pair
@@ -118,13 +120,12 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
                 chi[w] = curvature_bound(run, before.m[w], before.v[w], linear.g[w], linear.g[w] + u[w])
         chi = torch.where(u != 0, chi, 0.0)
         rest = minus(difference(shocked, control.after), WriteIn(linear).mv(shock.xi) * scale)
-        kappa, size = float(chi.max()), float(u.norm())
+        kappa, size = largest(chi), float(norms(u))
         memory = max(1 - run.beta2 for run in linear.runs)
-        bounds = (kappa / 2 * size**2, float((chi * u * u).norm()) / 2, (kappa / 2 + memory) * size**2)
-        found = (kappa, size, float(rest.theta.norm()), *bounds[:2], joint_norm(rest), bounds[2])
+        bounds = (kappa / 2 * size**2, float(norms(chi * u * u)) / 2, (kappa / 2 + memory) * size**2)
+        found = (kappa, size, float(norms(rest.theta)), *bounds[:2], joint_norm(rest), bounds[2])
         values = dict(zip(names, found))
-    attrs = {"kappa": "enclosed by interval arithmetic", "reason": reason}
-    return xr.Dataset({name: ((), value) for name, value in values.items()}, attrs=attrs)
+    return xr.Dataset({**values, "reason": reason}, attrs={"kappa": "enclosed by interval arithmetic"})
 
 
 def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: float, index: int) -> str:
@@ -132,7 +133,7 @@ def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: flo
         return f"a {change.edits[index].name} has no ξ"
     if control.linear.clip.binds or shock.endpoint(scale)[1].binds:
         return "clipping binds, and ψ is not coordinatewise there"
-    if any(bool(shock.xi[run.where].any()) for run in control.linear.runs if not run.active):
+    if any(count(shock.xi[run.where] != 0) for run in control.linear.runs if not run.active):
         return "a parameter gets a gradient on one side only"
     return ""
 
@@ -140,10 +141,12 @@ def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: flo
 # --- norms and constants
 
 
-def operator_norm(operator: LinearOperator, iterations: int = 12, seed: int = 0) -> tuple[float, str]:
+def operator_norm(operator: LinearOperator, iterations: int = 12, generator: Randomness = 0) -> tuple[float, str]:
     """‖A‖ or ‖Φ‖ and how it was found: "exact" by SVD of a small system, else a power-iteration "estimate".
 
     The estimate approaches the norm from below: `iterations` products with the operator and its transpose.
+
+    generator: draws the first vector; or an integer seed.
 
     >>> size, how = theory.operator_norm(path.transition(1))
     >>> size > 1, how
@@ -152,8 +155,8 @@ def operator_norm(operator: LinearOperator, iterations: int = 12, seed: int = 0)
     layout = operator.layout
     if 3 * layout.size <= DENSE:
         return _spectral(operator.as_matrix()), "exact"
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(3, layout.size, generator=generator, dtype=torch.float64).to(layout.device)
+    draw = generator_of(generator)
+    noise = torch.randn(3, layout.size, generator=draw, dtype=torch.float64, device=draw.device).to(layout.device)
     dx, found = Tangent(*(layout.expand(row) for row in noise)), 0.0
     for _ in range(iterations):
         dx = dx * (1 / joint_norm(dx))
@@ -207,7 +210,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
     """
     trajectory = change.path.trajectory
     layout, deviation = trajectory.dynamics.layout, difference(shocked, control)
-    size = float(deviation.theta.norm())
+    size = float(norms(deviation.theta))
     if size == 0:
         return 0.0
 
@@ -215,7 +218,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
         return layout.join(probe.gradient(trajectory, time, moved(control, deviation, tau)).grads)
 
     here = slope(0.0)
-    return max(float((slope(tau) - here).norm()) / (tau * size) for tau in SEGMENT)
+    return max(float(norms(slope(tau) - here)) / (tau * size) for tau in SEGMENT)
 
 
 # --- the theorem and the envelope
@@ -260,13 +263,13 @@ def error_bounds(
             "transition_norm": ("step", found.transition_norms),
             "smooth_constant": ("step", found.smooth),
             "switching_constant": ("step", found.switching),
+            "scale": scale,
         },
         coords={"step": parts["step"]},
         attrs={
             "norms": "exact" if dense else "estimate (power iteration, from below)",
             "smooth_constant": "sampled on the segment" if dense else "estimate: the smallest that this pair allows",
             "switching_constant": "; ".join(found.how) or "no step",
-            "scale": scale,
         },
     )
     if probe is not None:

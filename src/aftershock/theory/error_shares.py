@@ -16,6 +16,7 @@ from ..core.changes import names_of
 from ..core.gates import Pattern, recording, replaying
 from ..core.operators import WriteIn
 from ..core.probe import Watch
+from ..core.reductions import paired, products
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent, difference, stack
 from ..core.sweeps import transit_
@@ -114,7 +115,7 @@ def _output_parts(watch: Watch, moment: Moment, rows: Tangent) -> dict[str, Floa
     found = loss.within(recording(pattern)).gradient(
         control.theta, control.buffers, batch, random, where, evaluating=evaluating
     )
-    read = [part.theta @ trajectory.dynamics.layout.join(found.grads) for part in _split(rows)]
+    read = [products(part.theta, trajectory.dynamics.layout.join(found.grads)) for part in _split(rows)]
     base, held_loss = float(found.loss), loss.within(replaying(pattern))
     truth, held = torch.empty_like(read[0]), torch.empty_like(read[0])
     for i, state in enumerate(moment.states):
@@ -144,4 +145,4 @@ def _joined(tangents: list[Tangent]) -> Tangent:
 
 def _dot(a: Tangent, b: Tangent) -> Float[Tensor, " change"]:
     """⟨a, b⟩ of the joint states, row by row."""
-    return torch.stack([torch.linalg.vecdot(getattr(a, name), getattr(b, name)) for name in CHANNELS]).sum(0)
+    return torch.stack([paired(getattr(a, name), getattr(b, name)) for name in CHANNELS]).sum(0)

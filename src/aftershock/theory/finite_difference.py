@@ -29,7 +29,7 @@ from ..core.rehearsals import rehearse_reading
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..errors import InvalidInput, InvalidLoss, OutOfMemory
-from ..results.provenance import described
+from ..results.provenance import asked, provenance
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -243,7 +243,8 @@ def _labelled(
             "control": ("horizon", control),
             "gradient_norm": ("change", found.gradient_norm),
             "write_norm": ("change", found.write_norm),
+            **asked(change.kind, watch.at, watch.probe),
         },
         {"scale": list(scales), "fd_step": list(steps), "change": names_of(change.edits), "horizon": watch.range},
-        described(watch, change.kind),
+        provenance(watch.trajectory),
     )

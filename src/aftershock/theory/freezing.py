@@ -18,6 +18,7 @@ from ..core.adamw import Run
 from ..core.dynamics import Dynamics, Linearized
 from ..core.layout import Layout
 from ..core.linear_step import LinearStep
+from ..core.reductions import count
 from ..core.state import JointState, Tangent
 from ..errors import InvalidInput, NotFinite
 
@@ -146,6 +147,6 @@ def _check(linear: LinearStep, where: Tensor, step: str) -> None:
         raise InvalidInput(f"{step} gives these coordinates no gradient, so AdamW leaves them alone there")
     if len({(run.beta1, run.beta2) for run in runs}) > 1:
         raise InvalidInput("these coordinates lie in parameter groups with different betas; freeze each group alone")
-    broken = int(linear.broken[where].sum())
+    broken = count(linear.broken[where])
     if broken:
         raise NotFinite(f"{step} has no derivative at {broken} of these coordinates: v = 0 there but m ≠ 0")

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ..core.randomness import Randomness, generator_of
 from ..errors import InvalidInput, NotFinite
 from ..results.summaries import summarize
 from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     import xarray as xr
 
     from ..api.path import Path
@@ -112,21 +112,19 @@ class FrozenMemory:
 
     @classmethod
     def estimate(
-        cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: torch.Generator
+        cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: Randomness = 0
     ) -> FrozenMemory:
         """An unbiased estimate of `at` over many coordinates, at one Hessian product per sample.
 
         Each H_ii is estimated by z_i (Hz)_i with random signs z on these coordinates; b_m and b_v are exact.
 
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4, generator=generator)
+        generator: draws the signs; or an integer seed.
+
+        >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4)
         >>> frozen.b_m == theory.FrozenMemory.at(path, 1, slice(None)).b_m
         True
         """
-        if samples < 1:
-            raise InvalidInput(f"an estimate needs at least one sample; got {samples}")
-
-        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
+        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator_of(generator)))
         return cls(**place.coefficients())
 
     # --- the response of the parameter to a unit write into m or v
@@ -293,7 +291,7 @@ class FrozenMemory:
         """Poles λ_i, residues (e_θᵀ v_i)(w_i* e_k) and κ₂(V).
 
         r_k(h) = Σ_i residue_ki λ_i^{h−1} (eq:app_modal_response); complex ones come in conjugate pairs.
-        A defective matrix has no modal form: residues and κ₂ are NaN, and `attrs["undefined"]` says why.
+        A defective matrix has no modal form: residues and κ₂ are NaN, and `reason` says why.
         """
         import numpy as np
         import xarray as xr
@@ -309,7 +307,7 @@ class FrozenMemory:
             {"pole": ("mode", poles), "residue": (("channel", "mode"), residues), "condition": condition},
             {"channel": list(CHANNELS)},
         )
-        return data if vectors is not None else data.assign_attrs(undefined=_NO_MODES)
+        return data.assign(reason="" if vectors is not None else _NO_MODES)
 
     def bounds(self, horizons: int) -> xr.Dataset:
         """Three bounds of |r_k(h)|, each looser than the one before; NaN where there is no modal form.
@@ -333,7 +331,7 @@ class FrozenMemory:
             ends = np.linalg.norm(vectors[0]) * np.linalg.norm(inverse[:, 1:], axis=0)
         norm = _labelled(ends[:, None] * powers[0], "norm")
         condition = xr.DataArray(float(modes["condition"]) * powers[0], {"horizon": modal["horizon"]}, "horizon")
-        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition}, attrs=modes.attrs)
+        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition, "reason": modes["reason"]})
 
 
 def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: Sequence[float]) -> xr.Dataset:

@@ -17,10 +17,12 @@ from ..core.changes import ControlStep, Perturb, names_of, scales_of
 from ..core.dynamics import Step
 from ..core.operators import WriteIn, readout
 from ..core.probe import Reader, Watch
+from ..core.reductions import count, finite, norms, products
 from ..core.rollout import Rows, rollout
 from ..core.state import JointState, difference
 from ..errors import InvalidInput
-from ..results.provenance import described
+from ..results.labelled import LabelledResult
+from ..results.provenance import asked, provenance
 from ..results.summaries import summarize
 
 if TYPE_CHECKING:
@@ -37,22 +39,31 @@ ACCEPTED = 5e-8  # residual over μ1
 ROUNDING = 64  # of ‖z‖, in units of eps ‖r‖, below which z is zero
 
 
-@dataclass(frozen=True)
-class Matched:
+class Matched(LabelledResult):
     """Perturbations of equal exact |d_1|, and how well each was matched.
 
-    `xi[change]` is γ_i ξ̃_i as `path.perturb` takes it, NaN where no γ was found. `data` has, by change,
-    `gamma`, `first_step` (the signed exact d_1), `accepted` and `reason` (empty where accepted).
+    `xi[change]` is γ_i ξ̃_i as `path.perturb` takes it, NaN where no γ was found. `data` has it too, and by change
+    `gamma`, `first_step` (the signed exact d_1), `accepted` and `reason` (empty where accepted); μ1 is `target`.
 
     >>> matched = theory.match_first_step(path, theory.residuals(change), probe)
     >>> matched.accepted.values.tolist(), matched.gamma.isnull().values.tolist(), matched.xi.shape
     ([True, False], [False, True], torch.Size([2, 22]))
-    >>> float(matched.first_step[0]) > 0, round(matched.cv, 6)
-    (True, 0.0)
+    >>> float(matched.first_step[0]) > 0, round(matched.cv, 6), round(matched.target, 6)
+    (True, 0.0, 0.000283)
     """
 
-    xi: Float[Tensor, "change d"]
-    data: xr.Dataset
+    kind = "match"
+    wanted = ("xi", "gamma", "first_step", "accepted", "reason", "target")
+
+    @property
+    def xi(self) -> Float[Tensor, "change d"]:
+        """On the CPU, whatever device the path is on."""
+        return torch.from_numpy(self.data["xi"].values)
+
+    @property
+    def target(self) -> float:
+        """μ1, the size of the first response that all were matched to."""
+        return float(self.data["target"])
 
     @property
     def gamma(self) -> xr.DataArray:
@@ -72,6 +83,17 @@ class Matched:
         """Coefficient of variation of |d_1| over the accepted candidates (ddof = 0); NaN without any."""
         size = abs(self.first_step.where(self.accepted, drop=True))
         return float(size.std(ddof=0) / size.mean()) if size.size else math.nan
+
+    def __str__(self) -> str:
+        data, count = self.data, int(self.accepted.sum())
+        lines = [
+            f"{count} of {data.sizes['change']} candidates at step {int(data['at'])} have a first response of "
+            f"±{self.target:.4g} on {data['probe'].item()} (spread: {self.cv:.1g} of it):",
+            f"{'change':>6}  {'γ':>10}  {'first step':>11}",
+        ]
+        rows = zip(*(data[name].values for name in ("change", "gamma", "first_step", "reason")))
+        lines += [f"{row[0]:>6}  {row[1]:>10.4g}  {row[2]:>11.4g}  {row[3]}".rstrip() for row in rows]
+        return "\n".join(lines)
 
 
 def residuals(change: Change) -> Float[Tensor, "change d"]:
@@ -103,7 +125,7 @@ def match_first_step(
 
     >>> matched = theory.match_first_step(path, theory.residuals(change), probe)
     >>> first = path.perturb(matched.xi[0]).response(probe, horizon=1).exact
-    >>> abs(first.item() - matched.data.attrs["target"]) < 1e-9
+    >>> abs(first.item() - matched.target) < 1e-9
     True
     """
     import xarray as xr
@@ -133,18 +155,22 @@ def match_first_step(
     gamma = calibrate(excess, len(shocks))
     left = excess(gamma)
     reasons = [_reason(residual, mu, tolerance) for residual in left.tolist()]
+    scaled = control.dynamics.layout.compact(candidates * gamma.to(candidates)[:, None]).cpu()
     data = xr.Dataset(
         {
+            "xi": (("change", "coordinate"), scaled.numpy()),
             "gamma": ("change", gamma.numpy()),
             "first_step": ("change", (signs.cpu().double() * (mu + left)).numpy()),
             "accepted": ("change", [not reason for reason in reasons]),
             "reason": ("change", reasons),
+            "target": mu,
+            "tolerance": tolerance,
+            **asked("perturb", watch.at, watch.probe),
         },
         coords={"change": list(range(len(gamma)))},
-        attrs={**described(watch, "matched first step"), "target": mu, "tolerance": tolerance},
+        attrs=provenance(path.trajectory),
     )
-    scaled = candidates * gamma.to(candidates)[:, None]
-    return Matched(control.dynamics.layout.compact(scaled), data)
+    return Matched(data)
 
 
 def first_step_candidates(
@@ -153,24 +179,24 @@ def first_step_candidates(
     """ξ̃_i, s_i and μ1."""
     if not (math.isfinite(target) and target > 0):
         raise InvalidInput(f"target is a positive share of the median first-step response; got {target}")
-    if not torch.isfinite(natural).all():
+    if not finite(natural):
         raise InvalidInput("the candidates' residuals are not finite")
-    along = natural @ a
+    along = products(natural, a)
     mu = target * float(along.abs().double().quantile(0.5))
     if mu == 0 or not math.isfinite(mu):
         raise InvalidInput(
             "the probe does not feel these candidates at the first step (the median of |aᵀξ| is zero or not a number): "
             "there is no first response to match"
         )
-    squared = a @ a
+    squared = products(a, a)
     signs = torch.ones_like(along)
     signs[1::2] = -1.0
     common = mu * a / squared
     free = natural - along[:, None] * a / squared
-    norms = torch.linalg.vector_norm(free, dim=1, keepdim=True)
+    sizes = norms(free)[:, None]
     # of a residual along a, rounding leaves a z in some direction: scaled up it would be a candidate of noise
-    real = norms > ROUNDING * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(natural, dim=1, keepdim=True)
-    free = torch.where(real, NULLSPACE * torch.linalg.vector_norm(common) * free / norms, torch.zeros_like(free))
+    real = sizes > ROUNDING * torch.finfo(a.dtype).eps * norms(natural)[:, None]
+    free = torch.where(real, NULLSPACE * norms(common) * free / sizes, torch.zeros_like(free))
     return signs[:, None] * common + free, signs, mu
 
 
@@ -251,13 +277,16 @@ def persistence(
             "response": ((*dims, "horizon"), response),
             "first_displacement": (dims, first.numpy()),
             "unmatched": (dims, unmatched.numpy()),
+            "scale": scale,
+            "channel": channel,
+            **asked(change.kind, watch.at, watch.probe),
         },
         coords={
             "beta": betas,
             "change": names_of(change.edits),
             "horizon": watch.range,
         },
-        attrs={**described(watch, change.kind), "scale": scale, "channel": channel},
+        attrs=provenance(watch.trajectory),
     )
     data = data.merge(summarize(data["response"]))
     smallest = data[["peak", "total_abs"]].isel(beta=0, drop=True)
@@ -301,7 +330,7 @@ def _with_decay(
         start, unmatched = _match_moment(now, first, end, channel)
         # θ is the control's, so is the gradient: the first displacement needs no other
         moved = difference(now.dynamics.apply(first, start, now.raw, now.present)[0], control).theta
-        yield _Start(start, {name: beta}, moved.norm().double().cpu(), unmatched)
+        yield _Start(start, {name: beta}, norms(moved).double().cpu(), unmatched)
 
 
 def _along(watch: Watch, control: JointState, starts: Sequence[_Start], changes: int) -> Float[Tensor, "row horizon"]:
@@ -324,7 +353,7 @@ def _match_moment(following: ControlStep, step: Step, end: JointState, channel: 
     pairs = [runs_of(layout, s.hypers, before.counts, following.present) for s in (following.step, step)]
     for own, new in zip(*pairs):
         moment[own.where], missed[own.where] = matched_moment(own, new, before, end, following.linear.g, channel)
-    return replace(before, **{channel: moment}), missed.sum().cpu()
+    return replace(before, **{channel: moment}), torch.tensor(count(missed))
 
 
 def matched_moment(

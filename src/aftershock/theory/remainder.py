@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,13 @@ from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
+from ..core.reductions import count, norms
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_
 from ..core.trajectory import Trajectory
 from ..errors import HiddenState, InvalidInput
+from ..results.labelled import LabelledResult
+from ..results.provenance import asked, provenance
 from .switching import PairStep, joint_norm, paired_steps, start_pair
 
 if TYPE_CHECKING:
@@ -41,8 +43,7 @@ ROWS = ("deviation", "tangent", "write_in", "smooth", "switching")
 PARTS = ROWS[2:]
 
 
-@dataclass(frozen=True)
-class Decomposition:
+class Decomposition(LabelledResult):
     """The error of the tangent along one exact pair, by source. `data` is an `xarray.Dataset`.
 
     By horizon h (the state t + h) and channel (θ, m, v), as norms: `deviation` δx, `tangent` its prediction,
@@ -57,13 +58,14 @@ class Decomposition:
     [1.13, -0.13, 0.0]
     """
 
-    data: xr.Dataset
+    kind = "decomposition"
+    wanted = ("deviation", "tangent", "state_error", "identity_residual", "switched", "gates", "change", "note")
 
     def __str__(self) -> str:
-        data, attrs = self.data, self.data.attrs
+        data = self.data
         lines = [
-            f"Error of the tangent for '{attrs['change']}' at step {attrs['at']}, scale {attrs['scale']:g}: "
-            f"shares of ‖e‖² by source, and what switched on the way.",
+            f"Error of the tangent for '{data['change'].item()}' at step {int(data['at'])}, scale "
+            f"{float(data['scale']):g}: shares of ‖e‖² by source, and what switched on the way.",
             f"{'h':>4}  {'‖e‖/‖δx‖':>9}  {'write-in':>9}  {'smooth':>9}  {'switching':>9}  {'gates switched':>14}",
         ]
         size, error = joint(data["deviation"]), joint(data["state_error"])
@@ -77,7 +79,7 @@ class Decomposition:
         lines.append(
             f"The parts sum to the error within {float(data['identity_residual'].max()):.0e} of the deviation."
         )
-        return "\n".join([*lines, *([attrs["note"]] if attrs["note"] else [])])
+        return "\n".join([*lines, *filter(None, [data["note"].item()])])
 
 
 def _percent(share: float) -> str:
@@ -128,11 +130,10 @@ def decompose(
     write_in = minus(deviation, tangent)
     edit = change.edits[index]
     note = "" if shock.xi is not None else f"A {edit.name} has no ξ: its tangent starts from the exact difference."
-    touched = int(control.linear.broken.sum())
+    touched = count(control.linear.broken)
     note += f" At {touched} coordinates v = 0 but m ≠ 0: no derivative exists there." if touched else ""
-    attrs = {"change": edit.name, "at": change.at, "scale": scale, "note": note}
-    attrs["probe"] = "none" if watched is None else watched.name
-    return Decomposition(table.dataset(write_in, horizon, attrs))
+    given = {"change": edit.name, "scale": scale, "note": note.strip(), **asked(change.kind, change.at, watched)}
+    return Decomposition(table.dataset(write_in, horizon, given))
 
 
 def minus(a: Tangent, b: Tangent) -> Tangent:
@@ -150,7 +151,7 @@ def _set_(dx: Tangent, other: Tangent) -> None:
 
 
 def channel_norms(dx: Tangent) -> list[float]:
-    return [float(getattr(dx, name).norm()) for name in CHANNELS]
+    return [float(norms(getattr(dx, name))) for name in CHANNELS]
 
 
 def _horizon(path: Path, at: int, horizon: int | None, probe: Probe | None) -> int:
@@ -204,7 +205,7 @@ class _Table:
         self.switched.append({label: int(s.sum()) for label, s in zip(labels, pair.switches)})
         self.gates |= {label: s.numel() for label, s in zip(labels, pair.switches)}
 
-    def dataset(self, write_in: Tangent, horizon: int, attrs: Mapping[str, Any]) -> xr.Dataset:
+    def dataset(self, write_in: Tangent, horizon: int, given: Mapping[str, Any]) -> xr.Dataset:
         import numpy as np
         import xarray as xr
 
@@ -228,7 +229,7 @@ class _Table:
             "step": np.array([row["step"] for row in self.steps], dtype=int),
             "layer": np.array(layers, dtype=object),
         }
-        return xr.Dataset(variables, coords=coords, attrs=dict(attrs))
+        return xr.Dataset({**variables, **given}, coords=coords, attrs=provenance(self.trajectory))
 
 
 def read_output(
@@ -245,7 +246,7 @@ def read_output(
     row |= {f"output_from_{part}": float(read[2 + i]) for i, part in enumerate(PARTS)}
     row["output_from_readout_smooth"] = held - base - float(read[0])
     row["output_from_readout_switching"] = truth - held
-    row["readout_norm"] = float(slope.norm())
+    row["readout_norm"] = float(norms(slope))
     return row
 
 

@@ -11,21 +11,20 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from ..core.batches import Batch
+from ..core.randomness import Randomness, generator_of
 from ..core.structure import flatten
 from ..errors import InvalidInput
 
 Sampler = Callable[[int, torch.Generator], Sequence[Batch]] | Iterable[Batch]
 
 
-def sample_futures(
-    sampler: Sampler, count: int, length: int, generator: torch.Generator | None = None
-) -> list[list[Batch]]:
+def sample_futures(sampler: Sampler, count: int, length: int, generator: Randomness = 0) -> list[list[Batch]]:
     """`count` futures of `length` batches each. No gradient.
 
     sampler: a function of (length, generator) that returns the batches of one future, such as a
         `FittedProcess`; a list of past batches, from which each step draws one at random; or a data loader,
         read on from future to future and begun again at its end, as training reads it.
-    generator: draws them; default: seeded with 0.
+    generator: draws them; or an integer seed.
 
     >>> futures = theory.sample_futures(batches[:4], 3, 2)  # three futures of two past batches each
     >>> [len(future) for future in futures]
@@ -33,7 +32,7 @@ def sample_futures(
     """
     if count < 1:
         raise InvalidInput(f"at least one future must be sampled; got {count}")
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = generator_of(generator)
     if callable(sampler):
         futures = [list(sampler(length, generator)) for _ in range(count)]
     elif isinstance(sampler, Sequence):
@@ -67,10 +66,11 @@ def _read_on(loader: Iterable[Batch], total: int) -> list[Batch]:
 class FittedProcess:
     """x' = μ + φ (x − μ) + σ ε: a first-order process of batches, with one φ and σ for each of a batch's tensors.
 
-    Made by `fit_process`. Called with (length, generator) it samples one future that starts from the last batch.
+    Made by `fit_process`. Called with (length, generator) it samples one future that starts from
+    the last batch; a seed will do.
 
     >>> process = theory.fit_process([inputs for inputs, labels in batches])
-    >>> [len(process(2, torch.Generator().manual_seed(0))), len(process.forecast(3))]
+    >>> [len(process(2)), len(process.forecast(3))]
     [2, 3]
     """
 
@@ -80,8 +80,9 @@ class FittedProcess:
     innovation: tuple[float, ...]
     structure: TreeSpec
 
-    def __call__(self, length: int, generator: torch.Generator) -> list[Batch]:
-        return self._future(length, lambda x: torch.randn(x.shape, generator=generator, device=generator.device).to(x))
+    def __call__(self, length: int, generator: Randomness = 0) -> list[Batch]:
+        draw = generator_of(generator)
+        return self._future(length, lambda x: torch.randn(x.shape, generator=draw, device=draw.device).to(x))
 
     def forecast(self, length: int) -> list[Batch]:
         """The expected future: the last batch decays to the mean."""

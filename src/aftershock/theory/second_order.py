@@ -16,8 +16,10 @@ from ..core.clipping import TORCH_EPSILON, Clip
 from ..core.graphs import GradientGraph
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
+from ..core.reductions import count, products
 from ..core.state import pair
 from ..errors import InvalidInput
+from ..results.provenance import asked, provenance
 from .write_paths import gradient_difference, require_first_horizon, touched, without_derivative
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ def clip_curvature(
     if not clip.binds:
         return None
     n, shifted = clip.norm, clip.norm + TORCH_EPSILON
-    a = (xi @ raw) / n
-    b = (xi @ xi - a * a) / n
+    a = products(xi, raw) / n
+    b = (products(xi, xi) - a * a) / n
     return clip.factor * ((2 * a * a / shifted**2 - b / shifted) * raw - (2 * a / shifted) * xi)
 
 
@@ -120,9 +122,10 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
         rows.append({**terms, **_exact(change, control, shock, found, scales)})
     dims = dict.fromkeys(("exact", "clip_switched"), ("change", "scale"))
     data = xr.Dataset(
-        {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]},
+        {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]}
+        | asked(change.kind, change.at, found),
         coords={"change": names_of(change.edits), "scale": [float(scale) for scale in scales]},
-        attrs={"kind": change.kind, "at": change.at, "probe": found.name},
+        attrs=provenance(change.path.trajectory),
     )
     data["quadratic"] = data["curvature"] + data["write_in"]
     data["predicted"] = data["linear"] * data["scale"] + data["quadratic"] * data["scale"] ** 2 / 2
@@ -132,12 +135,12 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
 def _terms(control: ControlStep, xi: Float[Tensor, " param"], graph: GradientGraph) -> dict[str, Any]:
     linear = control.linear
     dx, undefined = WriteIn(linear).mv(xi[None]), without_derivative(linear)
-    none = int(touched(undefined, linear, xi).sum())
-    none_second = int(touched(undefined | linear.zero_v, linear, xi).sum())
+    none = count(touched(undefined, linear, xi))
+    none_second = count(touched(undefined | linear.zero_v, linear, xi))
     terms = {
         "linear": float(pair(readout(graph.raw[None]), dx)),
         "curvature": float(pair(readout(graph.products(dx.theta)), dx)),
-        "write_in": float("nan") if none_second else float(graph.raw @ write_curvature(control, xi)),
+        "write_in": float("nan") if none_second else float(products(graph.raw, write_curvature(control, xi))),
     }
     if none:
         terms = dict.fromkeys(terms, float("nan"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..core import reductions
 from ..core.adamw import adamw_step
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
@@ -157,12 +158,12 @@ def require_same_loss(step: Step, watched: float) -> None:
         )
 
 
-def pair_at(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> PairStep:
-    """The pair at step `at` of the path, after the change."""
-    if not change.at < at < len(change.path):
-        raise InvalidInput(f"step {at} is not a step after the change at step {change.at} on this path")
+def pair_at(change: Change, step: int, *, scale: float = 1.0, index: int = 0) -> PairStep:
+    """The pair at a step of the path after the change."""
+    if not change.at < step < len(change.path):
+        raise InvalidInput(f"step {step} is not a step after the change at step {change.at} on this path")
     _, _, shocked = start_pair(change, scale, index)
-    for pair in paired_steps(change, shocked, at - change.at + 1):
+    for pair in paired_steps(change, shocked, step - change.at + 1):
         found = pair
     return found
 
@@ -210,7 +211,7 @@ def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | Non
 
 def joint_norm(dx: Tangent) -> float:
     """‖δx‖, the Euclidean norm of the three blocks together."""
-    return float(torch.stack([dx.theta.norm(), dx.m.norm(), dx.v.norm()]).norm())
+    return float(reductions.joint_norm([dx.theta, dx.m, dx.v]))
 
 
 def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tangent]]:
@@ -238,7 +239,7 @@ def telescoped_defects(pair: PairStep) -> tuple[list[tuple[int, int]], list[Tang
     return places, defects
 
 
-def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int = 0) -> xr.Dataset:
+def activation_margin(change: Change, step: int, *, scale: float = 1.0, index: int = 0) -> xr.Dataset:
     """The activation-margin condition at one step, with its constants (eq:app_weighted_margin_mass and
     eq:app_switching_quadratic_bound): ‖r^sw‖ ≤ ρ L̄_a ‖δx‖².
 
@@ -248,13 +249,13 @@ def activation_margin(change: Change, at: int, *, scale: float = 1.0, index: int
     more than two inputs (pooling, max along a dimension, comparisons) have no pre-activation: where one
     switched, the constant is NaN and `reason` says so. Costs 1 g per gate in the strip: small systems.
 
-    at: a step after the change. index: which of the changes, at `scale`.
+    step: of the path, after the changed one. index: which of the changes, at `scale`.
 
-    >>> found = theory.activation_margin(path.set(at=0, lr=0.3), at=1)
+    >>> found = theory.activation_margin(path.set(at=0, lr=0.3), step=1)
     >>> int(found["switched"]), bool(found["switching_defect"] <= found["bound"])
     (1, True)
     """
-    return margin_of(pair_at(change, at, scale=scale, index=index))
+    return margin_of(pair_at(change, step, scale=scale, index=index))
 
 
 def margin_of(pair: PairStep) -> xr.Dataset:
@@ -269,7 +270,7 @@ def margin_of(pair: PairStep) -> xr.Dataset:
     names = ("preactivation_slope", "strip", "margin_mass", "switching_constant", "bound")
     values |= dict.fromkeys(names, float("nan"))
     if not reason:
-        moves = [_largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
+        moves = [reductions.largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
         slope = max(moves, default=0.0) / size if size else 0.0
         places, weights = _weights(pair, slope * size, size)
         margins = [float(control[g].margin.reshape(-1)[e]) for g, e in places]  # type: ignore[union-attr]
@@ -277,8 +278,7 @@ def margin_of(pair: PairStep) -> xr.Dataset:
         constant = mass * slope if weights else 0.0
         found = (slope, len(places), mass, constant, constant * size**2)
         values |= dict(zip(names, found))
-    attrs = {"step": pair.step.index, "reason": reason}
-    return xr.Dataset({name: ((), value) for name, value in values.items()}, attrs=attrs)
+    return xr.Dataset({**values, "step": pair.step.index, "reason": reason})
 
 
 def margin_mass(margins: list[float], weights: list[float]) -> float:
@@ -325,7 +325,3 @@ def _weights(pair: PairStep, strip: float, size: float) -> tuple[list[tuple[int,
             alone = pair.extension.with_choices([*choices[:g], flipped, *choices[g + 1 :]])(pair.shocked)
             weights[g, e] = joint_norm(difference(alone, pair.smooth_after)) / size
     return list(weights), list(weights.values())
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0

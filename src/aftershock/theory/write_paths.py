@@ -13,8 +13,10 @@ from ..core.guards import hidden_buffers
 from ..core.linear_step import LinearStep
 from ..core.operators import WriteIn
 from ..core.probe import Probe
+from ..core.reductions import count, norms, paired
 from ..core.state import difference
 from ..errors import HiddenState, InvalidInput
+from ..results.provenance import asked, provenance
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -67,13 +69,13 @@ def write_paths(change: Change, probe: Any = None) -> xr.Dataset:
         **dict.fromkeys(("layer_norm", "layer_response"), ("change", "channel", "layer")),
         "layer_total_norm": ("change", "layer"),
     }
+    values = {
+        name: (dims.get(name, ("change",)), torch.stack([row[name] for row in rows]).cpu().numpy()) for name in rows[0]
+    }
     return xr.Dataset(
-        {
-            name: (dims.get(name, ("change",)), torch.stack([row[name] for row in rows]).cpu().numpy())
-            for name in rows[0]
-        },
+        {**values, **asked(change.kind, change.at, None if probe is None else Probe.of(probe))},
         coords={"change": names_of(change.edits), "channel": list(PATHS), "layer": list(layout.names)},
-        attrs={"kind": change.kind, "at": change.at, "probe": "none" if probe is None else Probe.of(probe).name},
+        attrs=provenance(change.path.trajectory),
     )
 
 
@@ -86,22 +88,21 @@ def _path_row(control: ControlStep, edit: Edit, slope: Float[Tensor, " param"] |
     def by_layer(values: Float[Tensor, "*rows param"]) -> tuple[Tensor, ...]:
         return layout.compact(values).split(layout.sizes, dim=-1)
 
-    norm = torch.linalg.vector_norm
     row = {
-        "write_norm": norm(paths, dim=-1),
-        "total_norm": norm(total),
-        "alignment": torch.linalg.vecdot(*paths) / norm(paths, dim=-1).prod(),
-        "linear_error": norm(exact - total) / norm(exact),
-        "layer_norm": torch.stack([norm(part, dim=-1) for part in by_layer(paths)], dim=-1),
-        "layer_total_norm": torch.stack([norm(part) for part in by_layer(total)]),
+        "write_norm": norms(paths),
+        "total_norm": norms(total),
+        "alignment": paired(*paths) / norms(paths).prod(),
+        "linear_error": norms(exact - total) / norms(exact),
+        "layer_norm": torch.stack([norms(part) for part in by_layer(paths)], dim=-1),
+        "layer_total_norm": torch.stack([norms(part) for part in by_layer(total)]),
     }
     if slope is not None:
         shares = torch.stack([part.sum(-1) for part in by_layer(paths * slope.double())], dim=-1)
         row |= {"response": shares.sum(-1), "layer_response": shares}
-    count = int(touched(without_derivative(control.linear), control.linear, xi).sum())
-    if count:
+    none = count(touched(without_derivative(control.linear), control.linear, xi))
+    if none:
         row = {name: torch.full_like(values, torch.nan) for name, values in row.items()}
-    return {**row, "no_derivative": torch.tensor(count)}
+    return {**row, "no_derivative": torch.tensor(none)}
 
 
 # --- shared with the second order

@@ -141,8 +141,8 @@ class Scene:
     @cached_property
     def families(self) -> Float[Tensor, "change d"]:
         """The natural candidates, then the matched ones. One that cannot be matched is no perturbation."""
-        accepted = torch.as_tensor(self.matched.accepted.values, device=self.device)
-        return torch.cat([self.natural, self.matched.xi.where(accepted[:, None], 0.0)])
+        accepted = torch.as_tensor(self.matched.accepted.values)
+        return torch.cat([self.natural, self.matched.xi.where(accepted[:, None], 0.0).to(self.natural)])
 
 
 @lru_cache(maxsize=1)

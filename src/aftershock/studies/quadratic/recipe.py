@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +12,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...core.state import JointState, Tangent, difference
+from ...core.state import Tangent, difference
 from ...theory.baselines import readout_null
-from ...theory.remainder import minus
 from ...theory.samplers import fit_process, sample_futures
 from ..study import Study, System, systems_of
 from .family import HYPER, Probe, Quadratic, mean_loss, stacked, values_of
 from .frozen import frozen_memory
 from .rows import (
     HYBRIDS,
-    by_channel,
+    Family,
     hybrid_responses,
-    linear_step,
+    identity_residual,
     path_of,
     persistent_responses,
+    propagated,
+    read,
+    read_exactly,
     responses,
     rollout,
     rows_of,
-    step_,
     with_control,
 )
-from .scene import CANDIDATES, HORIZON, Scene, propagated
+from .scene import CANDIDATES, HORIZON, Matched, Scene
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +73,8 @@ def run_piece(system: System, piece: str, *, futures: int) -> dict[str, xr.Datas
 
 def mechanism(scene: Scene) -> dict[str, xr.Dataset]:
     """Fidelity, scores and matching along the realized future."""
-    natural, residual = Family.of(scene, scene.xi), identity_residual(scene)
+    natural, written = _family(scene, scene.xi), scene.written(scene.xi)
+    residual = identity_residual(_deviation(scene, scene.xi), written, scene.path, scene.future, HYPER)
     fidelities = _fidelity(scene)
     return {
         name: fidelities[name].merge(_table(scene, probe, natural)).assign(identity_residual=residual)
@@ -80,141 +82,63 @@ def mechanism(scene: Scene) -> dict[str, xr.Dataset]:
     } | {"rotating": _table(scene, scene.rotating, natural=None)}
 
 
+def _family(scene: Scene, xi: Float[Tensor, "change d"]) -> Family:
+    return Family.of(xi, scene.written(xi), _deviation(scene, xi), scene.path, scene.future, HYPER)
+
+
+def _deviation(scene: Scene, xi: Float[Tensor, "change d"]) -> Tangent:
+    """The exact difference of the states right after the shock."""
+    return difference(scene.after(xi), rows_of(scene.control, len(xi)))
+
+
 def _fidelity(scene: Scene) -> dict[str, xr.Dataset]:
     """Exact responses at every scale beside the linear ones, by probe."""
     import xarray as xr
 
     scaled, probes = torch.cat([scale * scene.xi for scale in SCALES]), scene.probes
-    rows = scene.after(scaled)
-    written = difference(rows, rows_of(scene.control, len(scaled)))
-    exact = responses(with_control(scene.control, rows), scene.future, list(probes.values()), HYPER)
-    ends = propagated(written, scene.path, scene.future)
-    moved = propagated(scene.written(scene.xi), scene.path, scene.future)
+    exact = responses(with_control(scene.control, scene.after(scaled)), scene.future, list(probes.values()), HYPER)
+    ends = propagated(_deviation(scene, scaled), scene.path, scene.future, HYPER)
+    moved = propagated(scene.written(scene.xi), scene.path, scene.future, HYPER)
     dims = ("change", "scale", "horizon")
     coords = {**_coordinates(), "scale": list(SCALES), "answer": ["tangent", "endpoint"]}
     found = {}
     for own, (name, probe) in zip(exact, probes.items()):
-        linear = _read(probe, scene.path, moved)
+        linear = read(probe, scene.path, moved)
         tangent = torch.cat([scale * linear for scale in SCALES])
         curves = [
             x.unflatten(0, (len(SCALES), -1)).transpose(0, 1)
-            for x in (own, tangent, _read_exactly(probe, scene.path, ends))
+            for x in (own, tangent, read_exactly(probe, scene.path, ends))
         ]
         predicted = (("answer", *dims), torch.stack(curves[1:]).numpy())
         found[name] = xr.Dataset({"exact": (dims, curves[0].numpy()), "predicted": predicted}, coords)
     return found
 
 
-def _read(probe: Probe, path: Sequence[JointState], moved: Float[Tensor, "horizon row d"]) -> Tensor:
-    """c̄_hᵀ δθ_h."""
-    slopes = torch.stack([probe.gradient(state.theta)[0] for state in path])
-    return torch.einsum("hd,hrd->rh", slopes, moved)
-
-
-def _read_exactly(probe: Probe, path: Sequence[JointState], moved: Float[Tensor, "horizon row d"]) -> Tensor:
-    """F(θ^c + δθ) − F(θ^c)."""
-    theta = torch.stack([state.theta for state in path])
-    return (probe.value(theta + moved) - probe.value(theta)).mT
-
-
-def identity_residual(scene: Scene) -> float:
-    """max |e_h − (Φ r_B + Σ Φ r_s)| over the natural candidates at full scale. `thm:finite_horizon_error`
-
-    e is measured as the exact difference less the tangent; the sum of remainders is propagated by itself.
-    """
-    exact = difference(scene.after(scene.xi), rows_of(scene.control, len(scene.xi)))
-    tangent = scene.written(scene.xi)
-    summed = minus(exact, tangent)
-    worst = 0.0
-    for before, after, batch in zip(scene.path, scene.path[1:], scene.future):
-        linear = linear_step(before, batch.gradient(before.theta), HYPER)
-        shocked = by_channel(torch.add, before, exact)
-        stepped = difference(step_(shocked, batch.gradient(shocked.theta), HYPER), after)
-        predicted = exact.clone()
-        for dx in (predicted, tangent, summed):
-            linear.absorb_(dx, batch.products(dx.theta))
-        remainder = minus(stepped, predicted)
-        for name in ("theta", "m", "v"):
-            getattr(summed, name).add_(getattr(remainder, name))
-            error = getattr(stepped, name) - getattr(tangent, name) - getattr(summed, name)
-            worst = max(worst, float(error.abs().max()))
-        exact = stepped
-    return worst
-
-
-@dataclass(frozen=True)
-class Family:
-    """Candidates of one kind, and their tangents by each way of propagation: δθ `[horizon, change, d]`."""
-
-    xi: Float[Tensor, "change d"]
-    full: Tensor
-    initial: Tensor
-    clamped: Tensor
-    frozen: Tensor
-    endpoint: Tensor
-    accepted: Tensor | None = None
-
-    @classmethod
-    def of(cls, scene: Scene, xi: Float[Tensor, "change d"], accepted: Tensor | None = None) -> Family:
-        along = scene.path, scene.future
-        dx = scene.written(xi)
-        none = torch.zeros_like(dx.theta)
-        alone = Tangent(dx.theta, none, none.clone())
-        exact = difference(scene.after(xi), rows_of(scene.control, len(xi)))
-        together = Tangent(*(torch.cat(parts) for parts in zip(*((x.theta, x.m, x.v) for x in (dx, alone, exact)))))
-        full, initial, endpoint = propagated(together, *along).chunk(3, dim=1)
-        clamped = propagated(alone, *along, clamped=True)
-        frozen = propagated(dx, *along, frozen=True)
-        return cls(xi, full, initial, clamped, frozen, endpoint, accepted)
-
-    @classmethod
-    def matched(cls, scene: Scene, probe: Probe) -> Family:
-        found = scene.matched(probe)
-        return cls.of(scene, found.xi, found.accepted)
-
-
 def _table(scene: Scene, probe: Probe, natural: Family | None) -> xr.Dataset:
     """Scores, magnitudes and the null of shuffled readouts, for the natural and the matched family."""
     import xarray as xr
 
+    matched = scene.matched(probe)
     families = {} if natural is None else {"natural": natural}
-    families["matched"] = Family.matched(scene, probe)
+    families["matched"] = _family(scene, matched.xi)
     found = [_scored(scene, probe, family) for family in families.values()]
     data = xr.concat(found, dim="family", combine_attrs="override").assign_coords(family=list(families))
     slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
     cosine = torch.nn.functional.cosine_similarity(slopes, slopes[:1], dim=1)
-    return data.assign(readout_cosine=("horizon", cosine.numpy()), **_stress(scene, probe, families["matched"]))
+    return data.assign(readout_cosine=("horizon", cosine.numpy()), **_stress(scene, probe, matched))
 
 
 def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
-    """`theory.scores` in the closed form of quadratics. `eq:app_temporal_ablations`, `eq:app_scalar_baselines`"""
+    """Scores and magnitudes of a family, and how Full ISO ranks with shuffled readouts."""
     import xarray as xr
 
-    slopes = torch.stack([probe.gradient(state.theta)[0] for state in scene.path])
-    alignment = torch.einsum("sd,hrd->rhs", slopes, family.full)
     (exact,) = responses(with_control(scene.control, scene.after(family.xi)), scene.future, [probe], HYPER)
-    curvature = mean_loss(scene.references).products(family.xi)
-    trajectories = {
-        "full_iso": alignment.diagonal(dim1=1, dim2=2),
-        "no_propagation": alignment[:, 0, :],
-        "initial_theta": _read(probe, scene.path, family.initial),
-        "clamped_theta": _read(probe, scene.path, family.clamped),
-        "frozen_dynamics": _read(probe, scene.path, family.frozen),
-        "frozen_readout": alignment[:, :, 0],
-        "norm_product": slopes.norm(dim=1) * family.full.norm(dim=2).mT,
-        "endpoint": _read_exactly(probe, scene.path, family.endpoint),
-    }
-    scores = {name: r.abs().amax(1) for name, r in trajectories.items()} | {
-        "exact_one_step": exact[:, 0].abs(),
-        "gradient_norm": family.xi.norm(dim=1),
-        "write_norm": family.full[0].norm(dim=1),
-        "curvature": torch.linalg.vecdot(family.xi, curvature).abs(),
-    }
+    scores = family.scores(probe, scene.path, exact, mean_loss(scene.references))
     magnitude = exact.abs().amax(1).numpy()
     table = xr.Dataset(
         {
             "score": (("answer", "change"), torch.stack([scores["full_iso"]]).numpy()),
-            "alignment": (("change", "horizon", "step"), alignment.numpy()),
+            "alignment": (("change", "horizon", "step"), family.alignment(probe, scene.path).numpy()),
         },
         {**_coordinates(), "answer": ["full_iso"]},
     )
@@ -230,17 +154,16 @@ def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
     )
 
 
-def _stress(scene: Scene, probe: Probe, family: Family) -> dict[str, Any]:
+def _stress(scene: Scene, probe: Probe, matched: Matched) -> dict[str, Any]:
     """What the matched candidates become: exact responses, and by how much θ's deviation grows."""
-    assert family.accepted is not None
-    rows = with_control(scene.control, scene.after(family.xi))
+    rows = with_control(scene.control, scene.after(matched.xi))
     norms, values = [], []
     for state in rollout(rows, scene.future, HYPER):
         norms.append((state.theta[1:] - state.theta[:1]).norm(dim=1))
         values.append(probe.value(state.theta))
     exact = torch.stack(values, dim=1)
     return {
-        "accepted": ("change", family.accepted.numpy()),
+        "accepted": ("change", matched.accepted.numpy()),
         "matched_exact": (("change", "horizon"), (exact[1:] - exact[:1]).numpy()),
         "parameter_gain": ("change", (torch.stack(norms).amax(0) / norms[0]).numpy()),
     }
@@ -378,14 +301,14 @@ def _present_scores(scene: Scene, probe: Probe, xi: Float[Tensor, "change d"]) -
     references = [mean_loss(scene.references)] * (HORIZON - 1)
     surrogate = path_of(scene.control, references, HYPER)
     dx, after = scene.written(xi), scene.after(xi)
-    frozen = propagated(dx, surrogate, references, frozen=True)
+    frozen = propagated(dx, surrogate, references, HYPER, frozen=True)
     first = probe.gradient(scene.control.theta)[0]
     return {
         "exact_one_step": (probe.value(after.theta) - probe.value(scene.control.theta)).abs(),
         "gradient_norm": xi.norm(dim=1),
         "write_norm": dx.theta.norm(dim=1),
         "present_frozen": (frozen @ first).abs().amax(0),
-        "reference_surrogate": _read(probe, surrogate, propagated(dx, surrogate, references)).abs().amax(1),
+        "reference_surrogate": read(probe, surrogate, propagated(dx, surrogate, references, HYPER)).abs().amax(1),
     }
 
 

@@ -1,8 +1,7 @@
-"""A controlled system at the time of the shock, and the propagation of its tangents."""
+"""A controlled system at the time of the shock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +25,7 @@ from .family import (
     standard_probe,
     start_state,
 )
-from .rows import linear_step, path_of, rows_of, step_
+from .rows import linear_step, path_of, rollout, rows_of, step_
 
 BURN_IN, REFERENCES, CANDIDATES, HORIZON = 40, 4, 16, 32
 
@@ -52,9 +51,7 @@ class Scene:
     def of(cls, system: System) -> Scene:
         process = Process(CONDITIONS[system.index % len(CONDITIONS)])
         batches = process.sequence(system.generator("sequence"), BURN_IN + REFERENCES + CANDIDATES + HORIZON - 1)
-        state = start_state(system.generator("start"))
-        for batch in batches[:BURN_IN]:
-            state = step_(state, batch.gradient(state.theta), HYPER)
+        *_, state = rollout(start_state(system.generator("start")), batches[:BURN_IN], HYPER)
         seen = batches[: BURN_IN + REFERENCES + CANDIDATES]
         references, candidates = seen[BURN_IN : BURN_IN + REFERENCES], seen[BURN_IN + REFERENCES :]
         mean = mean_loss(references).gradient(state.theta)
@@ -126,27 +123,3 @@ class Matched:
 
     xi: Float[Tensor, "change d"]
     accepted: Bool[Tensor, " change"]
-
-
-# --- propagation
-
-
-def propagated(
-    dx: Tangent,
-    path: Sequence[JointState],
-    batches: Sequence[Quadratic],
-    *,
-    frozen: bool = False,
-    clamped: bool = False,
-) -> Float[Tensor, "horizon row d"]:
-    """δθ at every horizon: by A_s, by the first A again and again (frozen), or by [A_s]_θθ alone (clamped)."""
-    dx, seen = dx.clone(), [dx.theta.clone()]
-    for state, batch in zip(path, batches):
-        if frozen:
-            state, batch = path[0], batches[0]
-        linear_step(state, batch.gradient(state.theta), HYPER).absorb_(dx, batch.products(dx.theta))
-        if clamped:
-            dx.m.zero_()
-            dx.v.zero_()
-        seen.append(dx.theta.clone())
-    return torch.stack(seen)
