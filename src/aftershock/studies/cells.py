@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .quotes import Quote
 from .replication import COUNT, Replication, replications, sparse
-from .verdicts import TRIVIAL, Measure, Spread, judge, replicable, spread
+from .verdicts import LOST, TRIVIAL, Measure, Spread, judge, replicable, spread
 
 SEED = 0  # of the bootstrap
 UNEXPLAINED = "not known why"
@@ -136,6 +136,8 @@ def number(value: float) -> str:
 
 
 def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
+    if math.isnan(ours.middle):
+        return LOST if measure.unjudged == LOST else number(ours.middle)
     if measure.kind == "count":
         return f"{ours.middle:.0f} of {len(measure.values)}"
     if quote is not None and quote.kind == "statement":

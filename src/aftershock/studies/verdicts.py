@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FEWEST_SYSTEMS = 4  # below it quartiles say nothing
 LEVEL = 0.05
 FACTOR = 10.0  # values at rounding agree within an order of magnitude
+LOST = "lost in noise"
 TRIVIAL = ("by definition", "tied in both")  # true of any implementation: shown, and not counted
 
 RULES = {
@@ -41,6 +42,8 @@ RULES = {
     "weaker test": "a test of fewer systems than the paper's: not judged",
     "one number": "one number without a spread of its own: not judged",
     "run time": "seconds on another machine: not judged",
+    LOST: "rounding alone moves the loss as much as most of these responses do: not judged, and blank where nothing is "
+    "left",
     "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",
     "": "ours only: the paper has no such number",
 }
@@ -82,6 +85,8 @@ def spread(measure: Measure) -> Spread:
     """Our number: the median over systems, the count, or the number itself."""
     import numpy as np
 
+    if np.isnan(measure.values.astype(float)).all():
+        return Spread(math.nan)
     if measure.kind == "count":
         return Spread(float(measure.values.sum()))
     if measure.kind == "share":
