@@ -206,8 +206,8 @@ def _secant(found: Candidates) -> str:
         "Neighbouring steps agree with each other far better than with the derivative: the response bends below the "
         "smallest step, and finite differences measure a secant over their own size, not the tangent."
         f"{lost} What bends is "
-        f"{whose}: at α = {float(at['scale']):g} the exact tangent misses {tangent:.2%} of the response, and semilinear, which "
-        f"linearizes the network alone, {semilinear:.2%}."
+        f"{whose}: at α = {float(at['scale']):g} the exact tangent misses {tangent:.2%} of the response, and semilinear, "
+        f"which linearizes the network alone, {semilinear:.2%}."
     )
 
 
