@@ -227,7 +227,13 @@ def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: lis
     assert not any(m.unjudged == "other model" for m in paper)
     quoted = [cell for cell in cells if not cell.ours_only]
     assert len(quoted) > 40
-    assert all(cell.agrees is None and cell.rule == "other model" for cell in quoted)
+    assert {(cell.table, cell.row, cell.column) for cell in quoted} == {
+        (label, *place) for label in LANGUAGE for place in TABLES[label].quotes()
+    }  # every number of the paper, ours beside it or not
+    assert all(cell.agrees is None and cell.rule in ("other model", "not run") for cell in quoted)
+    alone = at(cells, "tab:app_exp3_ranking", "410M, CodeParrot", "ISO Tangent (FD)")
+    assert (alone.ours_text, alone.paper_text, alone.rule) == ("–", "0.857", "not run")
+    assert "– / 0.857" in markdown(cells, {"study": "language"})
     assert "SmolLM2-135M, wikipedia" in quoted[0].note
     assert "not the paper's" in verdict(cells)
     fresh = joined([system("pythia-410m", "wikitext-103", 405_334_016, "fresh"), *paper_systems()[:2]])
@@ -246,6 +252,28 @@ def test_models_and_texts_go_by_the_papers_names_however_they_are_written() -> N
     assert sizes == ["0.41B", "1.0B", "1.4B", "2M", "70k", "900"]
     (deduped,) = conditions(joined([system("pythia-1.4b-deduped", "wikitext2", 1_414_647_808)])["language"])
     assert (deduped.name, deduped.from_paper) == ("pythia-1.4b-deduped, wikitext2", False)
+
+
+def test_pooled_candidates_are_counted_where_the_paper_pools_them() -> None:
+    """Nine systems of eight candidates: a row of three systems has 24, and that is enough for a verdict."""
+    cells = build("language", joined(paper_systems(noise=3e-4)))
+    quoted = [cell for cell in cells if not cell.ours_only]
+    unjudged = [cell for cell in quoted if cell.unjudged]
+    assert len(quoted) == 145
+    assert {cell.rule for cell in unjudged} <= {"one number", "run time", "too few systems"}
+    by_size = at(cells, "tab:app_exp3_scale", "0.41B", "Local NRMSE")
+    assert by_size.replications[0].number == "median"
+    share = at(cells, "text:exp3_validity", "α = 0.0625", "ISO Tangent (FD)")
+    ours, theirs = share.ours, 67 / 72
+    assert share.replications[0].number == "count"
+    assert np.mean([share.replications[0].low, share.replications[0].high]) == pytest.approx(ours - theirs)
+    upper = at(cells, "tab:app_exp3_alpha", "α = 0.25", "75 % NRMSE")
+    assert upper.replications[0].number == "upper quartile"
+    assert upper.ours == pytest.approx(np.quantile(upper.values, 0.75))
+    alone = at(cells, "text:exp3_exponents", "1B, CodeParrot", "ISO Tangent (FD)")
+    assert (len(alone.values), alone.rule != "too few systems") == (8, True)
+    full = at(cells, "tab:app_exp3_alpha", "α = 0.0625", "Sign acc.")
+    assert (full.paper_text, full.saturated, full.counted) == ("1.000", True, False)
 
 
 @pytest.mark.parametrize(("right", "agrees"), [(72, True), (65, True), (45, False)])

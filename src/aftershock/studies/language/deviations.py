@@ -205,8 +205,8 @@ def _secant(found: Candidates) -> str:
     return (
         "Neighbouring steps agree with each other far better than with the derivative: the response bends below the "
         "smallest step, and finite differences measure a secant over their own size, not the tangent."
-        f"{lost} What bends is "
-        f"{whose}: at α = {float(at['scale']):g} the exact tangent misses {tangent:.2%} of the response, and semilinear, "
+        f"{lost} What bends is {whose}: "
+        f"at α = {float(at['scale']):g} the exact tangent misses {tangent:.2%} of the response, and semilinear, "
         f"which linearizes the network alone, {semilinear:.2%}."
     )
 

@@ -118,7 +118,10 @@ class _Rows:
         )
         rule = LOST if drowned else OTHER if not self.judged else ALONE if kind == "number" else ""
         words = "; ".join(part for part in notes if part)
-        return Measure(self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule)
+        pooled = len(flat) if kind in ("systems", "upper quartile", "share", "count") else 0
+        return Measure(
+            self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule, candidates=pooled
+        )
 
 
 # --- tables
@@ -152,7 +155,7 @@ def _scales(found: Candidates) -> Iterator[Measure]:
             at = found.errors.sel({"answer": answer, "scale": scale})
             row = f"α = {scale:g}{SUFFIX[answer]}"
             yield made(row, "NRMSE", at["nrmse"], at=[scale])
-            yield made(row, "75 % NRMSE", _upper_quartile(at["nrmse"]), "number", at=[scale])
+            yield made(row, "75 % NRMSE", at["nrmse"], "upper quartile", at=[scale])
             yield made(row, "Cosine", at["cosine"], at=[scale])
             yield made(row, "Rel. M", at["peak"], at=[scale])
             yield made(row, "Sign acc.", at["sign"], "share", at=[scale])
@@ -275,10 +278,10 @@ def _statements(found: Candidates) -> Iterator[Measure]:
     errors = [float(part["nrmse"].median()) for part in by_size]
     yield made(
         "Smallest median cosine over the local scales", "value",
-        _number(local["cosine"].median(everywhere).min()), "number", at=scales,
+        _number(local["cosine"].median(everywhere).min()), "maximum", at=scales,
     )  # fmt: skip
     cosines = [float(part["cosine"].median()) for part in by_size]
-    yield made("Smallest median cosine over the model sizes", "value", _number(min(cosines)), "number", at=scales)
+    yield made("Smallest median cosine over the model sizes", "value", _number(min(cosines)), "maximum", at=scales)
     said: dict[str, bool] = {"The valid share falls with every larger scale": _ordered(-valid)}
     if len(sizes) > 1:
         said["Local NRMSE grows with every larger model"] = _ordered(errors)
@@ -329,10 +332,3 @@ def _number(value: float | xr.DataArray) -> np.ndarray:
     import numpy as np
 
     return np.array([float(value)])
-
-
-def _upper_quartile(values: xr.DataArray) -> np.ndarray:
-    import numpy as np
-
-    known = values.values[values.notnull().values]
-    return _number(float(np.quantile(known, 0.75)) if len(known) else float("nan"))
