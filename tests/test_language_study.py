@@ -552,5 +552,5 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidInput, match="no column text or content"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InvalidInput, match="pip install datasets"):
+    with pytest.raises(InvalidInput, match=r"needs the package datasets: pip install .aftershock\[language\]"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)

@@ -428,7 +428,7 @@ def test_tests_of_more_systems_show_all_of_them_and_the_draws() -> None:
     draws = np.array([1.0] * 60 + [0.0] * 41)
     test = Measure("text:exp1_neural_tests", "r", "c", draws, 48, "statement", whole=1.0, drawn=16)
     cell = cell_of(test, Quote.of("no"))
-    assert (cell.ours_text, cell.agrees, cell.rule) == ("yes (59% of draws of 16)", None, "either way")
+    assert (cell.ours_text, cell.agrees, cell.rule) == ("yes (yes in 59% of draws of 16)", None, "either way")
     assert tables.mark(cell) == "?"
     p = Measure("text:exp1_neural_by_network", "r", "c", draws / 10, 48, "p", whole=1e-6, drawn=16)
     assert cell_of(p, Quote.of("0.002")).ours_text == "1.00e-06 (p < 0.05 in 41% of draws of 16)"

@@ -179,7 +179,7 @@ def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
     if measure.kind == "count":
         return f"{ours.middle:.0f} of {len(measure.values)}"
     if quote is not None and quote.kind == "statement":
-        return ("yes" if ours.middle else "no") + _of_draws(measure, measure.values == 1, "")
+        return ("yes" if ours.middle else "no") + _of_draws(measure, measure.values == 1, "yes in ")
     if measure.kind == "p":
         return number(ours.middle) + _of_draws(measure, measure.values < LEVEL, f"p < {LEVEL:g} in ")
     if math.isnan(ours.low):
