@@ -236,6 +236,7 @@ def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: lis
     assert "– / 0.857" in markdown(cells, {"study": "language"})
     assert "SmolLM2-135M, wikipedia" in quoted[0].note
     assert "not the paper's" in verdict(cells)
+    assert f"{sum(cell.rule == 'not run' for cell in quoted)} (not run)" in verdict(cells)
     fresh = joined([system("pythia-410m", "wikitext-103", 405_334_016, "fresh"), *paper_systems()[:2]])
     assert all(m.unjudged == "other model" for m in language_measures(fresh) if m.row in ("0.41B", "α = 1"))
     two = [m for m in language_measures(joined(paper_systems()[:2])) if m.table == "tab:app_exp3_alpha"]

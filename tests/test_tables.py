@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -422,6 +423,14 @@ def test_a_verdict_that_knows_no_factor_has_caught_none() -> None:
     assert math.isnan(zero.replications[0].catches)
     assert caught[1] > caught[0]
     assert tables.agreement([*sizes, zero])["replication"]["typical_factor_caught"] == caught[1]
+
+
+def test_a_number_that_is_undefined_is_not_asked_for_its_median() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in ("number", "share", "count", "upper quartile"):
+            cell = cell_of(measure([math.nan], kind=kind), Quote.of("0.5"))
+            assert (math.isnan(cell.ours), cell.ours_text) == (True, "--")
 
 
 def test_tests_of_more_systems_show_all_of_them_and_the_draws() -> None:

@@ -129,7 +129,10 @@ def verdict(cells: Sequence[Cell]) -> str:
     found = agreement(cells)
     first, other = found["replication"], found["replication_protocol_not_known"]
     if not found["judged"] and any(cell.rule == "other model" for cell in cells):
-        return "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours."
+        return (
+            "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours. Not judged: "
+            f"{unjudged_words(cells)}."
+        )
     if not found["judged"]:
         return "No verdict: too few systems were run to judge any number."
     text = f"{replication_words(first)}."

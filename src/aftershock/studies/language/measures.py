@@ -101,7 +101,7 @@ class _Rows:
         kind: str = "systems",
         known: bool = True,
         note: str = "",
-        at: Sequence[float] = (),
+        at: Sequence[float] | np.ndarray = (),
     ) -> Measure:
         """values: flattened, and what is undefined left out. at: the scales that they come from."""
         import numpy as np
