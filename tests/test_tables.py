@@ -15,6 +15,7 @@ import xarray as xr
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
 from aftershock.studies.cells import Cell, cell_of
+from aftershock.studies.cifar import measures as cifar_measures
 from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
@@ -433,7 +434,11 @@ def test_a_number_that_is_undefined_is_not_asked_for_its_median() -> None:
             assert (math.isnan(cell.ours), cell.ours_text) == (True, "--")
 
 
-def test_tests_of_more_systems_show_all_of_them_and_the_draws() -> None:
+def test_tests_of_more_systems_show_all_of_them_and_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar_measures, "DRAWS", 3)
+    ranked = {"cnn": made("cifar", systems=18)["cnn"][["score", "magnitude"]]}
+    found = at(build("cifar", ranked), "text:exp1_neural_tests", "Curvature", "CNN–ReLU")
+    assert (found.ours_text, found.agrees) == ("yes (yes in 100% of draws of 16)", True)
     draws = np.array([1.0] * 60 + [0.0] * 41)
     test = Measure("text:exp1_neural_tests", "r", "c", draws, 48, "statement", whole=1.0, drawn=16)
     cell = cell_of(test, Quote.of("no"))
