@@ -112,7 +112,7 @@ def _judge_old(shares: Shares, mine: np.ndarray, quote: Quote) -> None:
 
 def numbers_of(file: Path) -> list[tuple[Measure, Quote]]:
     """The medians over systems of a study's `values.json`: those that vary, and not at rounding."""
-    cells = json.loads(file.read_text(encoding="utf-8"))
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     quotes = {label: table.quotes() for label, table in TABLES.items()}
     systems = max(len(cell["values"]) for cell in cells)
     found = []

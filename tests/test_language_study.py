@@ -331,6 +331,18 @@ def test_models_that_make_their_own_mask_are_left_to_it() -> None:
         assert torch.equal(labels, tokens[:, 1:])
 
 
+def test_a_mixture_of_experts_runs_in_float64(tmp_path: Path) -> None:
+    """Its fused products take float32 alone."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixture")
+    source = models.find_model(str(tmp_path / "mixture"))
+    model = models.build_model(source, torch.device("cpu"), torch.float64, 0)
+    loss = model(torch.arange(5)[None], use_cache=False).logits.square().sum()
+    gradient = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    torch.autograd.grad(sum(g.square().sum() for g in gradient), list(model.parameters()))
+
+
 def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
     import gguf
 
@@ -484,7 +496,9 @@ def test_a_model_without_second_derivatives_is_refused(folder: Path, monkeypatch
 
     monkeypatch.setattr(scene, "build_model", build)
     made = study(folder, "neox")
-    with pytest.raises(WrongHessian, match=r"no response could be trusted.*a custom autograd function"):
+    with pytest.raises(
+        WrongHessian, match=r"no response could be trusted.*a custom autograd function.*a mixture of experts"
+    ):
         made.run(made.systems[0], made.pieces[0])
 
 
@@ -495,15 +509,20 @@ def test_bfloat16_weights_are_refused_where_the_response_drowns(folder: Path, mo
         made.run(made.systems[0], made.pieces[0])
 
 
-def test_a_response_near_the_noise_is_warned_of(folder: Path) -> None:
+def test_a_response_near_the_noise_is_warned_of_scale_by_scale(folder: Path) -> None:
     made, data = found(folder)
-    exact = data["response"].sel(answer="exact", scale=1.0).values
+    exact = data["response"].sel(answer="exact", drop=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        recipe.judge_noise(made, exact, data["noise_floor"].values)
-    both = np.stack([np.full(3, 1e-3), np.full(3, 1e-3), np.full(3, 1e-6)])
-    with pytest.warns(UserWarning, match="1 of 3 candidates cannot be told from noise"):
-        recipe.judge_noise(made, both, np.full(3, 1e-6))
+        recipe.judge_noise(made, exact, data["noise_floor"])
+    sizes = np.full((2, 3, 3), 1e-3)  # [scale, change, horizon]
+    sizes[0], sizes[1, 2] = 1e-6, 1e-6
+    both = xr.DataArray(sizes, {"scale": [0.0625, 1.0]}, ("scale", "change", "horizon"))
+    noise = xr.DataArray(np.full(3, 1e-6), dims="horizon")
+    with pytest.warns(UserWarning, match=r"are 3 of 3 at α = 0.0625, 1 of 3 at α = 1; .* left blank"):
+        recipe.judge_noise(made, both, noise)
+    with pytest.raises(InvalidInput, match="3 of 3 candidates cannot be told from noise"):
+        recipe.judge_noise(made, both.isel(scale=[0]), noise)
 
 
 def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path) -> None:
@@ -533,5 +552,5 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidInput, match="no column text or content"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InvalidInput, match="pip install datasets"):
+    with pytest.raises(InvalidInput, match=r"needs the package datasets: pip install .aftershock\[language\]"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)

@@ -18,6 +18,7 @@ from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
 from aftershock.studies.cells import Cell
+from aftershock.studies.language import deviations
 from aftershock.studies.language.candidates import Candidates
 from aftershock.studies.language.conditions import conditions, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
@@ -226,9 +227,16 @@ def test_only_the_papers_own_systems_are_judged(paper: list[Measure], cells: lis
     assert not any(m.unjudged == "other model" for m in paper)
     quoted = [cell for cell in cells if not cell.ours_only]
     assert len(quoted) > 40
-    assert all(cell.agrees is None and cell.rule == "other model" for cell in quoted)
+    assert {(cell.table, cell.row, cell.column) for cell in quoted} == {
+        (label, *place) for label in LANGUAGE for place in TABLES[label].quotes()
+    }  # every number of the paper, ours beside it or not
+    assert all(cell.agrees is None and cell.rule in ("other model", "not run") for cell in quoted)
+    alone = at(cells, "tab:app_exp3_ranking", "410M, CodeParrot", "ISO Tangent (FD)")
+    assert (alone.ours_text, alone.paper_text, alone.rule) == ("–", "0.857", "not run")
+    assert "– / 0.857" in markdown(cells, {"study": "language"})
     assert "SmolLM2-135M, wikipedia" in quoted[0].note
     assert "not the paper's" in verdict(cells)
+    assert f"{sum(cell.rule == 'not run' for cell in quoted)} (not run)" in verdict(cells)
     fresh = joined([system("pythia-410m", "wikitext-103", 405_334_016, "fresh"), *paper_systems()[:2]])
     assert all(m.unjudged == "other model" for m in language_measures(fresh) if m.row in ("0.41B", "α = 1"))
     two = [m for m in language_measures(joined(paper_systems()[:2])) if m.table == "tab:app_exp3_alpha"]
@@ -245,6 +253,28 @@ def test_models_and_texts_go_by_the_papers_names_however_they_are_written() -> N
     assert sizes == ["0.41B", "1.0B", "1.4B", "2M", "70k", "900"]
     (deduped,) = conditions(joined([system("pythia-1.4b-deduped", "wikitext2", 1_414_647_808)])["language"])
     assert (deduped.name, deduped.from_paper) == ("pythia-1.4b-deduped, wikitext2", False)
+
+
+def test_pooled_candidates_are_counted_where_the_paper_pools_them() -> None:
+    """Nine systems of eight candidates: a row of three systems has 24, and that is enough for a verdict."""
+    cells = build("language", joined(paper_systems(noise=3e-4)))
+    quoted = [cell for cell in cells if not cell.ours_only]
+    unjudged = [cell for cell in quoted if cell.unjudged]
+    assert len(quoted) == 145
+    assert {cell.rule for cell in unjudged} <= {"one number", "run time", "too few systems"}
+    by_size = at(cells, "tab:app_exp3_scale", "0.41B", "Local NRMSE")
+    assert by_size.replications[0].number == "median"
+    share = at(cells, "text:exp3_validity", "α = 0.0625", "ISO Tangent (FD)")
+    ours, theirs = share.ours, 67 / 72
+    assert share.replications[0].number == "count"
+    assert np.mean([share.replications[0].low, share.replications[0].high]) == pytest.approx(ours - theirs)
+    upper = at(cells, "tab:app_exp3_alpha", "α = 0.25", "75 % NRMSE")
+    assert upper.replications[0].number == "upper quartile"
+    assert upper.ours == pytest.approx(np.quantile(upper.values, 0.75))
+    alone = at(cells, "text:exp3_exponents", "1B, CodeParrot", "ISO Tangent (FD)")
+    assert (len(alone.values), alone.rule != "too few systems") == (8, True)
+    full = at(cells, "tab:app_exp3_alpha", "α = 0.0625", "Sign acc.")
+    assert (full.paper_text, full.saturated, full.counted) == ("1.000", True, False)
 
 
 @pytest.mark.parametrize(("right", "agrees"), [(72, True), (65, True), (45, False)])
@@ -264,9 +294,9 @@ def test_each_cause_of_a_deviation_is_found() -> None:
     smooth = system("a", "smooth", 1000)
     differences = system("a", "differences", 1000, truncation=0.5, noise=0.02)  # no step is good
     noisy = system("a", "noisy", 1000, seed=2)
-    tremor = 3e-3 * np.random.default_rng(5).standard_normal(noisy["response"].shape[1:])
+    tremor = 2e-5 * np.random.default_rng(5).standard_normal(noisy["response"].shape[1:])
     noisy["response"][0] += tremor
-    noisy["noise_floor"][:] = 3e-3
+    noisy["noise_floor"][:] = 2e-5  # of responses of 3e-4 and errors of 1e-5 at the smallest scale
     bent = system("a", "bent", 1000, seed=4)
     bent["response"][0] = bent["response"][2] * (1 + 0.5 * bent["scale"] ** -0.5)  # saturates: |d| ∝ √α
     bent["fd_derivative"][:] = bent["response"][2, -1]
@@ -278,6 +308,66 @@ def test_each_cause_of_a_deviation_is_found() -> None:
     }  # fmt: skip
     assert found["a, bent"].tangent == pytest.approx(0.5, abs=1e-6)
     assert found["a, smooth"].tangent == pytest.approx(2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fd", "tangent", "noise", "cause"),
+    [
+        (1.69, 2.57, 0.03, "opposite sides"),
+        (1.5, 1.4, 0.03, "real"),
+        (2.5, 2.4, 0.03, "real"),
+        (0.69, 0.73, 0.478, "float noise"),  # less than half of the error, and within what the noise is known to
+        (1.5, 1.9, 0.03, "finite differences"),
+        (1.9, 2.36, 0.03, "exact tangent only"),
+    ],
+)
+def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
+    fd: float, tangent: float, noise: float, cause: str
+) -> None:
+    assert deviations._cause(fd, tangent, noise) == cause
+
+
+def test_a_rise_of_three_candidates_is_chance(other: dict[str, xr.Dataset]) -> None:
+    sign, fisher = deviations.paper_rise()
+    assert sign == 2 * 0.5**3  # three of three, two-sided
+    assert fisher == pytest.approx(stats.fisher_exact([[67, 5], [70, 2]])[1])
+    assert min(sign, fisher) > 0.05
+    data = other["language"].copy(deep=True)
+    data["response"].loc[{"answer": "exact", "scale": 0.0625, "change": [0]}] *= 0.5  # three of 24 become invalid
+    found = validity(Candidates(data))
+    assert found.chance == (0.25, 0.25)
+    assert found.cause == "chance"
+    said = {one.subject: one.sentence for one in findings(Candidates(data))}
+    assert "p = 0.25" in said["validity"]
+    assert "67 to 70 of 72" in said["the paper's validity"]
+
+
+# --- lost in noise
+
+
+def test_scales_that_drown_are_blank_and_the_rest_is_not(other: dict[str, xr.Dataset]) -> None:
+    """Noise of twice a fifth of the typical response at α = 0.125 drowns it and α = 0.0625; α = 1 stands clear."""
+    data = other["language"].copy(deep=True)
+    exact = data["response"].sel(answer="exact")
+    data["noise_floor"][:] = float(abs(exact.sel(scale=0.125)).median()) / 5 * 2
+    cells = build("language", {"language": data})
+    table = "tab:app_exp3_alpha"
+    for row in ("α = 0.0625", "α = 0.125, exact tangent (ours)"):
+        for column in ("NRMSE", "75 % NRMSE", "Cosine", "Rel. M", "Sign acc."):
+            assert at(cells, table, row, column).ours_text == "lost in noise"
+    whole = build("language", other)
+    assert at(cells, table, "α = 1", "NRMSE").ours == at(whole, table, "α = 1", "NRMSE").ours
+    floor, size = data["noise_floor"].values[:, None, None], abs(exact.values)  # [system, scale, change, horizon]
+    share = np.median(np.median(floor / size, axis=-1)[:, 0])
+    assert at(cells, table, "α = 0.0625", "Float noise over the response (ours)").ours == pytest.approx(share)
+    lost = ((size[:, 0] < 5 * floor[:, 0]).mean(-1) > 0.5).sum()
+    assert at(cells, table, "α = 0.0625", "Candidates lost in noise (ours)").ours == lost > 12
+    assert at(cells, "text:exp3_validity", "α = 0.0625", "ISO Tangent (FD)").rule == "lost in noise"
+    assert at(cells, "text:exp3_exponents", "Overall median", "ISO Tangent (FD)").ours_text == "lost in noise"
+    said = {one.subject: one for one in findings(Candidates(data))}
+    assert said["noise"].level == "care"
+    assert f"{lost} at α = 0.0625" in said["noise"].sentence
+    assert "lost in noise, lost in noise," in said["validity"].sentence
 
 
 def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_secant(

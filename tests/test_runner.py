@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures._base import _AcquireFutures  # type: ignore[attr-defined]
@@ -37,6 +38,7 @@ from aftershock.studies import runner, workers
 from aftershock.studies.carried import CarriedStore, bring_in
 from aftershock.studies.results import ResultStore, digest, load_results, merge_pieces
 from aftershock.studies.runner import machine_kinds, run_study, select
+from aftershock.studies.study import System
 from aftershock.studies.workers import Workers
 
 from . import toy_study
@@ -178,6 +180,17 @@ def test_selections_in_words() -> None:
 
 
 # --- pieces
+
+
+def test_a_warning_of_a_unit_is_words_without_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(system: System, piece: str) -> dict[str, xr.Dataset]:
+        warnings.warn("the response is near the noise", stacklevel=2)
+        warnings.warn("for developers", DeprecationWarning, stacklevel=1)
+        return {}
+
+    with pytest.warns(DeprecationWarning, match="for developers"):  # others are shown as ever
+        runner.work(run, System("mlp", 1, 0), "all")
+    assert capsys.readouterr().err == "aftershock: the response is near the noise\n"
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import xarray as xr
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
 from aftershock.studies.cells import Cell, cell_of
+from aftershock.studies.cifar import measures as cifar_measures
 from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
@@ -363,6 +365,12 @@ def test_what_does_not_vary_is_not_counted_unless_the_paper_has_another_number()
     assert (same.holds, same.counted) == (True, False)
     (still,) = replications(np.array([1.0] * 130 + [0.9] * 62), Quote.of("1.000"), seed=0)  # a lower quartile of 0.9
     assert (still.holds, still.counted) == (True, False)
+    # the paper prints the most there is: nothing above it could be caught, so that it says nothing where it holds
+    wavering = np.array([1.0] * 40 + [0.95] * 50)
+    (full,) = replications(wavering, Quote.of("1.000"), seed=0)
+    assert (full.holds, full.counted) == (True, False)
+    (less,) = replications(wavering - 0.1, Quote.of("1.000"), seed=0)
+    assert (less.holds, less.counted) == (False, True)
     (other,) = replications(np.ones(10), Quote.of("0.938"), seed=0)
     assert (other.holds, other.counted) == (False, True)
     (zero,) = replications(np.random.default_rng(0).standard_normal(32), Quote.of("0.02"), seed=0)
@@ -388,7 +396,9 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     assert found["judged"] == sum(c.known for c in counted)
     assert found["protocol_not_known"]["judged"] == sum(not c.known for c in counted)
     assert found["by_definition"] == 6 + 2 + 2  # the channel 000, tied one-step scores
-    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] == 237
+    saturated = sum(c.saturated for c in quadratic)
+    assert saturated == sum(found[key]["saturated"] for key in ("replication", "replication_protocol_not_known")) > 0
+    assert found["judged"] + found["protocol_not_known"]["judged"] + found["by_definition"] + saturated == 237
     assert found["agree"] == sum(bool(c.agrees) for c in counted if c.known)
     numbers = [one for c in quadratic if c.known for one in c.replications if one.counted]
     replicated = found["replication"]
@@ -404,6 +414,50 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     few = build("quadratic", made("quadratic", systems=3))
     assert tables.agreement(few)["judged"] == 0
     assert "too few systems" in tables.verdict(few)
+
+
+def test_a_verdict_that_knows_no_factor_has_caught_none() -> None:
+    """A factor that half of the verdicts catch: of three, one of which may be zero, it is the larger of two."""
+    sizes = [cell_of(measure(list(drawn(32, k))), replace(Quote.of("1.0"), systems=32)) for k in range(2)]
+    caught = sorted(cell.replications[0].catches for cell in sizes)
+    zero = cell_of(measure(list(np.random.default_rng(0).standard_normal(32))), Quote.of("0.02"))
+    assert math.isnan(zero.replications[0].catches)
+    assert caught[1] > caught[0]
+    assert tables.agreement([*sizes, zero])["replication"]["typical_factor_caught"] == caught[1]
+
+
+def test_a_number_that_is_undefined_is_not_asked_for_its_median() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in ("number", "share", "count", "upper quartile"):
+            cell = cell_of(measure([math.nan], kind=kind), Quote.of("0.5"))
+            assert (math.isnan(cell.ours), cell.ours_text) == (True, "--")
+
+
+def test_tests_of_more_systems_show_all_of_them_and_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar_measures, "DRAWS", 3)
+    ranked = {"cnn": made("cifar", systems=18)["cnn"][["score", "magnitude"]]}
+    found = at(build("cifar", ranked), "text:exp1_neural_tests", "Curvature", "CNN–ReLU")
+    assert (found.ours_text, found.agrees) == ("yes (yes in 100% of draws of 16)", True)
+    draws = np.array([1.0] * 60 + [0.0] * 41)
+    test = Measure("text:exp1_neural_tests", "r", "c", draws, 48, "statement", whole=1.0, drawn=16)
+    cell = cell_of(test, Quote.of("no"))
+    assert (cell.ours_text, cell.agrees, cell.rule) == ("yes (yes in 59% of draws of 16)", None, "either way")
+    assert tables.mark(cell) == "?"
+    p = Measure("text:exp1_neural_by_network", "r", "c", draws / 10, 48, "p", whole=1e-6, drawn=16)
+    assert cell_of(p, Quote.of("0.002")).ours_text == "1.00e-06 (p < 0.05 in 41% of draws of 16)"
+    known = cell_of(measure(NINE), Quote.of("5.0"))
+    assert "Not judged: 1 (either way)." in tables.verdict([cell, known])
+
+
+def test_a_file_says_nothing_could_be_judged_and_where_its_numbers_come_from() -> None:
+    few = build("quadratic", made("quadratic", systems=3))
+    text = tables.markdown(few, {"study": "quadratic"})
+    assert "Nothing could be judged." in text
+    assert "On 192 systems every number replicates" in text  # and not of the three that were run
+    assert "Nowhere: every number that could be judged agrees." in tables.markdown(
+        [cell_of(replace(measure(NINE), table="tab:app_exp1_fidelity"), Quote.of("5.0"))], {"study": "quadratic"}
+    )
 
 
 def test_verdicts_that_would_catch_nothing_are_json_too() -> None:
@@ -430,7 +484,9 @@ def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> Non
     tied = next(c for c in page["cells"] if c["rule"] == "tied in both")
     assert tied["ours"] is None
     assert tied["paper"] is None
-    values = json.loads((tmp_path / "values.json").read_text(), parse_constant=refuse)
+    stored = json.loads((tmp_path / "values.json").read_text(), parse_constant=refuse)
+    values = stored["cells"]
+    assert stored["systems"] == [str(name) for name in made("quadratic")["standard"]["system"].values]
     assert [len(one["values"]) for one in values] == [len(c.values) for c in quadratic]
     np.testing.assert_allclose(values[0]["values"], slopes(6) / 32, rtol=1e-5)  # NRMSE of the standard probe, α = 1/32
     text = (tmp_path / "tables.md").read_text()

@@ -108,7 +108,8 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             f"(and from symmetry by {asymmetry:.1%}), so no response could be trusted. Known causes: "
             "weight_norm in either form (torch._weight_norm has a wrong second derivative; write w = g * v / v.norm() "
             "out), detach() or a straight-through estimator inside the model, spectral_norm, a custom autograd function"
-            ". Exact answers need no Hessian: change.response(..., answers=('exact',))"
+            ", routing or another discrete choice that a small step of the weights changes (a mixture of experts). "
+            "Exact answers need no Hessian: change.response(..., answers=('exact',))"
         )
     hidden = hidden_buffers(loss, state, moved, batch, random)
     return Check(error, asymmetry, noise, hidden, _working_dtype(loss), beside=beside)

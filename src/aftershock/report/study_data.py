@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 WHOLE = ("exact", "predicted", "channel_exact", "future_response")  # what the overview is drawn from
+SHOWN_FUTURES = 12
 PREDICTIONS = ("tangent", "endpoint", "semilinear")  # endpoint-exact is an ablation of the quadratic study alone
 
 
@@ -99,7 +100,11 @@ def overview(data: xr.Dataset) -> Overview:
         alone={name: channels.isel(change=i).sel(channel=channel).values.tolist() for name, channel in ALONE.items()},
         exact=at["exact"].values.tolist(),
         tangent=at["predicted"].sel({"answer": "tangent"}).values.tolist(),
-        futures=at["future_response"].sel(family="natural").transpose("future", "horizon").values.tolist(),
+        futures=at["future_response"]
+        .sel(family="natural")
+        .isel(future=slice(SHOWN_FUTURES))
+        .transpose("future", "horizon")
+        .values.tolist(),
         peak_horizon=int(peaks["peak_horizon"][i]),
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from plotly.graph_objects import Figure
 
-SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 4, 5, 8  # what is embedded must stay small
+SHOWN_SYSTEMS, SHOWN_CHANGES, CLOUD_SYSTEMS = 2, 4, 4  # what is embedded must stay small
 PREDICTION_COLOURS = {**ANSWER_COLOURS, "endpoint": "#2f6db3"}
 PREDICTION_DASHES = {**DASHES, "endpoint": "dash"}
 LINEAR = {

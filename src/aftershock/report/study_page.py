@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 from ..studies.cells import Cell
 from ..studies.paper import TABLES
 from ..studies.replication import CALIBRATION
-from ..studies.tables import LEGEND, agreement, by_table, mark, provenance, table_line, verdict
+from ..studies.tables import (
+    LEGEND,
+    NOTHING_JUDGED,
+    NOWHERE,
+    agreement,
+    by_table,
+    mark,
+    provenance,
+    table_line,
+    unjudged_words,
+    verdict,
+)
 from ..studies.verdicts import RULES
 from .drawing import Drawing
 from .language_figures import language_drawings
@@ -67,8 +78,7 @@ def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
     if made.get("quick"):
         parts.append("a small version of the study (--quick)")
     if found["no_verdict"]:
-        why = dict.fromkeys(cell.rule for cell in cells if cell.agrees is None and not cell.ours_only)
-        parts.append(f"{found['no_verdict']} numbers not judged: {', '.join(why)}")
+        parts.append(f"{found['no_verdict']} numbers not judged: {unjudged_words(cells)}")
     saturated = sum(found[key]["saturated"] for key in ("replication", "replication_protocol_not_known"))
     parts.append(f"{found['by_definition']} numbers that hold by definition and {saturated} saturated are not counted")
     return f"<p class='facts'>{escape('; '.join(part for part in parts if part))}.</p>"
@@ -143,10 +153,10 @@ def _legend() -> str:
 
 def _disagreements(cells: Sequence[Cell]) -> str:
     wrong = [cell for cell in cells if cell.holds is False]
-    if not any(cell.counted for cell in cells):
-        return "<p class='story'>Nothing could be judged.</p>"
+    if not any(cell.counted or cell.replications for cell in cells):
+        return f"<p class='story'>{NOTHING_JUDGED}</p>"
     if not wrong:
-        return "<p class='story'>Nowhere: every number that could be judged agrees.</p>"
+        return f"<p class='story'>{NOWHERE}</p>"
     known, unknown = ([cell for cell in wrong if cell.known is side] for side in (True, False))
     text = _list(known, "bad", "differs") if known else "<p class='story'>Nowhere where the protocol is known.</p>"
     if unknown:

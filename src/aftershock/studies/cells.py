@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .quotes import Quote
 from .replication import COUNT, Replication, replications, sparse
-from .verdicts import TRIVIAL, Measure, Spread, judge, replicable, spread
+from .verdicts import LEVEL, LOST, NOT_RUN, TRIVIAL, Measure, Spread, judge, replicable, spread
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SEED = 0  # of the bootstrap
 UNEXPLAINED = "not known why"
@@ -46,7 +50,17 @@ class Cell:
     @property
     def counted(self) -> bool:
         """Whether the cell is one of the numbers that the share of agreement is about."""
-        return self.agrees is not None and self.rule not in TRIVIAL
+        return self.agrees is not None and self.rule not in TRIVIAL and not self.saturated
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether the paper has a number of which nothing can be said."""
+        return self.holds is None and not self.ours_only
+
+    @property
+    def saturated(self) -> bool:
+        """Whether nothing varies, or nothing could, so that nothing was tested."""
+        return any(one.saturated for one in self.replications[:1])
 
     @property
     def holds(self) -> bool | None:
@@ -60,7 +74,8 @@ def cell_of(measure: Measure, quote: Quote | None) -> Cell:
 
     ours, generator = spread(measure), np.random.default_rng(SEED)
     agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
-    numbers = replications(measure.values, quote, SEED) if quote and replicable(measure, quote) else ()
+    judged = quote is not None and replicable(measure, quote)
+    numbers = replications(measure.values, quote, SEED, measure.kind) if quote and judged else ()
     return Cell(
         table=measure.table,
         row=measure.row,
@@ -79,6 +94,29 @@ def cell_of(measure: Measure, quote: Quote | None) -> Cell:
         ours_text=_ours_text(measure, quote, ours),
         paper_text="" if quote is None else quote.text,
         values=tuple(measure.values.astype(float).tolist()),
+    )
+
+
+def lone_cell(table: str, row: str, column: str, quote: Quote) -> Cell:
+    """A number of the paper that nothing of ours stands beside."""
+    return Cell(
+        table=table,
+        row=row,
+        column=column,
+        ours=math.nan,
+        iqr_low=math.nan,
+        iqr_high=math.nan,
+        paper=quote.value,
+        replications=(),
+        agrees=None,
+        rule=NOT_RUN,
+        known=True,
+        note="",
+        systems=0,
+        ours_only=False,
+        ours_text="–",
+        paper_text=quote.text,
+        values=(),
     )
 
 
@@ -136,10 +174,19 @@ def number(value: float) -> str:
 
 
 def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
+    if math.isnan(ours.middle):
+        return LOST if measure.unjudged == LOST else number(ours.middle)
     if measure.kind == "count":
         return f"{ours.middle:.0f} of {len(measure.values)}"
     if quote is not None and quote.kind == "statement":
-        return "yes" if ours.middle else "no"
+        return ("yes" if ours.middle else "no") + _of_draws(measure, measure.values == 1, "yes in ")
+    if measure.kind == "p":
+        return number(ours.middle) + _of_draws(measure, measure.values < LEVEL, f"p < {LEVEL:g} in ")
     if math.isnan(ours.low):
         return number(ours.middle)
     return f"{number(ours.middle)} [{number(ours.low)}, {number(ours.high)}]"
+
+
+def _of_draws(measure: Measure, holds: np.ndarray, words: str) -> str:
+    """Beside what all systems say: how many draws of as many as the paper's say so too."""
+    return "" if math.isnan(measure.whole) else f" ({words}{holds.mean():.0%} of draws of {measure.drawn})"

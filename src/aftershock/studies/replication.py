@@ -38,7 +38,9 @@ CALIBRATION = (
     "and 36.7 %. Numbers of the same systems miss together: one perfect replication in twenty misses more than 8.8 % "
     "of its numbers with 160 systems, 14.8 % with 32."
 )
-MEDIAN, LOWER, UPPER, RANGE, COUNT = "median", "lower quartile", "upper quartile", "range", "count"
+MEDIAN, LOWER, UPPER = "median", "lower quartile", "upper quartile"
+RANGE, COUNT, SHARE = "range", "count", "share"
+CEILING = 0.0005  # half a unit of 1.000
 QUANTILES = {MEDIAN: 0.5, LOWER: 0.25, UPPER: 0.75}
 
 
@@ -66,22 +68,30 @@ class Replication:
         return not self.saturated
 
 
-def replications(values: np.ndarray, quote: Quote, seed: int) -> tuple[Replication, ...]:
+def replications(values: np.ndarray, quote: Quote, seed: int, kind: str = "systems") -> tuple[Replication, ...]:
     """The verdict on the paper's median, and on its quartiles where it prints them.
 
-    values: ours, one number per system; of a count one outcome, 0 or 1, per trial. seed: of the bootstrap.
+    values: ours, one number per system; of a count or a share one outcome, 0 or 1, per trial. seed: of the bootstrap.
+    kind: of the measure.
     """
     import numpy as np
 
     known = np.sort(values[~np.isnan(values)])
     if quote.kind == COUNT:
-        return (_count(known, quote),)
+        return (_count(known, quote.value or 0.0, quote.high or 1.0),)
+    if kind == SHARE:  # of as many trials as ours: 0.931 is 67 of 72
+        assert quote.value is not None
+        return (_at_ceiling(_count(known, round(quote.value * len(known)), len(known)), quote),)
+    if kind == UPPER:
+        assert quote.value is not None
+        return (_one(known, UPPER, quote.value, quote, seed),)
     if quote.kind == RANGE:
         return (_range(known, quote, seed),)
     if saturated(known, quote):
         return (Replication(MEDIAN, holds=True, saturated=True),)
     printed = {MEDIAN: quote.value, LOWER: quote.low, UPPER: quote.high}
-    return tuple(_one(known, name, paper, quote, seed) for name, paper in printed.items() if paper is not None)
+    found = [_one(known, name, paper, quote, seed) for name, paper in printed.items() if paper is not None]
+    return tuple(_at_ceiling(one, quote) for one in found)
 
 
 def saturated(values: np.ndarray, quote: Quote) -> bool:
@@ -90,6 +100,12 @@ def saturated(values: np.ndarray, quote: Quote) -> bool:
 
     assert quote.value is not None
     return bool(np.abs(np.quantile(values, [0.25, 0.75]) - quote.value).max() <= quote.half_unit * (1 + 1e-9))
+
+
+def _at_ceiling(one: Replication, quote: Quote) -> Replication:
+    """A share or correlation that the paper prints as 1.000 could not be larger: that ours is near it tests little."""
+    full = quote.value == 1 and quote.half_unit <= CEILING
+    return Replication(one.number, holds=True, saturated=True) if full and one.holds else one
 
 
 def _one(values: np.ndarray, number: str, paper: float, quote: Quote, seed: int) -> Replication:
@@ -199,13 +215,11 @@ def _smallest(caught: Callable[[float], np.ndarray], largest: float) -> float:
     return high
 
 
-def _count(outcomes: np.ndarray, quote: Quote) -> Replication:
+def _count(outcomes: np.ndarray, theirs: float, total: float) -> Replication:
     """Two shares: Fisher's exact test. The interval is that of their difference, by the binomial's own variance."""
     from scipy import stats
 
-    assert quote.value is not None
-    assert quote.high is not None
-    ours, n, theirs, total = float(outcomes.sum()), len(outcomes), quote.value, quote.high
+    ours, n = float(outcomes.sum()), len(outcomes)
     table = [[ours, n - ours], [theirs, total - theirs]]
     p = float(stats.fisher_exact(table).pvalue)
     pooled = (ours + theirs) / (n + total)

@@ -7,6 +7,8 @@ import functools
 import itertools
 import os
 import platform
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -95,7 +97,24 @@ def work(run: Callable[[System, str], Mapping[str, xr.Dataset]], system: System,
     """One unit, on whatever machine: one torch thread, because a sum's bits may depend on their number."""
     torch.set_num_threads(1)
     keep_freed()
-    return Output(run(system, piece), this_machine())
+    with _said_plainly():
+        return Output(run(system, piece), this_machine())
+
+
+@contextlib.contextmanager
+def _said_plainly() -> Iterator[None]:
+    """Warnings to the user as a line of words: where in the source they come from is no help to who runs a study."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def say(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+            if issubclass(category, UserWarning):
+                print(f"aftershock: {message}", file=sys.stderr, flush=True)
+            else:
+                show(message, category, *rest, **options)
+
+        warnings.showwarning = say
+        yield
 
 
 @functools.cache

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..results.files import write_whole
-from .cells import Cell, cell_of
+from .cells import Cell, cell_of, lone_cell
 from .cifar.measures import cifar_measures
 from .language.conditions import POOLED, conditions, described
 from .language.measures import language_measures
+from .language.paper import LANGUAGE
 from .paper import TABLES
 from .quadratic.measures import quadratic_measures
 from .replication import CALIBRATION, Replication
@@ -36,27 +37,32 @@ LEGEND = (
     "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
     "prints quartiles they are judged too: [≈, ≠]. The last sign is the weaker rule: ✓ where the paper's median lies "
     "inside our quartiles or the bootstrap interval of our median, ✗ where it does not. Entries marked ours have no "
-    "counterpart in the paper, ◦ marks a number whose protocol the paper leaves open, and = one that is saturated or "
-    "true by definition and not counted."
+    "counterpart in the paper, – stands where nothing of ours does, ◦ marks a number whose protocol the paper leaves "
+    "open, ? one that is not judged, and = one that is saturated or true by definition and not counted. A test of "
+    "more systems than the paper's is judged by draws of as many: the entry says what all of ours give, and how many "
+    "draws say yes."
 )
-MARKS = {True: "✓", False: "✗", None: ""}
+MARKS = {True: "✓", False: "✗", None: "?"}
+NOTHING_JUDGED, NOWHERE = "Nothing could be judged.", "Nowhere: every number that could be judged agrees."
+ALONE = {"language": LANGUAGE}  # tables of systems that may not be at hand: their numbers stand there all the same
 SHOWN_SEEDS = 4
 # What was tried where the paper leaves its protocol open. Ratios of ours to the paper's are geometric means over the
 # M and ARE of a table, on 192 systems; the paper's own medians of 32 systems vary by about 0.15 in the logarithm.
 OBSERVED = {
-    "tab:app_exp1_state_interventions": "Which candidates the paper selected is not known. With all 16, which are "
-    "shown, every number replicates: ours is 1.11 times the paper's in M and ARE (root mean square of the logarithm "
+    "tab:app_exp1_state_interventions": "Which candidates the paper selected is not known; all 16 are shown. On 192 "
+    "systems every number replicates: ours is 1.11 times the paper's in M and ARE (root mean square of the logarithm "
     "0.17) and 1.08 times in h*. With the first 8 the size fits best, 0.98 times (0.14), but h* is 1.15 times and five "
     "numbers do not replicate; with the first 4, the first 12 and the last 8 candidates it is 0.84, 1.06 and 1.21 "
     "times (0.21, 0.15, 0.23).",
-    "tab:app_exp1_persistence": "Shown: a quarter of the shock, all 16 candidates; v moved coordinate by coordinate to "
-    "the same first displacement. The sweep of m is 1.03 times the paper's (0.07), that of v 1.2 to 2.7 times, 1.5 at "
-    "0.999, where every rule is the identity. Tried for v: the exact deviation of 1/8, 1/4, 1/2 and the whole shock, "
-    "its tangent, and a quarter of the whole shock's deviation; equal displacements by coordinate or in the norm, "
-    "exactly or linearly, or none; the first 2, 4, 6, 8, 12, the last 8 and all candidates. What fits both tables "
-    "best is a quarter of the whole shock's deviation, one factor per candidate for an equal norm, and the first 8 "
-    "candidates: v 1.15 times the paper's (0.17), its h* 0.97 times, m 0.88 times (0.14), the channels 0.98. With all "
-    "16 candidates v is 1.34 times (0.31), with the first 4 1.03 (0.12), and then m is 0.73 times.",
+    "tab:app_exp1_persistence": "Shown: a quarter of the shock, all 16 candidates; v moved coordinate by coordinate "
+    "to the same first displacement. On 192 systems the sweep of m is 1.03 times the paper's (0.07), that of v 1.2 "
+    "to 2.7 times, 1.5 at 0.999, where every rule is the identity. Tried for v: the exact deviation of 1/8, 1/4, 1/2 "
+    "and the whole shock, its tangent, and a quarter of the whole shock's deviation; equal displacements by "
+    "coordinate or in the norm, exactly or linearly, or none; the first 2, 4, 6, 8, 12, the last 8 and all "
+    "candidates. What fits both tables best is a quarter of the whole shock's deviation, one factor per candidate "
+    "for an equal norm, and the first 8 candidates: v 1.15 times the paper's (0.17), its h* 0.97 times, m 0.88 times "
+    "(0.14), the channels 0.98. With all 16 candidates v is 1.34 times (0.31), with the first 4 1.03 (0.12), and "
+    "then m is 0.73 times.",
 }
 
 
@@ -66,8 +72,19 @@ def build(study_name: str, results: Mapping[str, xr.Dataset]) -> list[Cell]:
         raise InvalidInput(f"there are no tables for the study {study_name!r}; choose from {', '.join(MEASURES)}")
     order = {label: i for i, label in enumerate(TABLES)}
     quotes = {label: table.quotes() for label, table in TABLES.items()}
-    measures = sorted(MEASURES[study_name](results), key=lambda m: order[m.table])
-    return [cell_of(m, quotes[m.table].get((m.row, m.column))) for m in measures]
+    cells = [cell_of(m, quotes[m.table].get((m.row, m.column))) for m in MEASURES[study_name](results)]
+    return sorted([*cells, *without_ours(study_name, cells)], key=lambda c: order[c.table])
+
+
+def without_ours(study_name: str, cells: Sequence[Cell]) -> list[Cell]:
+    """The paper's numbers of systems that were not run, so that every number of a section stands in its tables."""
+    there = {(cell.table, cell.row, cell.column) for cell in cells}
+    return [
+        lone_cell(table.label, *place, quote)
+        for table in (ALONE.get(study_name, ()) if cells else ())
+        for place, quote in table.quotes().items()
+        if (table.label, *place) not in there
+    ]
 
 
 def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -82,7 +99,7 @@ def agreement(cells: Sequence[Cell]) -> dict[str, Any]:
         **_share([bool(cell.agrees) for cell in counted if cell.known]),
         "protocol_not_known": _share([bool(cell.agrees) for cell in counted if not cell.known]),
         "by_definition": sum(cell.rule in TRIVIAL for cell in cells),
-        "no_verdict": sum(cell.agrees is None and not cell.ours_only for cell in cells),
+        "no_verdict": sum(cell.unjudged for cell in cells),
         "ours_only": sum(cell.ours_only for cell in cells),
     }
 
@@ -91,8 +108,9 @@ def replicated(cells: Sequence[Cell]) -> dict[str, Any]:
     """How many numbers of these cells replicate, quartiles counted as numbers of their own."""
     numbers = [one for cell in cells for one in cell.replications]
     counted = [one for one in numbers if one.counted]
-    caught = [one.catches for one in counted if not math.isnan(one.catches)]
-    typical = median(caught) if caught else math.inf  # infinite where few systems would catch no factor at all
+    # a number that may be zero has no factor, and too few systems would catch none: neither was caught
+    caught = [math.inf if math.isnan(one.catches) else one.catches for one in counted]
+    typical = median(caught) if caught else math.inf
     return {
         **_share([one.holds for one in counted]),
         "expected_misses": sum(one.missed for one in counted),
@@ -111,7 +129,10 @@ def verdict(cells: Sequence[Cell]) -> str:
     found = agreement(cells)
     first, other = found["replication"], found["replication_protocol_not_known"]
     if not found["judged"] and any(cell.rule == "other model" for cell in cells):
-        return "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours."
+        return (
+            "No verdict: the models, weights or texts are not the paper's; its numbers stand beside ours. Not judged: "
+            f"{unjudged_words(cells)}."
+        )
     if not found["judged"]:
         return "No verdict: too few systems were run to judge any number."
     text = f"{replication_words(first)}."
@@ -119,10 +140,18 @@ def verdict(cells: Sequence[Cell]) -> str:
         text += f" Half of these verdicts would have caught a factor of {first['typical_factor_caught']:.2f}."
     if other["judged"]:
         text += f" Of {other['judged']} more, whose protocol the paper leaves open, {other['agree']} replicate."
+    if found["no_verdict"]:
+        text += f" Not judged: {unjudged_words(cells)}."
     rest, weaker = found["protocol_not_known"], f"{found['agree']} of {found['judged']} agree"
     if rest["judged"]:
         weaker += f", and {rest['agree']} of {rest['judged']} more"
     return f"{text} By the weaker rule, the paper's median inside our quartiles, {weaker}."
+
+
+def unjudged_words(cells: Sequence[Cell]) -> str:
+    """How many numbers of the paper are not judged, by the rule that says why."""
+    counts = Counter(cell.rule for cell in cells if cell.unjudged)
+    return ", ".join(f"{count} ({rule})" for rule, count in counts.items())
 
 
 def replication_words(found: Mapping[str, Any]) -> str:
@@ -149,7 +178,12 @@ def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
     """Write `tables.json`, `tables.md` and `values.json`, every system's numbers, each whole or not at all."""
     made = provenance(study, results)
-    contents = {"tables.json": _tables(cells, made), "tables.md": markdown(cells, made), "values.json": _values(cells)}
+    names = dict.fromkeys(str(name) for data in results.values() for name in data["system"].values)
+    contents = {
+        "tables.json": _tables(cells, made),
+        "tables.md": markdown(cells, made),
+        "values.json": _values(cells, list(names)),
+    }
     for name, content in contents.items():
         write_whole(out / name, partial(_write_text, content))
 
@@ -160,7 +194,7 @@ def _write_text(content: str, part: str) -> None:
 
 def _tables(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     """One line a cell."""
-    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str)
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     lines = ",\n".join(dumps(_plain(cell)) for cell in cells)
     return f'{{"cells": [\n{lines}\n],\n"agreement": {dumps(agreement(cells))},\n"machine": {dumps(made)}}}\n'
 
@@ -171,16 +205,21 @@ def _plain(cell: Cell) -> dict[str, Any]:
     return _without_nan(values | {"replications": [_without_nan(one) for one in values["replications"]]})
 
 
-def _values(cells: Sequence[Cell]) -> str:
-    """One line a cell, five digits a number, so that anybody can judge, pool or calibrate again."""
+def _values(cells: Sequence[Cell], systems: Sequence[str]) -> str:
+    """One line a cell, five digits a number, so that anybody can judge, pool or calibrate again.
+
+    Values of one kind of system are in the order of that kind's names.
+    """
     lines = [
         json.dumps(
             {"table": c.table, "row": c.row, "column": c.column, "values": [_five(x) for x in c.values]},
             ensure_ascii=False,
+            separators=(",", ":"),
         )
         for c in cells
+        if c.values
     ]
-    return "[\n" + ",\n".join(lines) + "\n]\n"
+    return f'{{"systems": {json.dumps(systems)},\n"cells": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def _five(value: float) -> float | None:
@@ -188,8 +227,8 @@ def _five(value: float) -> float | None:
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    """JSON has no NaN; five digits are what a number of systems knows."""
+    return {k: _five(v) if isinstance(v, float) else v for k, v in values.items()}
 
 
 # --- Markdown
@@ -234,13 +273,14 @@ def table_line(cells: Sequence[Cell]) -> str:
 
 def mark(cell: Cell) -> str:
     """Signs: does it replicate and what would have been caught, its quartiles; agrees; not counted; not known."""
-    if cell.rule in TRIVIAL:
+    if cell.rule in TRIVIAL or cell.saturated:
         return "="
     signs = [_sign(one) for one in cell.replications]
     first = [signs[0] + _power(cell.replications[0])] if signs else []
     quartiles = [f"[{', '.join(signs[1:])}]"] if signs[1:] else []
     known = "" if cell.known or cell.ours_only else "◦"
-    return " ".join([*first, *quartiles, MARKS[cell.agrees] + known])
+    weaker = "" if cell.agrees is None and signs else MARKS[cell.agrees]
+    return " ".join([*first, *quartiles, weaker + known]).rstrip()
 
 
 def _sign(one: Replication) -> str:
@@ -279,8 +319,10 @@ def _line(entries: Sequence[str]) -> str:
 
 def _disagreements(cells: Sequence[Cell]) -> str:
     wrong = [cell for cell in cells if cell.holds is False]
+    if not any(cell.counted or cell.replications for cell in cells):
+        return NOTHING_JUDGED
     if not wrong:
-        return "Nowhere."
+        return NOWHERE
     return "\n".join(
         f"- {TABLES[c.table].title}, {c.row}, {c.column}: ours {c.ours_text}, the paper's {c.paper_text}. "
         f"{c.note[:1].upper()}{c.note[1:]}."

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 FEWEST_SYSTEMS = 4  # below it quartiles say nothing
 LEVEL = 0.05
 FACTOR = 10.0  # values at rounding agree within an order of magnitude
+LOST, NOT_RUN = "lost in noise", "not run"
 TRIVIAL = ("by definition", "tied in both")  # true of any implementation: shown, and not counted
+
+REPLICABLE = (  # kinds of a measure and of a quote
+    ("systems", "value"),
+    ("systems", "range"),
+    ("upper quartile", "value"),
+    ("count", "count"),
+    ("share", "value"),
+)
 
 RULES = {
     "iqr": "the paper's value lies inside the quartiles of our systems",
@@ -41,7 +50,10 @@ RULES = {
     "weaker test": "a test of fewer systems than the paper's: not judged",
     "one number": "one number without a spread of its own: not judged",
     "run time": "seconds on another machine: not judged",
+    LOST: "rounding alone moves the loss as much as most of these responses do: not judged, and blank where nothing is "
+    "left",
     "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",
+    NOT_RUN: "a number of the paper's own systems, which were not run here: it stands alone",
     "": "ours only: the paper has no such number",
 }
 
@@ -50,10 +62,13 @@ RULES = {
 class Measure:
     """Where a number stands in the paper's tables, and what our systems say about it.
 
-    values: one number per system (kind "systems", "rounding", "definition"), one outcome 0 or 1 per trial ("count",
-        "share"), one outcome per draw of as many systems as the paper's ("p", "statement"), or one number in all
-        ("maximum", "number").
+    values: one number per system (kind "systems", "upper quartile", "rounding", "definition"), one outcome 0 or 1 per
+        trial ("count", "share"), one outcome per draw of as many systems as the paper's ("p", "statement"), or one
+        number in all ("maximum", "number").
     unjudged: the rule that says why the number is not judged, whatever the paper's is.
+    candidates: of how many candidates the values are, where the paper pools those and not systems; else 0.
+    whole: of a test that is judged by draws of as many systems as the paper's, what all of our systems say; drawn: of
+        how many systems a draw is.
     at_rounding: the size below which a number of kind "rounding" or "maximum" is nothing but rounding.
     """
 
@@ -67,6 +82,14 @@ class Measure:
     note: str = ""
     at_rounding: float = 0.0
     unjudged: str = ""
+    candidates: int = 0
+    whole: float = math.nan
+    drawn: int = 0
+
+    @property
+    def too_few(self) -> bool:
+        """Whether so little was run that nothing can be said: systems, or the candidates that the paper pools."""
+        return (self.candidates or self.systems) < FEWEST_SYSTEMS
 
 
 @dataclass(frozen=True)
@@ -82,6 +105,10 @@ def spread(measure: Measure) -> Spread:
     """Our number: the median over systems, the count, or the number itself."""
     import numpy as np
 
+    if not math.isnan(measure.whole):
+        return Spread(measure.whole)
+    if np.isnan(measure.values.astype(float)).all():
+        return Spread(math.nan)
     if measure.kind == "count":
         return Spread(float(measure.values.sum()))
     if measure.kind == "share":
@@ -89,17 +116,17 @@ def spread(measure: Measure) -> Spread:
     if measure.kind in ("p", "statement", "maximum", "number"):
         return Spread(float(np.nanmedian(measure.values)))
     known = measure.values[~np.isnan(measure.values)]
-    if not len(known):
-        return Spread(math.nan)
+    if measure.kind == "upper quartile":
+        return Spread(float(np.quantile(known, 0.75)))
     low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
     return Spread(float(middle), float(low), float(high))
 
 
 def replicable(measure: Measure, quote: Quote) -> bool:
     """Whether the number is a median of systems, or a count, of which the paper's can be a second draw."""
-    if measure.unjudged or measure.systems < FEWEST_SYSTEMS or math.isnan(spread(measure).middle):
+    if measure.unjudged or measure.too_few or math.isnan(spread(measure).middle):
         return False
-    return (measure.kind, quote.kind) in (("systems", "value"), ("systems", "range"), ("count", "count"))
+    return (measure.kind, quote.kind) in REPLICABLE
 
 
 def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tuple[bool | None, str]:
@@ -111,7 +138,7 @@ def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tup
         return math.isnan(ours.middle), "tied in both"
     if measure.kind == "definition":
         return abs(ours.middle - paper) <= 1e-12, "by definition"
-    if measure.systems < FEWEST_SYSTEMS:
+    if measure.too_few:
         return None, "too few systems"
     if math.isnan(ours.middle):
         return False, "undefined"
@@ -130,6 +157,8 @@ def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tup
         return abs(ours.middle - paper) <= quote.half_unit, "rounds to the paper's value"
     if measure.kind in ("rounding", "maximum"):
         return _at_rounding(ours.middle, paper, measure.at_rounding)
+    if measure.kind == "upper quartile":
+        return None, "one number"
     return _by_systems(measure.values, ours, quote, generator)
 
 

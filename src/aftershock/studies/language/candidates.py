@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 FD = "fd"
+DROWNED = 0.5  # the share of candidates lost in noise at which a scale says nothing
 PREDICTIONS = (FD, "tangent", "semilinear")
 
 
@@ -26,7 +27,8 @@ class Candidates:
     """A joined dataset of language systems, and what follows from it, each computed once.
 
     Everything is [system, change] with `scale`, `answer` ("fd", "tangent", "semilinear") or `score` beside them.
-    Candidates whose finite differences are not identifiable have NaN for "fd" and are left out of its numbers.
+    Candidates whose finite differences are not identifiable have NaN for "fd" and are left out of its numbers, and
+    so is every candidate at a scale where most of its system's are lost in noise.
     """
 
     data: xr.Dataset
@@ -38,6 +40,22 @@ class Candidates:
     @cached_property
     def exact(self) -> xr.DataArray:
         return self.data["response"].sel({"answer": "exact"}, drop=True)
+
+    @cached_property
+    def lost(self) -> xr.DataArray:
+        """Candidates that cannot be told from noise, scale by scale."""
+        return lost_in_noise(self.exact, self.data["noise_floor"])
+
+    @cached_property
+    def drowned(self) -> xr.DataArray:
+        """Scales at which a system's candidates are mostly lost: [system, scale]."""
+        return self.lost.mean("change") >= DROWNED
+
+    @cached_property
+    def noise_share(self) -> xr.DataArray:
+        """What rounding alone does over the exact response, the median over horizons."""
+        size = abs(self.exact)
+        return (self.data["noise_floor"] / size.where(size > 0)).median("horizon")
 
     @cached_property
     def selection(self) -> xr.Dataset:
@@ -69,12 +87,12 @@ class Candidates:
                 "sign": (own["peak_sign"] == other["peak_sign"]).where(known),
                 "valid": (middle <= TRUST.symmetric_error).where(known),
             }
-        )
+        ).where(~self.drowned)
 
     @cached_property
     def exponents(self) -> xr.DataArray:
         """p of |d(α) − d̂(α)| ∝ αᵖ over α ≤ 1/4, horizon by horizon, then the median over horizons."""
-        return error_exponents(self.exact, self.predicted, LOCAL)["exponent"].median("horizon")
+        return error_exponents(self.exact.where(~self.drowned), self.predicted, LOCAL)["exponent"].median("horizon")
 
     @cached_property
     def full(self) -> xr.DataArray:
@@ -119,3 +137,8 @@ class Candidates:
         error = abs(self.exact - self.predicted.sel({"answer": "tangent"})).sel(scale=smallest)
         share = self.data["noise_floor"] / error.where(error > 0)
         return share.median(["change", "horizon"])
+
+
+def lost_in_noise(exact: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:
+    """Whether most horizons of a response are within what rounding alone does, candidate by candidate and scale."""
+    return (abs(exact) < TRUST.noise_margin * noise).mean("horizon") > 0.5

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...results.statistics import FEWEST
 from ...results.summaries import summarize
 from ..measures import LOCAL, Results
-from ..verdicts import Measure
+from ..verdicts import LOST, Measure
 from .candidates import FD, PREDICTIONS, Candidates
 from .conditions import Condition, comparable
 from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
@@ -42,6 +42,8 @@ FITTED = (
     "candidates, because its overall median, 1.921, is not the median of its nine systems, 1.936"
 )
 OTHER, ALONE, TIME = "other model", "one number", "run time"  # rules of verdicts.py for what is not judged
+NOISE_SHARE = "Float noise over the response (ours)"
+LOST_CANDIDATES = "Candidates lost in noise (ours)"
 GIB = 2**30
 
 
@@ -86,7 +88,9 @@ class _Rows:
     def __init__(self, found: Candidates, table: str, places: Sequence[int] | None = None, expected: int = EVERYTHING):
         self.table = table
         some = found.conditions
-        self.conditions: list[Condition] = some if places is None else [some[i] for i in places]
+        own = range(len(some)) if places is None else places
+        self.conditions: list[Condition] = [some[i] for i in own]
+        self.drowned = found.drowned.isel(system=list(own))
         self.judged = comparable(self.conditions, expected)
 
     def __call__(
@@ -97,17 +101,27 @@ class _Rows:
         kind: str = "systems",
         known: bool = True,
         note: str = "",
+        at: Sequence[float] | np.ndarray = (),
     ) -> Measure:
-        """values: flattened, and what is undefined left out."""
+        """values: flattened, and what is undefined left out. at: the scales that they come from."""
         import numpy as np
 
         flat = np.asarray(values, dtype=float).ravel()
         flat = flat[~np.isnan(flat)] if np.isfinite(flat).any() else flat[:1]
         kind = "number" if kind == "systems" and len(flat) == 1 else kind  # which has no quartiles
-        notes = (note, "" if self.judged else f"of {'; '.join(c.name for c in self.conditions)}")
-        rule = OTHER if not self.judged else ALONE if kind == "number" else ""
+        lost = self.drowned.sel(scale=list(at)).any("scale").values
+        drowned = "; ".join(c.name for c, is_lost in zip(self.conditions, lost) if is_lost)
+        notes = (
+            note,
+            "" if self.judged else f"of {'; '.join(c.name for c in self.conditions)}",
+            f"left out where most candidates are lost in noise: {drowned}" if drowned else "",
+        )
+        rule = LOST if drowned else OTHER if not self.judged else ALONE if kind == "number" else ""
         words = "; ".join(part for part in notes if part)
-        return Measure(self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule)
+        pooled = len(flat) if kind in ("systems", "upper quartile", "share", "count") else 0
+        return Measure(
+            self.table, row, column, flat, len(self.conditions), kind, known, words, unjudged=rule, candidates=pooled
+        )
 
 
 # --- tables
@@ -140,18 +154,22 @@ def _scales(found: Candidates) -> Iterator[Measure]:
         for scale in found.errors["scale"].values:
             at = found.errors.sel({"answer": answer, "scale": scale})
             row = f"α = {scale:g}{SUFFIX[answer]}"
-            yield made(row, "NRMSE", at["nrmse"])
-            yield made(row, "75 % NRMSE", _number(at["nrmse"].quantile(0.75)), "number")
-            yield made(row, "Cosine", at["cosine"])
-            yield made(row, "Rel. M", at["peak"])
-            yield made(row, "Sign acc.", at["sign"], "share")
+            yield made(row, "NRMSE", at["nrmse"], at=[scale])
+            yield made(row, "75 % NRMSE", at["nrmse"], "upper quartile", at=[scale])
+            yield made(row, "Cosine", at["cosine"], at=[scale])
+            yield made(row, "Rel. M", at["peak"], at=[scale])
+            yield made(row, "Sign acc.", at["sign"], "share", at=[scale])
+            if answer == FD:
+                yield made(row, NOISE_SHARE, found.noise_share.sel(scale=scale))
+                yield made(row, LOST_CANDIDATES, found.lost.sel(scale=scale), "count")
 
 
 def _validity(found: Candidates) -> Iterator[Measure]:
     made = _Rows(found, "text:exp3_validity")
     for scale in found.errors["scale"].values:
         for answer, column in COLUMNS.items():
-            yield made(f"α = {scale:g}", column, found.errors["valid"].sel({"answer": answer, "scale": scale}), "share")
+            valid = found.errors["valid"].sel({"answer": answer, "scale": scale})
+            yield made(f"α = {scale:g}", column, valid, "share", at=[scale])
 
 
 def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
@@ -160,12 +178,13 @@ def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
     for row, places in groups(found, by).items():
         made, own = _Rows(found, table, places, ROW), found.errors.isel(system=places)
         local = own.sel(scale=own["scale"] <= LOCAL)
+        scales = local["scale"].values
         for answer in PREDICTIONS:
             at, name = {"answer": answer}, row + SUFFIX[answer]
-            yield made(name, "Local NRMSE", local["nrmse"].sel(at))
+            yield made(name, "Local NRMSE", local["nrmse"].sel(at), at=scales)
             if by == "size":
-                yield made(name, "Cosine", local["cosine"].sel(at))
-                yield made(name, "Valid 0.25", own["valid"].sel({**at, "scale": LOCAL}), "share")
+                yield made(name, "Cosine", local["cosine"].sel(at), at=scales)
+                yield made(name, "Valid 0.25", own["valid"].sel({**at, "scale": LOCAL}), "share", at=[LOCAL])
             yield made(name, "Valid 1", own["valid"].sel({**at, "scale": largest}), "share")
             if by == "size" and found.magnitude.sizes["change"] >= FEWEST:
                 yield made(name, "ISO-FD ρ", found.rho.sel(score=answer).isel(system=places))
@@ -176,13 +195,14 @@ def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
 
 
 def _exponents(found: Candidates) -> Iterator[Measure]:
-    table = "text:exp3_exponents"
+    table, scales = "text:exp3_exponents", found.exact["scale"].values
+    local = scales[scales <= LOCAL]
     for row, places in (*groups(found, "name").items(), ("Overall median", None)):
         made = _Rows(found, table, places, EVERYTHING if places is None else 1)
         own = found.exponents if places is None else found.exponents.isel(system=places)
         noise = found.noise if places is None else found.noise.isel(system=places)
         for answer, column in COLUMNS.items():
-            yield made(row, column, own.sel({"answer": answer}), known=False, note=FITTED)
+            yield made(row, column, own.sel({"answer": answer}), known=False, note=FITTED, at=local)
         yield made(row, "Float noise over the tangent's error at the smallest α (ours)", noise)
 
 
@@ -251,17 +271,17 @@ def _statements(found: Candidates) -> Iterator[Measure]:
     """What the text says in words, and two bounds."""
     made, own = _Rows(found, "text:exp3_statements"), found.errors.sel({"answer": FD})
     local = own.sel(scale=own["scale"] <= LOCAL)
-    sizes, domains = groups(found, "size"), groups(found, "domain")
+    scales, sizes, domains = local["scale"].values, groups(found, "size"), groups(found, "domain")
     everywhere = ["system", "change"]
     by_size = [local.isel(system=places) for places in sizes.values()]
-    valid = own["valid"].mean(everywhere).values
+    valid = own["valid"].mean(everywhere).dropna("scale").values  # without scales that are lost in noise
     errors = [float(part["nrmse"].median()) for part in by_size]
     yield made(
         "Smallest median cosine over the local scales", "value",
-        _number(local["cosine"].median(everywhere).min()), "number",
+        _number(local["cosine"].median(everywhere).min()), "maximum", at=scales,
     )  # fmt: skip
     cosines = [float(part["cosine"].median()) for part in by_size]
-    yield made("Smallest median cosine over the model sizes", "value", _number(min(cosines)), "number")
+    yield made("Smallest median cosine over the model sizes", "value", _number(min(cosines)), "maximum", at=scales)
     said: dict[str, bool] = {"The valid share falls with every larger scale": _ordered(-valid)}
     if len(sizes) > 1:
         said["Local NRMSE grows with every larger model"] = _ordered(errors)
@@ -274,7 +294,7 @@ def _statements(found: Candidates) -> Iterator[Measure]:
         peaks = abs(found.data["channel_exact"].sel(channel="111")).max("horizon").isel(system=domains["WikiText-103"])
         said["Full-state responses on WikiText-103 are of order 0.01"] = bool(((peaks > 3e-3) & (peaks < 3e-2)).all())
     for row, holds in said.items():
-        yield made(row, "value", _number(float(holds)), "statement")
+        yield made(row, "value", _number(float(holds)), "statement", at=own["scale"].values)
 
 
 def _ordered(values: Sequence[float] | np.ndarray) -> bool:

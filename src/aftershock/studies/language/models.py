@@ -169,6 +169,8 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
                 model = AutoModelForCausalLM.from_pretrained(source.place, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise InvalidFile(f"{source.name} cannot be loaded from {source.place}: {first_line(error)}") from error
+    if hasattr(model, "set_experts_implementation"):  # the fused products of a mixture know float32 alone
+        model.set_experts_implementation("eager")
     return model.to(device).eval().requires_grad_(True)
 
 

@@ -15,14 +15,13 @@ from ... import theory
 from ...core.noise import noise_floor
 from ...core.state import CHANNELS
 from ...errors import InvalidFile, InvalidInput, OutOfMemory
-from ...results.certificate import TRUST
 from ..study import Study, System, require_device
+from .candidates import DROWNED, lost_in_noise
 from .models import ModelSource, find_model
 from .scene import DTYPES, FULL, QUICK, Protocol, Scene, collect, logits_of, prepare
 from .text import TextSource, find_text
 
 if TYPE_CHECKING:
-    import numpy as np
     import xarray as xr
 
 PIECE = "all"
@@ -30,7 +29,6 @@ SETTING = "language"
 HYBRID = 0  # the candidate whose hybrids are run
 PREDICTIONS = ("semilinear", "tangent")
 ANSWERS = ("exact", *PREDICTIONS)
-DROWNED = 0.5  # the share of candidates lost in noise at which a system is refused
 
 Grid = Mapping[str, tuple[ModelSource, TextSource]]
 
@@ -129,7 +127,7 @@ def measured(scene: Scene) -> xr.Dataset:
     with clock.part("noise"):
         watch = scene.path.watch(0, scene.probe)
         noise = noise_floor(watch, torch.as_tensor(found["control"].values))
-    judge_noise(scene, found["exact"].sel(scale=max(protocol.scales)).values, noise.numpy())
+    judge_noise(scene, found["exact"], xr.DataArray(noise.numpy(), dims="horizon"))
     predicted = {answer: _predicted(scene, answer) for answer in PREDICTIONS}
     with clock.part("hybrids"):
         channels = _hybrids(scene)
@@ -192,22 +190,31 @@ def _hybrids(scene: Scene) -> xr.DataArray:
     return found.isel({"answer": 0, "change": 0}, drop=True).assign_coords(channel=names)
 
 
-def judge_noise(scene: Scene, exact: np.ndarray, noise: np.ndarray) -> None:
-    """Warn where responses are near what rounding alone does, refuse where most are lost in it."""
-    import numpy as np
+def judge_noise(scene: Scene, exact: xr.DataArray, noise: xr.DataArray) -> None:
+    """Warn where responses are near what rounding alone does, refuse where most are lost in it at the largest scale.
 
-    lost = (np.abs(exact) < TRUST.noise_margin * noise).mean(axis=1) > 0.5  # of each candidate's horizons
+    exact: [scale, change, horizon]. noise: [horizon].
+    """
+    lost = lost_in_noise(exact, noise).transpose("scale", "change")
+    largest = float(lost["scale"].max())
     if not lost.any():
         return
+    size = float(abs(exact).sel(scale=largest).median())
     told = (
-        f"{scene.system.name}: rounding alone moves the probe's loss by {np.median(noise):.1e} nats, and the exact "
-        f"responses are {np.median(np.abs(exact)):.1e}"
+        f"{scene.system.name}: rounding alone moves the probe's loss by {float(noise.median()):.1e} nats, and the "
+        f"exact responses are {size:.1e}"
     )
-    if lost.mean() >= DROWNED:
+    counts = {float(s): f"{int(lost.sel(scale=s).sum())} of {lost.sizes['change']}" for s in lost["scale"].values}
+    if float(lost.sel(scale=largest).mean()) >= DROWNED:
         dtype = scene.point.loss.layout.dtypes[0]
         finer = "float32" if dtype == torch.bfloat16 else "float64"
         raise InvalidInput(
-            f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise, so nothing can be said about "
-            f"them. These weights are in {dtype}: run the study in {finer}"
+            f"{told}: {counts[largest]} candidates cannot be told from noise, so nothing can be said about them. These "
+            f"weights are in {dtype}: run the study in {finer}"
         )
-    warnings.warn(f"{told}: {lost.sum()} of {len(lost)} candidates cannot be told from noise", stacklevel=2)
+    listed = ", ".join(f"{count} at α = {s:g}" for s, count in counts.items() if lost.sel(scale=s).any())
+    warnings.warn(
+        f"{told}: candidates that cannot be told from noise are {listed}; a scale where half of them are lost is left "
+        "blank in the tables",
+        stacklevel=2,
+    )

@@ -12,6 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...errors import InvalidFile, InvalidInput
+from ...extras import install
 from .models import Encode, safe
 
 DATASETS = {  # the paper's three, as the hub has them
@@ -84,7 +85,7 @@ def _rows(place: str) -> Iterator[str]:
         from datasets import load_dataset
     except ImportError as error:
         raise InvalidInput(
-            f"the dataset {name} needs the package datasets: pip install datasets; or give a file"
+            f"the dataset {name} needs the package datasets: {install('language')}; or give a file"
         ) from error
     try:
         rows = iter(load_dataset(name, configuration or None, split="train", streaming=True))
