@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -231,7 +232,9 @@ class Reader:
         together = loss.together("value", batch, 1 + moment.semilinear.rows, evaluating=self.probe.evaluating)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
         values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
-        return values[1:] - values[0] if together else values - self._alone(moment)
+        apart = values[1:] - values[0] if together else values - self._alone(moment)
+        # rows of one call may round differently by their place: one that is not displaced reads what the control does
+        return torch.where(moment.semilinear.theta.any(dim=1).cpu(), apart, 0.0)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
         """⟨∇F, δθ⟩: a dot product a row."""
