@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.core import rows as rows_module
 from aftershock.core.batches import same_batch
+from aftershock.core.exact_rows import ExactRows
 from aftershock.core.probe import Reader, own_loss
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rollout import Rows, rollout
 from aftershock.core.state import JointState
+from aftershock.errors import OutOfMemory
 
 from .cases import CASES, Case, classes, cross_entropy, make, mlp
 from .test_changes import clip_and_step, gradients
@@ -79,6 +82,24 @@ def test_what_counts_as_the_same_batch() -> None:
         ([object()], [object()]), (x.to_sparse(), x.to_sparse()),
     ]:  # fmt: skip
         assert not same_batch(a, b)
+
+
+def test_rows_that_do_not_fit_together_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mapped rows run out of memory to the last one, fewer changes are carried at once, and then each alone."""
+    case = make("tanh_mlp")
+    path, probe, others = with_rows(case.path(4), True), case.batch(), case.batches(5)
+    expected = path.replace(others).response(probe).data["response"].values  # rows have been compared here
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rows_module, "_mapped", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**33))
+    found = path.replace(others).response(probe).data["response"].values
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+    monkeypatch.setattr(ExactRows, "advance", full)
+    with pytest.raises(OutOfMemory, match=r"of one change ran out of memory in spite of the plan \(6 × exact"):
+        path.replace(others).response(probe)
 
 
 def test_a_row_that_is_retired_takes_no_further_step() -> None:

@@ -117,7 +117,9 @@ class Watch:
                 "follow more batches or make the change earlier"
             )
         wanted = longest if horizon is None else horizon
-        if not 1 <= wanted <= longest:
+        if wanted < 1:
+            raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
+        if wanted > longest:
             raise InvalidInput(
                 f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can "
                 f"be followed for {longest} with {found.name} as the probe"

@@ -92,10 +92,13 @@ def respond(
 
 
 def _fits(work: Callable[[], None]) -> bool:
-    """Whether a piece of work ends within memory; where not, what it held is gone before the next try."""
+    """Whether a piece of work ends within memory; where not, what it held is gone before the next try.
+
+    Rows that run together raise the library's own error, once not even one of them fits beside the others.
+    """
     try:
         work()
-    except torch.OutOfMemoryError:
+    except (OutOfMemory, torch.OutOfMemoryError):
         pass
     else:
         return True
