@@ -24,7 +24,7 @@ from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
 from .rows import pool_gradients
-from .state import JointState, Tangent, difference
+from .state import JointState, Lag, Tangent, difference, lag_of
 from .trajectory import Trajectory
 
 
@@ -273,3 +273,8 @@ def first_tangent(control: ControlStep, shock: Shock, scale: float = 1.0) -> Tan
     if shock.xi is None:
         return difference(shock.endpoint(scale)[0], control.after)
     return WriteIn(control.linear).mv(shock.xi) * scale
+
+
+def tangent_lag(control: ControlStep, shock: Shock, end: JointState) -> Lag:
+    """By how many steps the counts that go with `first_tangent` are behind: none for B ξ, which is at the control's."""
+    return lag_of(control.after if shock.xi is not None else end, control.after)

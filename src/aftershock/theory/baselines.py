@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, Shock, first_tangent, names_of
+from ..core.changes import ControlStep, Shock, first_tangent, names_of, tangent_lag
 from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
@@ -105,6 +105,7 @@ class _Sweep:
         self.start = stack([first_tangent(control, shock) for shock in shocks])
         self.exact = stack([difference(end, control.after) for end in ends])
         self.lags = [lag_of(end, control.after) for end in ends]
+        self.start_lags = [tangent_lag(control, shock, end) for shock, end in zip(shocks, ends)]
         count, horizons = len(shocks), watch.horizons
         self.alignment = torch.zeros(count, horizons, horizons, dtype=torch.float64)
         self.norms = torch.zeros(count, horizons, dtype=torch.float64)
@@ -137,10 +138,8 @@ class _Sweep:
         alone = Tangent(self.start.theta, none, none)
         linear = _joined([self.start, alone, alone, self.exact])
         full, initial, clamped, endpoint = (linear[k * count : (k + 1) * count] for k in range(4))
-        # B ξ is at the control's counts, and so are blocks of a difference; a whole one has its own
-        nothing = [(0,) * len(lag) for lag in self.lags]
-        start = [none if shock.xi is not None else lag for lag, none, shock in zip(self.lags, nothing, self.shocks)]
-        lags = [*start, *nothing, *nothing, *self.lags]
+        nothing = [(0,) * len(lag) for lag in self.lags]  # θ alone is at the control's counts
+        lags = [*self.start_lags, *nothing, *nothing, *self.lags]
         rows = Rows(semilinear=self.exact.clone(), linear=linear, semilinear_lags=self.lags, linear_lags=lags)
         reader = Reader(self.watch.trajectory, self.watch.probe)
         for moment in self._moments(rows):

@@ -20,11 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.changes import tangent_lag
 from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe
-from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, lag_of, pair, stack
+from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_
 from ..core.trajectory import Trajectory
 from ..errors import HiddenState, InvalidInput
@@ -115,7 +116,7 @@ def decompose(
     nothing = deviation * 0.0
     rows = stack([deviation, tangent, minus(deviation, tangent), nothing, nothing])
     # the tangent of a change without ξ has its own step counts; errors go on by the same derivative, unshifted
-    lag = [lag_of(shocked, control.after)] if shock.xi is None else []
+    lag = [tangent_lag(control, shock, shocked)]
     table = _Table(path.trajectory, watched)
     table.read(change.at + 1, control.after, shocked, rows)
     for step in paired_steps(change, shocked, horizon):
