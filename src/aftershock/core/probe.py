@@ -239,9 +239,10 @@ class Reader:
         return torch.where(moment.semilinear.theta.any(dim=1).cpu(), apart, 0.0)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
-        """⟨∇F, δθ⟩: a dot product a row."""
+        """⟨∇F, δθ⟩: a dot product a row, each by itself: a matrix product may round by the number of its rows."""
         assert moment.linear is not None
-        return products(self.slope(moment), moment.linear.theta).double().cpu()
+        slope = self.slope(moment)
+        return torch.stack([products(slope, row) for row in moment.linear.theta]).double().cpu()
 
     def values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
         """F_time at rows of θ, each with its own buffers: one forward pass a row, or less."""
