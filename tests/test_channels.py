@@ -142,15 +142,19 @@ def test_m_without_its_v_has_no_derivative_and_says_so() -> None:
     assert "no derivative" in broken.attrs["meaning"]
 
 
-def test_a_skip_leaves_its_step_count_behind() -> None:
+def test_all_channels_of_a_skip_are_the_skip() -> None:
+    """Its step counts too, which no part of it has."""
     case = make("tanh_mlp")
     change, probe = case.path(4).skip(1), case.batch()
     data = channel_responses(change, probe)
     assert data["counts_differ"].all()
-    whole = change.response(probe).exact.isel(scale=0).values
-    hybrid = data["response"].sel({"answer": "exact", "channel": "theta+m+v"}).values
-    assert np.abs(hybrid[:, 1:] - whole[:, 1:]).max() > 1e-9
-    np.testing.assert_array_equal(hybrid[:, 0], whole[:, 0])  # no step yet, so no count yet
+    whole = change.response(probe)
+    for answer, expected in (("exact", whole.exact), ("tangent", whole.tangent)):
+        found = data["response"].sel({"answer": answer, "channel": "theta+m+v"}).values
+        np.testing.assert_allclose(found, expected.isel(scale=0).values, rtol=1e-12)
+    counts = data["interaction"].sel({"answer": "tangent", "channel": "theta+m+v"}).values
+    assert abs(counts[:, 0]).max() < 1e-15  # no step yet, so no count yet
+    assert (abs(counts[:, 1:]) > 1e-9).all()
 
 
 def test_a_hybrid_that_diverges_is_infinite_from_there_on() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.api.ranking import SUMMARIES
@@ -17,7 +18,7 @@ from aftershock.core.examples import example_scores
 from aftershock.core.scores import adjoint, example_direction
 from aftershock.errors import ExamplesCouple, InvalidInput
 
-from .cases import Case, classes, make, mlp
+from .cases import Case, classes, cross_entropy, make, mlp
 from .oracles import KickOracle
 
 CPU = torch.device("cpu")
@@ -281,7 +282,17 @@ def test_an_explanation_is_checked_by_reruns() -> None:
         (lambda path, batch: path.rank([batch], batch, by="size"), "by is one of"),
         (lambda path, batch: path.rank([batch], batch, horizon=9), "past the end"),
         (lambda path, batch: path.rank([batch], batch, labels=["a", "b"]), "labels"),
+        (lambda path, batch: path.rank([batch], batch, horizon=0), "a state after the change, counted from 1; got 0"),
+        (lambda path, batch: path.rank([batch], batch, verify=2.5), r"verify is the number of exact reruns.*got 2\.5"),
+        (lambda path, batch: path.rank([batch], batch, verify=-1), "whole number from 0 on; got -1"),
+        (lambda path, batch: path.rank_examples([batch], batch, verify=2.5), r"verify .*; got 2\.5"),
+        (lambda path, batch: path.rank_examples([batch], batch, verify=-1), "verify .*; got -1"),
         (lambda path, batch: path.explain(batch, outcome=9), "past the end"),
+        (lambda path, batch: path.explain(batch, outcome=0), "outcome is a state .* counted from 1; got 0"),
+        (lambda path, batch: path.explain(batch, verify=2.5), r"verify .*; got 2\.5"),
+        (lambda path, batch: path.explain(batch, verify=-1), "verify .*; got -1"),
+        (lambda path, batch: ak.explain("no flight", verify=2.5), r"verify .*; got 2\.5"),
+        (lambda path, batch: ak.explain("no flight", verify=-1), "verify .*; got -1"),
         (lambda path, batch: path.explain(batch, change="delete"), "change is one of"),
     ],
 )
@@ -290,3 +301,29 @@ def test_bad_input(call, words) -> None:  # type: ignore[no-untyped-def]
     path = case.path(3)
     with pytest.raises(InvalidInput, match=words):
         call(path, case.batch())
+
+
+def test_every_rerun_is_in_the_table() -> None:
+    """The certificate speaks of all of them."""
+    case = make("tanh_mlp")
+    path, probe = case.path(14), case.batch()
+    found = path.explain(probe, verify=6)
+    rerun = found.data["measured"].notnull().values.nonzero()[0]
+    shown = [int(row.split()[0]) for row in str(found).splitlines()[2:-1]]
+    assert set(rerun) <= set(shown)
+    assert len(shown) < 14
+    examples = path.rank_examples(case.batches(3), probe, verify=12)
+    assert int(examples.data["measured"].notnull().sum()) == 12
+    assert len(str(examples).splitlines()) == 2 + 12 + 1
+
+
+def test_batches_of_numpy_arrays_are_ranked() -> None:
+    case = make("tanh_mlp")
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, tuple(map(torch.as_tensor, batch)))  # type: ignore[arg-type]
+
+    batches = [tuple(x.numpy() for x in batch) for batch in case.batches(6)]
+    path = ak.capture(case.model, case.optimizer, loss_fn).follow(batches[:2])
+    ranking = path.rank(batches[2:5], batches[5], verify=2)
+    assert ranking.certificate.level == "ok"

@@ -466,6 +466,17 @@ def test_a_change_to_itself_has_no_error_and_no_shares() -> None:
     assert np.isnan(data["state_share_smooth"]).all()
 
 
+def test_the_error_of_a_skip_is_that_of_its_tangent() -> None:
+    """With the skip's own step counts, and its parts still add up."""
+    case = make("tanh_mlp")
+    change, probe = case.path(5).skip(1), case.batch()
+    data, response = decompose(change, probe=probe).data, change.response(probe)
+    assert float(data["identity_residual"].max()) < 1e-12
+    error = (response.exact - response.tangent).values[0, 0]
+    assert abs(error).max() > 1e-6
+    np.testing.assert_allclose(data["output_error"].values, error, rtol=1e-6, atol=1e-12)
+
+
 def test_changes_without_xi_start_exactly() -> None:
     case = make("tanh_mlp")
     data = decompose(case.path(4).reset(0, "m"), probe=ak.own_loss).data

@@ -345,3 +345,28 @@ def test_one_batch_many_times_is_a_pool() -> None:
     alone = rows.loss.gradient(state.theta, state.buffers, batch, random, "alone")
     for each in found:
         assert_close(rows._joined([each]), rows._joined([alone]), rows.model.dtype)
+
+
+def test_coarse_numbers_round_and_are_no_reason_to_run_alone() -> None:
+    """Another mask, or a state that the model hides, is still told from the rounding of bfloat16."""
+    calls = iter(range(1000))
+
+    def hidden(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * (1 + 0.2 * (next(calls) % 3))
+
+    plain = MODELS["TransformerEncoderLayer"]
+    other_mask, hides = MODELS["TransformerEncoderLayer, dropout"], replace(plain, loss_fn=hidden)
+    for model, together in ((plain, True), (MODELS["plain GPT"], True), (other_mask, False), (hides, False)):
+        rows = Rows(replace(model, dtype=torch.bfloat16))
+        rows.loss.sharing.wanted = True
+        rows.gradient()
+        rows.pool()
+        assert [rows.loss.sharing.tries(kind, ROWS) for kind in ("gradient", "pool")] == [together] * 2
+
+
+def test_rows_of_a_recurrent_layer_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    rows = Rows(replace(MODELS["LSTM"], dtype=torch.float32))
+    rows.loss.sharing.wanted = True
+    for kind in KINDS:
+        getattr(rows, kind)()
+    assert not [str(warning.message) for warning in recwarn]

@@ -24,7 +24,7 @@ from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
 from .change import Change
 from .progress import progress
-from .ranking import common_factor
+from .ranking import common_factor, reruns
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -92,7 +92,9 @@ class Contributions(LabelledResult):
             f"{'step':>5}  {'predicted':>13}  {'measured':>11}  {'in θ':>10}  {'in m':>10}  {'in v':>10}",
         ]
         size = abs(self.total if predicted else data["measured"]).fillna(-1.0).values
-        lines += [self._line(int(i)) for i in (-size).argsort(kind="stable")[:SHOWN] if size[i] >= 0]
+        rerun = data["measured"].notnull().values
+        order = enumerate((-size).argsort(kind="stable"))
+        lines += [self._line(int(i)) for place, i in order if size[i] >= 0 and (place < SHOWN or rerun[i])]
         return "\n".join([*lines, str(self.certificate)])
 
     def _line(self, i: int) -> str:
@@ -149,8 +151,10 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
     """See `Path.explain`."""
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
+    few = reruns(verify)
+    if outcome is not None and outcome < 1:
+        raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
     watch = path.watch(0, probe, outcome)
-    few = max(verify, 0)
     if change in MEASURED_ONLY:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
         chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path

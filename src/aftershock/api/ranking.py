@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,17 @@ def _curve_findings(error: float) -> list[Finding]:
     return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
 
 
+def reruns(verify: object) -> int:
+    """How many exact reruns are asked for."""
+    try:
+        count = operator.index(verify)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {verify!r}")
+    return count
+
+
 def rank(
     path: Path,
     pool: Iterable[Batch],
@@ -158,6 +170,7 @@ def rank(
 
     if by not in (*SUMMARIES, LAST):
         raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
+    few = reruns(verify)
     batches, watch = _prepared(path, pool, probe, at, horizon)
     names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
     if len(names) != len(batches) or len(set(names)) != len(names):
@@ -166,7 +179,7 @@ def rank(
     found = _predict(path, batches, watch, horizons, memory)
     coords = {"change": names, "horizon": horizons}
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
-    top = _score(predicted, by).argsort().values[::-1][: max(verify, 0)]
+    top = _score(predicted, by).argsort().values[::-1][:few]
     measured = xr.full_like(predicted, torch.nan)
     if len(top):
         measured[top] = _measure(path, [batches[i] for i in top], watch, horizons, memory).numpy()
@@ -312,7 +325,8 @@ class ExampleRanking(LabelledResult):
             f"{int(self.data['horizon'])} (one forward-mode pass), largest first:",
             f"{'rank':>4}  {'batch':>6}  {'example':>8}  {'share':>12}  {'measured':>12}",
         ]
-        for i in range(min(SHOWN, self.data.sizes["example"])):
+        known = self.data["measured"].notnull().values
+        for i in [i for i, rerun in enumerate(known) if i < SHOWN or rerun]:
             row = self.data.isel(example=i)
             measured = float(row["measured"])
             real = f"{measured:>+12.4g}" if measured == measured else ""
@@ -326,6 +340,7 @@ def rank_examples(
     path: Path, pool: Iterable[Batch], probe: Any, *, at: int, horizon: int | None, verify: int
 ) -> ExampleRanking:
     """See `Path.rank_examples`."""
+    few = reruns(verify)
     batches, watch = _prepared(path, pool, probe, at, horizon)
     outcome, control = [watch.horizons], path.control(watch.at)
     weight = example_weight(control, batches[0])
@@ -346,7 +361,7 @@ def rank_examples(
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
     index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]
     measured = torch.full_like(share, torch.nan)
-    chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(verify, len(share)))]
+    chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(few, len(share)))]
     measured[: len(chosen)] = _measure_examples(path, control, batches, watch, chosen, weight)
     return ExampleRanking(_examples(path, watch, share[order], measured, batch_of, index_of))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from .layout import Layout
-from .state import JointState
+from .state import JointState, Lag
 
+T = TypeVar("T")
 CACHED_BYTES = 2**19  # of each of the tensors that one pass after another reads
 GPU_BYTES = 2**27  # of each of the tensors that a pass on a GPU makes on the way
 
@@ -157,14 +159,23 @@ def runs_of(layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], pres
     return [Run.at(hypers[group], taken + 1, where, active) for where, group, taken, active in found]
 
 
+def late_runs_of(
+    layout: Layout, hypers: Sequence[Hyper], counts: Sequence[int], present: Sequence[bool], lag: Lag
+) -> Iterator[tuple[Run, Run]]:
+    """The active stretches on which counts are behind: the control's scalars, and those of the run that is behind."""
+    for where, group, (taken, behind), active in _stretches(layout, list(zip(counts, lag)), present):
+        if active and behind:
+            yield Run.at(hypers[group], taken + 1, where), Run.at(hypers[group], taken - behind + 1, where)
+
+
 def run_of(runs: Sequence[Run], start: int) -> Run:
     """The stretch that holds the coordinate `start`."""
     return next(run for run in runs if run.where.stop > start)
 
 
-def _stretches(layout: Layout, counts: Sequence[int], present: Sequence[bool]) -> list[tuple[slice, int, int, bool]]:
+def _stretches(layout: Layout, counts: Sequence[T], present: Sequence[bool]) -> list[tuple[slice, int, T, bool]]:
     """Stretches of parameters with one group, step count and presence of a gradient."""
-    found: list[tuple[slice, int, int, bool]] = []
+    found: list[tuple[slice, int, T, bool]] = []
     for i, (group, start, size) in enumerate(zip(layout.groups, layout.starts, layout.padded_sizes)):
         key = (group, counts[i], present[i])
         if found and found[-1][1:] == key:

@@ -125,6 +125,29 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return spec.unflatten(leaves)
 
 
+def same_batch(a: Batch, b: Batch) -> bool:
+    """Whether two batches hold the same; False where that cannot be told without running them."""
+    if a is b:
+        return True
+    if isinstance(a, Accumulated) and isinstance(b, Accumulated):
+        around = a.shares == b.shares and a.weights == b.weights and a.random is b.random
+        return around and all(map(same_batch, a.batches, b.batches))
+    (one, spec), (other, other_spec) = flatten(a), flatten(b)
+    return spec == other_spec and all(map(_same_leaf, one, other))
+
+
+def _same_leaf(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        plain = all(t.layout == torch.strided and not t.is_nested for t in (x, y))
+        return x is y or (plain and x.dtype == y.dtype and torch.equal(x, y.to(x.device)))
+    return same_value(x, y)
+
+
+def same_value(x: Any, y: Any) -> bool:
+    """Whether two leaves that are no tensors say that they are equal; an array of answers is no yes."""
+    return x is y or (type(x) is type(y) and (x == y) is True)
+
+
 def _joinable(a: Batch, b: Batch) -> bool:
     """Whether two batches differ in their examples only."""
     (one, spec), (other, other_spec) = flatten(a), flatten(b)
@@ -132,7 +155,7 @@ def _joinable(a: Batch, b: Batch) -> bool:
 
     def same(x: Any, y: Any) -> bool:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return type(x) is type(y) and x == y
+            return same_value(x, y)
         per_example = x.ndim > 0 and y.ndim > 0 and (len(x), len(y)) == sizes
         return x.dtype == y.dtype and (x.shape[1:] == y.shape[1:] if per_example else torch.equal(x, y))
 

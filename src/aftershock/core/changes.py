@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..errors import InvalidInput
 from .adamw import Hyper
-from .batches import Batch
+from .batches import Batch, same_batch
 from .clipping import Clip
 from .dynamics import Dynamics, Linearized, Step
 from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
 from .rows import pool_gradients
-from .state import JointState, Tangent, difference
+from .state import JointState, Lag, Tangent, difference, lag_of
 from .trajectory import Trajectory
 
 
@@ -66,6 +66,10 @@ class ControlStep:
         state, clip = self.dynamics.apply(step or self.step, self.before, raw, present)
         return replace(state, buffers=self.after.buffers), clip
 
+    def nothing(self) -> Shock:
+        """The change that is none, to the bit: a gradient computed once more, or beside others, may round otherwise."""
+        return Shock(lambda scale: (self.after.clone(), self.step.clip), torch.zeros_like(self.raw))
+
 
 @dataclass(frozen=True)
 class Shock:
@@ -92,13 +96,15 @@ class Edit(ABC):
 
 @dataclass(frozen=True)
 class Replace(Edit):
-    """Another batch: g(α) = g + α (g_i − g). Costs one gradient."""
+    """Another batch: g(α) = g + α (g_i − g). Costs one gradient, and none where it is the control's own."""
 
     name = "replace"
     by_gradient = True
     batch: Batch
 
     def shock(self, control: ControlStep) -> Shock:
+        if same_batch(self.batch, control.step.batch):
+            return control.nothing()
         loss, step, before = control.dynamics.loss, control.step, control.before
         where = f"the batch that replaces step {step.index}'s"
         found = loss.gradient(before.theta, before.buffers, self.batch, step.random, where)
@@ -208,21 +214,28 @@ class Reset(Edit):
 
 def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> Iterator[Shock]:
     """Every change at the control's step, one after another; gradients of replaced batches in rows where that pays."""
-    replaced = [edit for edit in edits if isinstance(edit, Replace)]
     loss, step, before = control.dynamics.loss, control.step, control.before
-    if not in_rows or not edits or len(replaced) < len(edits) or not loss.sharing.tries("pool", 1 + len(edits)):
+    same = [isinstance(edit, Replace) and same_batch(edit.batch, step.batch) for edit in edits]
+    replaced = [edit for edit, nothing in zip(edits, same) if isinstance(edit, Replace) and not nothing]
+    alike = in_rows and 0 < len(replaced) == len(edits) - sum(same)
+    if not alike or not loss.sharing.tries("pool", 1 + len(replaced)):
         yield from (edit.shock(control) for edit in edits)
         return
     # together they round differently than alone: the control's own batch is then one of them, and a batch counts by its
-    # difference, so that one that equals the control's is the control
-    mapped = any(loss.together("pool", batch, 1 + len(edits)) for batch in (step.batch, replaced[0].batch))
+    # difference
+    mapped = any(loss.together("pool", batch, 1 + len(replaced)) for batch in (step.batch, replaced[0].batch))
     beside = [step.batch] if mapped else []
     gradients = pool_gradients(
         loss, before.theta, before.buffers, [*beside, *(edit.batch for edit in replaced)], step.random,
         lambda i: f"the batch that replaces step {step.index}'s", control.present,
     )  # fmt: skip
     own = loss.layout.join(next(gradients).grads).neg_().add_(control.raw) if beside else None
-    for edit, found in zip(replaced, gradients, strict=True):
+    others = zip(replaced, gradients, strict=True)
+    for nothing in same:
+        if nothing:
+            yield control.nothing()
+            continue
+        edit, found = next(others)
         raw = loss.layout.join(found.grads)
         yield edit.shock_with(control, found, raw if own is None else raw.add_(own))
 
@@ -260,3 +273,8 @@ def first_tangent(control: ControlStep, shock: Shock, scale: float = 1.0) -> Tan
     if shock.xi is None:
         return difference(shock.endpoint(scale)[0], control.after)
     return WriteIn(control.linear).mv(shock.xi) * scale
+
+
+def tangent_lag(control: ControlStep, shock: Shock, end: JointState) -> Lag:
+    """By how many steps the counts that go with `first_tangent` are behind: none for B ξ, which is at the control's."""
+    return lag_of(control.after if shock.xi is not None else end, control.after)

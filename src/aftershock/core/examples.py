@@ -14,6 +14,7 @@ from .batches import Batch, example_count, take_examples
 from .changes import ControlStep
 from .derivatives import first_line
 from .loss import LossFunction
+from .mapping import mapped_over
 from .randomness import RandomState
 from .structure import flatten
 
@@ -94,7 +95,8 @@ def example_derivatives(
             loss, slope = torch.func.jvp(loss_at, (leaves,), (tangents,))  # type: ignore[misc]
             return loss, slope
 
-        return torch.func.vmap(one, in_dims=tuple(dims), chunk_size=chunk)(*leaves_of)
+        found: tuple[Tensor, Tensor] = mapped_over(tuple(dims), one, randomness="error", chunk=chunk)(*leaves_of)
+        return found
 
     try:
         (losses, slopes), _, _ = function.call(leaves, buffers, random, program, derivative=True)

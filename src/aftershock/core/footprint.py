@@ -103,7 +103,12 @@ class Footprint:
     @property
     def piece(self) -> int:
         """What the closed form of a step makes on the way: a dozen pieces of the flat vector, or nothing."""
-        return 0 if self.fused else CLOSED_FORM * self._block
+        return 0 if self.fused else self.plain_piece
+
+    @property
+    def plain_piece(self) -> int:
+        """The same of rows whose step counts are not the control's, which no kernel steps."""
+        return CLOSED_FORM * self._block
 
     @property
     def counting(self) -> int:

@@ -19,6 +19,7 @@ from .clipping import global_norm
 from .derivatives import derivative_error
 from .layout import Layout
 from .loss import Gradient, LossFunction
+from .mapping import mapped_over
 from .playback import TOGETHER
 from .randomness import RandomState
 from .recordings import Recording
@@ -234,7 +235,7 @@ def write_mapped(
         return [found[i] for i in used]
 
     # not `is_grads_batched`: its older batching runs row by row where it has no rule
-    found = torch.func.vmap(one)([views[i] for i in curved])
+    found = mapped_over((0,), one, randomness="error")([views[i] for i in curved])
     places = layout.row_views(out)
     for i, values in zip(used, found):
         places[i].copy_(values)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .adamw import Hyper, Run, pieces_of, runs_of
 from .layout import Layout
-from .linear_step import displacement, step_size
+from .linear_step import displacement, recounted
 from .reductions import marked, parts
 from .state import JointState, Tangent
 from .trajectory import Trajectory
@@ -280,7 +280,7 @@ class Counts:
         for now, late in zip(step.runs(self.layout), step.runs(self.layout, lag), strict=True):
             for _, w in pieces_of([now] if late.bias2 > 0 else [], moved):
                 m, v = after.m[w], after.v[w]
-                torch.sub(step_size(late, m, v), step_size(now, m, v), out=moved[w])
+                moved[w] = recounted(now, late, m, v)
         return moved
 
 

@@ -246,6 +246,19 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
     return ratio.mul_(-run.lr / run.bias1)
 
 
+def recounted(now: Run, late: Run, m: Tensor, v: Tensor) -> Tensor:
+    """q' − q at the same moments: what the bias corrections of another step count do by themselves.
+
+    eq:recounted: with a = ρ1 (√v̂ + ε) = k √v + ρ1 ε and k = ρ1/√ρ2, q = −η m/a and q' − q = −η (m/a) (a − a')/a',
+    so that no digits are lost where the counts hardly matter any more; 0/0 is a coordinate that does not move.
+    """
+    root, k, other = v.sqrt(), now.bias1 / math.sqrt(now.bias2), late.bias1 / math.sqrt(late.bias2)
+    found = m / (root * k).add_(now.bias1 * now.eps)
+    shocked = (root * other).add_(late.bias1 * late.eps)
+    apart = root.mul_(k - other).add_((now.bias1 - late.bias1) * now.eps)
+    return found.mul_(apart.div_(shocked)).nan_to_num_(0.0).mul_(-now.lr)
+
+
 def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
     """The part of it that v adds, (m + δm)(1/d' − 1/d): q is linear in m, which alone does δm/d."""
     if run.eps == 0:

@@ -245,7 +245,9 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
 def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
-    carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own, rounding=work.rounding)
+    carried = rollout_bytes(
+        work.watch.trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale
+    )
     # gradients of changes in rows are there until the last one is used, and so is the control's
     waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
@@ -283,11 +285,14 @@ def _held(load: Load) -> int:
     return min(load.exact, 1) if load.parked else load.exact
 
 
-def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False) -> int:
+def rollout_bytes(
+    trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False, late: bool = False
+) -> int:
     """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
 
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
     rounding: the probe is read near the control, too.
+    late: predicted rows may have other step counts than the control.
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
@@ -317,7 +322,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, roun
         pieces = min(AT_ONCE, most) if trajectory.together("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
-        closed = f.piece if load.linear else f.piece * 2 // 3
+        closed = f.plain_piece if late else f.piece if load.linear else f.piece * 2 // 3
         work += [
             c.build,
             c.graph + v * most + max(c.product + (pieces - 1) * c.products, closed, clipped),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from .batches import Batch
 from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import products
+from .reductions import nonzero, products
 from .rows import row_values, seen
 from .state import JointState
 from .trajectory import Trajectory
@@ -124,7 +125,9 @@ class Watch:
                 "follow more batches or make the change earlier"
             )
         wanted = longest if horizon is None else horizon
-        if not 1 <= wanted <= longest:
+        if wanted < 1:
+            raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
+        if wanted > longest:
             raise InvalidInput(
                 f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can "
                 f"be followed for {longest} with {found.name} as the probe"
@@ -239,12 +242,15 @@ class Reader:
         together = loss.together("value", batch, 1 + moment.semilinear.rows, evaluating=self.probe.evaluating)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
         values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
-        return values[1:] - values[0] if together else values - self._alone(moment)
+        apart = values[1:] - values[0] if together else values - self._alone(moment)
+        # rows of one call may round differently by their place: one that is not displaced reads what the control does
+        return torch.where(nonzero(moment.semilinear.theta).cpu(), apart, 0.0)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
-        """⟨∇F, δθ⟩: a dot product a row."""
+        """⟨∇F, δθ⟩: a dot product a row, each by itself: a matrix product may round by the number of its rows."""
         assert moment.linear is not None
-        return products(self.slope(moment), moment.linear.theta).double().cpu()
+        slope = self.slope(moment)
+        return torch.stack([products(slope, row) for row in moment.linear.theta]).double().cpu()
 
     def values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
         """F_time at rows of θ, each with its own buffers: one forward pass a row, or less."""

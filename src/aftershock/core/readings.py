@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .batches import Batch
 from .loss import LossFunction
+from .mapping import mapped_over
 from .randomness import RandomState
-from .rows import apart, mapped_over, tolerance, tried
+from .rows import apart, tolerance, tried
 
 
 def row_readings(

@@ -65,6 +65,11 @@ def largest(x: Float[Tensor, "..."]) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
+def nonzero(x: Float[Tensor, "row param"]) -> Bool[Tensor, " row"]:
+    """Which rows are not zero everywhere."""
+    return x.any(dim=1)
+
+
 def finite(x: Float[Tensor, "..."]) -> bool:
     """Is every coordinate a number?"""
     return bool(torch.isfinite(x).all())

@@ -19,7 +19,7 @@ from .operators import WriteIn
 from .probe import Reader, Watch
 from .reductions import norms
 from .rollout import Rows, rollout
-from .state import CHANNELS, JointState, Tangent
+from .state import CHANNELS, JointState, Lag, Tangent, lag_of
 
 ANSWERS = ("exact", "semilinear", "tangent")
 
@@ -99,10 +99,13 @@ def respond(
 
 
 def _fits(work: Callable[[], None]) -> bool:
-    """Whether a piece of work ends within memory; where not, what it held is gone before the next try."""
+    """Whether a piece of work ends within memory; where not, what it held is gone before the next try.
+
+    Rows that run together raise the library's own error, once not even one of them fits beside the others.
+    """
     try:
         work()
-    except torch.OutOfMemoryError:
+    except (OutOfMemory, torch.OutOfMemoryError):
         pass
     else:
         return True
@@ -203,8 +206,10 @@ class _Starts:
             del shock
         if noise is not None:
             self._add_exact(noise.row(control.after))
-        rows = self._semilinear.rows, self._linear.rows
-        self.rows = Rows(_handed_over(self._exact), *rows, control=control.after, owned=True, parked=each.parked)
+        self.rows = Rows(
+            _handed_over(self._exact), self._semilinear.rows, self._linear.rows, self._semilinear.lags,
+            self._linear.lags, control=control.after, owned=True, parked=each.parked,
+        )  # fmt: skip
 
     def _start(self, control: ControlStep, shock: Shock, i: int) -> None:
         """The rows of one change; what it took to make them is gone with this call."""
@@ -250,6 +255,7 @@ class _Collected:
     def __init__(self, layout: Layout) -> None:
         self._layout, self._next = layout, 0
         self.rows: Tangent | None = None
+        self.lags: list[Lag] = []
 
     def add(self, dx: Tangent, count: int) -> None:
         """The next of `count` tangents, which is given away."""
@@ -262,6 +268,7 @@ class _Collected:
 
     def add_difference(self, end: JointState, control: JointState, count: int, *, spend: bool) -> None:
         """The next of `count` differences; `spend` gives the end's own tensors away where it is the only one."""
+        self.lags.append(lag_of(end, control))
         if count == 1 and spend:
             self.rows = Tangent(*(getattr(end, name).sub_(getattr(control, name))[None] for name in CHANNELS))
             return

@@ -6,6 +6,7 @@ A row is a run with a change, or a prediction of one, and has a rule:
     semilinear   AdamW exact, the network's gradient linear: g + H δθ    1 Hessian product (eq:semilinear_gradient)
     linear       the tangent A δx                                        1 Hessian product
 
+Step counts are part of each: a row after a skipped step has its own bias corrections ever after.
 Rows start at the state after a change and pass every later state together with the control. Whoever wants to know
 something of them looks at each `Moment` as it comes.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from .dynamics import Linearized
 from .exact_rows import ExactRows, Gates, Steps
-from .state import JointState, Tangent
+from .state import JointState, Lag, Tangent
 from .sweeps import transit_, transit_semilinear_
 from .trajectory import Trajectory
 
@@ -28,6 +29,8 @@ class Rows:
 
     steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
         no step at all); None for a row that takes the path's own.
+    semilinear_lags, linear_lags: of every predicted row, by how many steps each parameter's count is behind the
+        control's; empty where none is.
     control: the control's state at which they start, where it is known.
     distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
     owned: the states belong to nobody else and may be written to.
@@ -38,6 +41,8 @@ class Rows:
     exact: Iterable[JointState] = ()
     semilinear: Tangent | None = None
     linear: Tangent | None = None
+    semilinear_lags: Sequence[Lag] = ()
+    linear_lags: Sequence[Lag] = ()
     steps: Sequence[Steps | None] | None = None
     control: JointState | None = None
     distinct: bool = False
@@ -92,9 +97,9 @@ def _predict(trajectory: Trajectory, time: int, controls: _Controls, rows: Rows)
     """One step of the predicted rows; the step's graph goes with this call."""
     at = trajectory.linearize(trajectory.steps[time], controls.at(time))
     if rows.linear is not None:
-        transit_(at, rows.linear)
+        transit_(at, rows.linear, rows.linear_lags)
     if rows.semilinear is not None:
-        transit_semilinear_(at, rows.semilinear)
+        transit_semilinear_(at, rows.semilinear, rows.semilinear_lags)
     controls.advance(at)
 
 

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import OutOfMemory
-from .batches import Accumulated, Batch, added, micro_batches
+from .batches import Accumulated, Batch, added, micro_batches, same_value
+from .mapping import mapped_over
 from .memory import readable
 from .randomness import RandomState
 from .reductions import equal, joint_norm, row_norms
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .loss import Gradient, LossFunction
 
 # Relative: the rounding of other kernels stays far below, another dropout mask or a hidden state far above.
-AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
+AGREE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 AGREE_AUTOCAST = 5e-2
 AT_ONCE = 128
 APART = 1.1  # how far from the others, as a factor of θ, a row is compared
@@ -230,11 +231,14 @@ def _alike(batches: Sequence[Batch]) -> bool:
     """Whether batches differ in the numbers of their tensors only, so that they stack."""
     if any(isinstance(batch, Accumulated) for batch in batches):
         return False
-    shapes = [
-        (spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves])
-        for leaves, spec in map(flatten, batches)
-    ]
-    return all(shape == shapes[0] for shape in shapes[1:])
+    (first, spec), *others = map(flatten, batches)
+
+    def same(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return same_value(x, y)
+        return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+
+    return all(spec == other and all(map(same, first, leaves)) for leaves, other in others)
 
 
 # --- inside
@@ -394,10 +398,6 @@ def _stacked(batches: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int | No
     return stacked, dims
 
 
-def mapped_over(dims: tuple[Any, ...], work: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.func.vmap(work, in_dims=dims, randomness="same")
-
-
 def tried(
     loss: LossFunction, kind: str, agrees: Callable[[], bool], run: Callable[[slice], T], count: int
 ) -> list[T] | None:
@@ -431,4 +431,5 @@ def tolerance(loss: LossFunction) -> float:
     """How far a row together may be from the same row alone."""
     if loss.autocast.enabled:
         return AGREE_AUTOCAST
-    return AGREE[torch.float64 if loss.layout.dtype == torch.float64 else torch.float32]
+    frozen = [p.dtype for p in loss.constants.values() if p.is_floating_point()]
+    return max(AGREE.get(dtype, AGREE_AUTOCAST) for dtype in [*loss.layout.dtypes, *frozen])  # the coarsest rounds most

@@ -12,6 +12,7 @@ from torch import Tensor
 from .reductions import products
 
 CHANNELS = ("theta", "m", "v")
+Lag = tuple[int, ...]  # by how many steps a row's counts are behind the control's, one entry per parameter
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Cotangent(_Triple):
 def difference(shocked: JointState, control: JointState) -> Tangent:
     """δx = x^s − x^c."""
     return Tangent(shocked.theta - control.theta, shocked.m - control.m, shocked.v - control.v)
+
+
+def lag_of(shocked: JointState, control: JointState) -> Lag:
+    """By how many steps a run's counts are behind, as after a step that was not taken; it stays so."""
+    return tuple(now - own for now, own in zip(control.counts, shocked.counts, strict=True))
 
 
 def stack(tangents: list[Tangent]) -> Tangent:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
 
+from .adamw import Run, blocks, late_runs_of
 from .dynamics import Linearized
-from .state import Cotangent, JointState, Tangent
+from .linear_step import Control, recounted, sensitivities
+from .state import Cotangent, JointState, Lag, Tangent
 from .trajectory import Trajectory
 
 
-def transit_(at: Linearized, dx: Tangent) -> None:
-    """δx ← A δx in place: carry(δx) + write_in(H δθ)."""
+def transit_(at: Linearized, dx: Tangent, lags: Sequence[Lag] = (), *, shifted: bool = True) -> None:
+    """δx ← A δx in place: carry(δx) + write_in(H δθ).
+
+    lags, shifted: as in `recount_`.
+    """
     for some in at.graph.pieces(dx.rows):
         transit_with_(at, dx[some], at.graph.products(dx.theta[some]))
+    recount_(at, dx, lags, shifted=shifted)
 
 
 def transit_with_(at: Linearized, dx: Tangent, products: Float[Tensor, "change param"]) -> None:
@@ -25,14 +31,55 @@ def transit_with_(at: Linearized, dx: Tangent, products: Float[Tensor, "change p
     at.linear.absorb_(dx, u)
 
 
-def transit_semilinear_(at: Linearized, dx: Tangent) -> None:
+def transit_semilinear_(at: Linearized, dx: Tangent, lags: Sequence[Lag] = ()) -> None:
     """δx ← f(x + δx) − f(x) in place, with the network's gradient linear and AdamW's arithmetic exact.
 
     Exact for quadratic losses. Saturation, √v and clipping are not linearized, so that coordinates with a
     small or zero v, at which A is useless at real scales, keep their true bounds.
+
+    lags: of every row, where there are any; such a row's own bias corrections are exact too.
     """
     for some in at.graph.pieces(dx.rows):
         at.linear.absorb_exactly_(dx[some], at.graph.products(dx.theta[some]), at.step.max_norm)
+    recount_exactly_(at, dx, lags)
+
+
+def recount_(at: Linearized, dx: Tangent, lags: Sequence[Lag], *, shifted: bool = True) -> None:
+    """After one linear step, in place: rows whose counts are not the control's take their own bias corrections.
+
+    δθ += (M' − M) δm + (V' − V) δv + q' − q: the derivative of the row's own step, and what its counts do at the
+    control's moments, which is no part of δx and known exactly. Without `shifted` the derivative alone.
+    """
+    for row, now, late, w, control in _late_pieces(at, dx, lags):
+        theta, m, v = row.theta[w], row.m[w], row.v[w]
+        for sign, run in ((1, late), (-1, now)):
+            dq_dm, dq_dv = sensitivities(run, control.m, control.v)
+            theta.addcmul_(dq_dm, m, value=sign).addcmul_(dq_dv, v, value=sign)
+        if shifted:
+            theta.add_(recounted(now, late, control.m, control.v))
+
+
+def recount_exactly_(at: Linearized, dx: Tangent, lags: Sequence[Lag]) -> None:
+    """The same after one semilinear step: q' − q at the row's own moments. eq:recounted"""
+    for row, now, late, w, control in _late_pieces(at, dx, lags):
+        m, v = control.m.add_(row.m[w]), control.v.add_(row.v[w]).clamp_(min=0)
+        row.theta[w].add_(recounted(now, late, m, v))
+
+
+def _late_pieces(
+    at: Linearized, dx: Tangent, lags: Sequence[Lag]
+) -> Iterator[tuple[Tangent, Run, Run, slice, Control]]:
+    """Each row that is behind, in pieces, with the control's scalars and its own.
+
+    Row by row and in plain arithmetic on every device: a kernel has one set of scalars for all of its rows, and rows
+    that are behind are few.
+    """
+    layout, hypers, counts, present = at.linear.layout, at.step.hypers, at.linear.before.counts, at.graph.present
+    for i, lag in enumerate(lags):
+        row = dx[i]
+        for now, late in late_runs_of(layout, hypers, counts, present, lag):
+            for w in blocks(now.where, row.theta):
+                yield row, now, late, w, at.linear.control(now, w)
 
 
 def retreat_(at: Linearized, c: Cotangent) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
-from ..api.ranking import VERIFY
+from ..api.ranking import VERIFY, reruns
 from ..core.batches import Batch
 from ..core.contributions import Layers
 from ..core.probe import own_loss
@@ -113,6 +113,8 @@ def explain(
     """
     if of not in (None, "loss", "norm"):
         raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
+    if not isinstance(verify, Iterable):
+        verify = reruns(verify)
     found, recorder = find_flight(flight, step)
     found = with_clip(found, clip)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, Shock, first_tangent, names_of
+from ..core.changes import ControlStep, Shock, first_tangent, names_of, tangent_lag
 from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
 from ..core.planning import at_once
@@ -21,8 +21,8 @@ from ..core.probe import Reader, Watch
 from ..core.randomness import Randomness, generator_of
 from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
-from ..core.state import Cotangent, Tangent, difference, pair, stack
-from ..core.sweeps import transit_, transit_with_
+from ..core.state import Cotangent, Tangent, difference, lag_of, pair, stack
+from ..core.sweeps import recount_, recount_exactly_, transit_, transit_with_
 from ..errors import InvalidInput
 from ..results.provenance import asked, provenance
 from ..results.statistics import rank_correlation
@@ -105,6 +105,8 @@ class _Sweep:
         ends = [shock.endpoint(1.0)[0] for shock in shocks]
         self.start = stack([first_tangent(control, shock) for shock in shocks])
         self.exact = stack([difference(end, control.after) for end in ends])
+        self.lags = [lag_of(end, control.after) for end in ends]
+        self.start_lags = [tangent_lag(control, shock, end) for shock, end in zip(shocks, ends)]
         count, horizons = len(shocks), watch.horizons
         self.alignment = torch.zeros(count, horizons, horizons, dtype=torch.float64)
         self.norms = torch.zeros(count, horizons, dtype=torch.float64)
@@ -137,10 +139,10 @@ class _Sweep:
         alone = Tangent(self.start.theta, none, none)
         linear = _joined([self.start, alone, alone, self.exact])
         full, initial, clamped, endpoint = (linear[k * count : (k + 1) * count] for k in range(4))
-        rows, reader = (
-            Rows(semilinear=self.exact.clone(), linear=linear),
-            Reader(self.watch.trajectory, self.watch.probe),
-        )
+        nothing = [(0,) * len(lag) for lag in self.lags]  # θ alone is at the control's counts
+        lags = [*self.start_lags, *nothing, *nothing, *self.lags]
+        rows = Rows(semilinear=self.exact.clone(), linear=linear, semilinear_lags=self.lags, linear_lags=lags)
+        reader = Reader(self.watch.trajectory, self.watch.probe)
         for moment in self._moments(rows):
             h = moment.time - self.watch.first
             c = self.readouts[h : h + 1]
@@ -172,7 +174,9 @@ class _Sweep:
         del linear
         exact = at.graph.products(self.exact.theta)
         transit_with_(at, kinds[3], exact.clone())
+        recount_(at, rows.linear, rows.linear_lags)
         at.linear.absorb_exactly_(rows.semilinear, exact, at.step.max_norm)
+        recount_exactly_(at, rows.semilinear, rows.semilinear_lags)
         del exact
         self._freeze(at, kinds[0].clone())
         del at, moment

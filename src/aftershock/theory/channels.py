@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of
+from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of, tangent_lag
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import count
 from ..core.rollout import Rows, rollout
-from ..core.state import CHANNELS, JointState, Tangent
+from ..core.state import CHANNELS, JointState, Lag, Tangent, stack
 from ..errors import InvalidInput
 from ..results.provenance import asked, provenance
 from ..results.summaries import summarize
@@ -33,8 +33,9 @@ NO_DERIVATIVE = "coordinates of the hybrid with v̂ = 0 and m̂ ≠ 0 at its fir
 
 
 def hybrid(control: JointState, shocked: JointState, channels: Sequence[str]) -> JointState:
-    """x^{abc}: the named channels from the shocked state, all else, counts and buffers included, the control's."""
-    return replace(control, **{name: getattr(shocked, name) for name in channels})
+    """x^{abc}: the named channels from the shocked state, step counts with all three; all else the control's."""
+    counts = shocked.counts if set(channels) == set(CHANNELS) else control.counts
+    return replace(control, counts=counts, **{name: getattr(shocked, name) for name in channels})
 
 
 def channel_responses(
@@ -51,10 +52,11 @@ def channel_responses(
     `response[answer, channel, change, horizon]` and its summaries; `interaction`, by inclusion–exclusion
     I_S = Σ_{T⊆S} (−1)^{|S|−|T|} R_T: main effects on single channels, then pairs, then all three. "exact" runs
     on from each hybrid: 7·H g a change. "tangent" propagates only those blocks of B ξ; it is linear, so three
-    isolated blocks give all eight (3·H Hessian products a change) and its interactions are zero.
+    isolated blocks give all eight (3·H Hessian products a change, 4·H after a skip) and its interactions are zero.
     `no_derivative` counts coordinates with v̂ = 0 and m̂ ≠ 0 at the hybrid's first step, where no derivative
-    exists; on "none" these are the control's own. Step counts and buffers stay the control's, so a skip's
-    "theta+m+v" is not the whole skip (`counts_differ`). Paper: "State-channel dependence and persistence".
+    exists; on "none" these are the control's own. Where step counts differ (`counts_differ`), as after a skip, they
+    are shocked in "theta+m+v" alone, which is then the whole change, and what they do is in the interaction of all
+    three. Buffers stay the control's. Paper: "State-channel dependence and persistence".
 
     answers: "exact", "tangent" or both. probe, scale, horizon, memory: as in `change.response`.
 
@@ -81,7 +83,7 @@ def channel_responses(
         if "exact" in wanted:
             found["exact"].append(_hybrids(watch, read, starts, limit))
         if "tangent" in wanted:
-            found["tangent"].append(_isolated(watch, read, starts.tangents))
+            found["tangent"].append(_isolated(watch, read, starts))
         found["broken"].append(starts.broken)
         found["counts"].append(torch.tensor([end.counts != starts.control.counts for end in starts.ends]))
     return _labelled(watch, change, wanted, {name: torch.cat(parts) for name, parts in found.items()}, scale)
@@ -96,13 +98,14 @@ class _Starts:
     """Some changes right after their step: the control's state, theirs, their tangents; nothing else is kept."""
 
     def __init__(self, watch: Watch, edits: Sequence[Edit], scale: float, tangents: bool) -> None:
-        self.ends, self.tangents = list[JointState](), list[Tangent]()
+        self.ends, self.tangents, self.lags = list[JointState](), list[Tangent](), list[Lag]()
         control = ControlStep.of(watch.trajectory, watch.at)
         for edit in edits:
             shock = edit.shock(control)
             self.ends.append(shock.endpoint(scale)[0])
             if tangents:
                 self.tangents.append(first_tangent(control, shock, scale))
+                self.lags.append(tangent_lag(control, shock, self.ends[-1]))
             del shock
         self.control = control.after
         del control
@@ -143,12 +146,22 @@ def _hybrids(
     return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
 
 
-def _isolated(watch: Watch, read: Reader, tangents: Sequence[Tangent]) -> Float[Tensor, "change channel horizon"]:
-    """Three isolated blocks of every tangent; it is linear, so that a hybrid is the sum of its blocks."""
+def _isolated(watch: Watch, read: Reader, starts: _Starts) -> Float[Tensor, "change channel horizon"]:
+    """Three isolated blocks of every tangent; it is linear, so that a hybrid is the sum of its blocks.
+
+    But for the whole one with other step counts, which shift its steps: it is a row of its own.
+    """
     member = torch.tensor([[float(name in kept) for name in CHANNELS] for kept in SUBSETS], dtype=torch.float64)
-    moments = rollout(watch.trajectory, watch.first, Rows(linear=_blocks(tangents)), watch.last)
-    found = torch.stack([read.linear(moment) for moment in moments], dim=-1)
-    return member @ found.view(len(tangents), len(CHANNELS), watch.horizons)
+    found = _tangents(watch, read, Rows(linear=_blocks(starts.tangents)))
+    values = member @ found.view(len(starts.tangents), len(CHANNELS), watch.horizons)
+    if any(any(lag) for lag in starts.lags):
+        values[:, -1] = _tangents(watch, read, Rows(linear=stack(starts.tangents), linear_lags=starts.lags))
+    return values
+
+
+def _tangents(watch: Watch, read: Reader, rows: Rows) -> Float[Tensor, "row horizon"]:
+    moments = rollout(watch.trajectory, watch.first, rows, watch.last)
+    return torch.stack([read.linear(moment) for moment in moments], dim=-1)
 
 
 def _blocks(starts: Sequence[Tangent]) -> Tangent:

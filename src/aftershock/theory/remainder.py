@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.changes import tangent_lag
 from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
@@ -116,10 +117,14 @@ def decompose(
     tangent = deviation if shock.xi is None else WriteIn(control.linear).mv(shock.xi) * scale
     nothing = deviation * 0.0
     rows = stack([deviation, tangent, minus(deviation, tangent), nothing, nothing])
+    # the tangent of a change without ξ has its own step counts; errors go on by the same derivative, unshifted
+    lag = [tangent_lag(control, shock, shocked)]
     table = _Table(path.trajectory, watched)
     table.read(change.at + 1, control.after, shocked, rows)
     for step in paired_steps(change, shocked, horizon):
-        transit_(path.trajectory.linearize(step.step, step.control), rows)
+        at = path.trajectory.linearize(step.step, step.control)
+        transit_(at, rows[:2], 2 * lag)
+        transit_(at, rows[2:], 3 * lag, shifted=False)
         smooth = minus(difference(step.smooth_after, step.control_after), rows[0])
         switching = step.switching_defect
         _add_(rows[3], smooth)
