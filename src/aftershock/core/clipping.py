@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .reductions import products, total_norm
+from .reductions import each_with, total_norm
 
 TORCH_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
@@ -55,5 +55,5 @@ def clip_jacobian(
     """
     if not clip.binds:
         return xi
-    along = products(xi, raw) / (clip.norm * (clip.norm + TORCH_EPSILON))
+    along = each_with(xi, raw) / (clip.norm * (clip.norm + TORCH_EPSILON))
     return clip.factor * (xi - along[..., None] * raw)

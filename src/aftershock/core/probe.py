@@ -16,7 +16,7 @@ from .batches import Batch
 from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import nonzero, products
+from .reductions import each_with, nonzero
 from .rows import row_values, seen
 from .state import JointState
 from .trajectory import Trajectory
@@ -247,10 +247,9 @@ class Reader:
         return torch.where(nonzero(moment.semilinear.theta).cpu(), apart, 0.0)
 
     def linear(self, moment: Moment) -> Float[Tensor, " row"]:
-        """⟨∇F, δθ⟩: a dot product a row, each by itself: a matrix product may round by the number of its rows."""
+        """⟨∇F, δθ⟩: a dot product a row."""
         assert moment.linear is not None
-        slope = self.slope(moment)
-        return torch.stack([products(slope, row) for row in moment.linear.theta]).double().cpu()
+        return each_with(moment.linear.theta, self.slope(moment)).double().cpu()
 
     def values(self, time: int, thetas: Any, buffers: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, " row"]:
         """F_time at rows of θ, each with its own buffers: one forward pass a row, or less."""

@@ -20,6 +20,12 @@ def products(a: Float[Tensor, "*n param"], b: Float[Tensor, "*k param"]) -> Floa
     return a @ (b.mT if b.ndim > 1 else b)
 
 
+def each_with(rows: Float[Tensor, "*rows param"], one: Float[Tensor, " param"]) -> Float[Tensor, "*rows"]:
+    """⟨x_i, y⟩ of every row, each by itself: a matrix product rounds by the number of its rows, and what a row is does
+    not depend on how many are carried with it."""
+    return products(rows, one) if rows.ndim == 1 else torch.stack([each_with(row, one) for row in rows])
+
+
 def paired(a: Float[Tensor, "*rows param"], b: Float[Tensor, "*rows param"]) -> Float[Tensor, "*rows"]:
     """⟨a_i, b_i⟩ of every row with its own."""
     return torch.linalg.vecdot(a, b)
