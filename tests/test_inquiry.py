@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.spike_truth import Event as TrueEvent
 
 import aftershock as ak
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
-from aftershock.recorder import explain, suspects
+from aftershock.recorder import explain, reruns, suspects
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
@@ -265,6 +266,46 @@ def test_an_event_that_came_sooner_is_not_gone() -> None:
     assert not EVENT.prevented(sooner)
     odd = Event.of([*LOSSES[: STEP - 4], 1.6, *LOSSES[STEP - 3 :]], STEP)  # a batch that is odd in the path, too
     assert odd.left(sooner) == 0.0
+
+
+def test_a_hundredth_of_a_blow_up_is_no_end_of_it() -> None:
+    """A share of the peak says nothing where the peak is 1e10: the run must stay within its own ordinary range."""
+    blown = [*LOSSES[:STEP], 3e10, *[1e9] * 8]
+    event = Event.of(blown, STEP)
+    quiet = dict.fromkeys(range(5, len(blown)), 1.0)
+    assert event.prevented(quiet)
+    assert event.prevented(quiet | {STEP: 1.9})  # within twice the usual loss
+    for high in (1e9, 2e7, 300.0, 2.5):
+        run = quiet | {STEP: high}
+        assert event.left_by_then(run) < 0.1
+        assert not event.prevented(run)
+        assert event.blows_up(run) == (high > 1e6)
+    assert Trial((3,), {}, 0.03).removes
+    assert not Trial((3,), {}, 0.03, blows_up=True).removes
+
+
+def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
+    bar = 0.2 * SPIKE
+    rest = dict.fromkeys(range(5, len(LOSSES)), 1.0)
+    assert EVENT.prevented(rest | {STEP: 1.0 + 0.9 * bar})
+    assert not EVENT.prevented(rest | dict.fromkeys(range(STEP + 1, len(LOSSES)), 1.0 + 0.6 * bar))
+    plain_rest = {n: rest.get(n, LOSSES[n]) for n in range(len(LOSSES))}
+    truth = TrueEvent.of(dict(enumerate(LOSSES)), STEP)
+    assert truth.prevented(plain_rest | {STEP: 1.0 + 0.9 * bar}, STEP)
+    assert not truth.prevented(plain_rest | dict.fromkeys(range(STEP + 1, len(LOSSES)), 1.0 + 0.6 * bar), STEP)
+    blown = TrueEvent.of(dict(enumerate([*LOSSES[:STEP], 3e10, *[1.0] * 8])), STEP)
+    assert not blown.prevented(plain_rest | {STEP: 300.0}, STEP)
+
+
+def test_usual_losses_are_seen_beside_a_path_that_blows_up() -> None:
+    """As a difference from 1e26 a loss of 0.3 has no digits left."""
+    rows = SimpleNamespace(
+        together=False,
+        own_losses=lambda time: [0.3, 2e25],
+        by_row=lambda values, control: torch.tensor(values, dtype=torch.float64) - control,
+    )
+    moment: Any = SimpleNamespace(exact=rows, time=0, trajectory=SimpleNamespace(steps=[SimpleNamespace(loss=1e26)]))
+    assert reruns._values(moment, "loss").tolist() == [0.3, pytest.approx(2e25)]
 
 
 def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:

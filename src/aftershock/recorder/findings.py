@@ -111,7 +111,7 @@ class Findings:
     @property
     def _removing(self) -> list[tuple[float, int]]:
         """What is left with a hyperparameter at its former value, where that is at most half, and which change."""
-        return [(o.left, i) for i, o in enumerate(self.held) if o.left <= BARS.half]
+        return [(o.left, i) for i, o in enumerate(self.held) if o.removes]
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -164,6 +164,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
             "treatment_left": ("treatment", [o.left for o in tried]),
             "treatment_prevents": ("treatment", [o.prevents for o in tried]),
             "treatment_delays": ("treatment", [o.delays for o in tried]),
+            "treatment_blows_up": ("treatment", [o.blows_up for o in tried]),
             "treatment_lucky": ("treatment", [o.lucky for o in tried]),
             "treatment_after": ("treatment", [o.after for o in tried]),
             "treatment_value": (("treatment", "place"), _curves(tried, event)),
@@ -236,6 +237,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "usual": event.usual,
         "sigma": event.sigma,
         "peak": event.peak,
+        "gone": event.gone,
         "highest": numbers[event.highest],
         "norm_first": f.norm_first,
         "loss_usual": [f.by_loss.usual, f.by_loss.sigma],

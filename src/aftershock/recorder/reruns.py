@@ -12,13 +12,13 @@ from torch import Tensor
 from ..core.dynamics import Step
 from ..core.footprint import room
 from ..core.planning import plan_lanes
-from ..core.probe import Reader, own_loss
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .quantity import Quantity
+from .quantity import Quantity, seen
 
 Values = Mapping[int, float]
+LOST = 1e-6  # of the path's own value: below it a difference from that has too few digits left
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def _side_by_side(
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
     starts = [run.start(before) for run in runs]
     rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
-    reader, found, going = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs], set(range(len(runs)))
+    found, going = [dict[int, float]() for _ in runs], set(range(len(runs)))
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last or not going:
             break
-        values = (_losses(reader, moment) if quantity == "loss" else _norms(moment)).tolist()
+        values = _values(moment, quantity).tolist()
         for i in sorted(going):
             found[i][moment.time] = values[i]
             if done(found[i], runs[i].left_out):
@@ -89,15 +89,15 @@ def _side_by_side(
     return found
 
 
-def _losses(reader: Reader, moment: Moment) -> Float[Tensor, " row"]:
-    return reader.exact(moment) + moment.trajectory.steps[moment.time].loss
-
-
-def _norms(moment: Moment) -> Float[Tensor, " row"]:
-    """By their difference from the control's, as losses are: rows that run together round in their own way."""
-    rows, own = moment.exact, moment.trajectory.steps[moment.time].clip.norm
-    values = rows.own_norms(moment.time)
-    return rows.by_row(values, values[0] if rows.together else own) + own
+def _values(moment: Moment, quantity: Quantity) -> Float[Tensor, " row"]:
+    """By their difference from the control's: rows that run together round in their own way. As they are where they are
+    lost in that difference, as usual losses beside those of a path that blows up."""
+    rows, own = moment.exact, seen(quantity, moment.trajectory.steps[moment.time])
+    values = rows.own_losses(moment.time) if quantity == "loss" else rows.own_norms(moment.time)
+    apart = rows.by_row(values, values[0] if rows.together else own)
+    plain = rows.by_row(values, 0.0)
+    lost = (plain.abs() < LOST * abs(own)) & (apart != 0)
+    return torch.where(lost, plain, apart + own)
 
 
 def _jittered(state: JointState) -> JointState:

@@ -27,10 +27,11 @@ class Trial:
     values: Values
     left: float
     departs: float = 0.0  # from the recorded values, as a share of the event's height
+    blows_up: bool = False
 
     @property
     def removes(self) -> bool:
-        return self.left <= BARS.half
+        return self.left <= BARS.half and not self.blows_up
 
     @property
     def keeps(self) -> bool:
@@ -114,13 +115,11 @@ class _Runs:
 
     def accused(self, steps: tuple[int, ...]) -> Trial:
         """Does it remove half of the event? The run ends once it cannot."""
-        values, out = self._values(dict.fromkeys(steps), self.event.stays), frozenset(steps)
-        return Trial(steps, values, self.event.left_by_then(values, out), self.event.departs(values, out))
+        return self._trial(dict.fromkeys(steps), self.event.stays, self.event.left_by_then)
 
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""
-        values, out = self._values(dict.fromkeys(steps), self.event.decided), frozenset(steps)
-        return Trial(steps, values, self.event.left(values, out), self.event.departs(values, out))
+        return self._trial(dict.fromkeys(steps), self.event.decided, self.event.left)
 
     def replaced(self, steps: tuple[int, ...], bad: Collection[int] = (), *, placebo: bool = False) -> Trial:
         """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too.
@@ -130,8 +129,7 @@ class _Runs:
         same = self.likeness.same({*steps, *bad}, self.before)
         sound = [i for i in self.before if i not in same]
         done, left = (self.event.decided, self.event.left) if placebo else (self.event.stays, self.event.left_by_then)
-        values, other = self._values({i: self.likeness.stand_in(i, sound) for i in steps}, done), frozenset(steps)
-        return Trial(steps, values, left(values, other), self.event.departs(values, other))
+        return self._trial({i: self.likeness.stand_in(i, sound) for i in steps}, done, left)
 
     @property
     def before(self) -> range:
@@ -152,9 +150,10 @@ class _Runs:
             found[i] = sound if len(sound) >= KIN else others
         return found
 
-    def _values(self, steps: Mapping[int, Step | None], done: Done) -> Values:
-        run = Run(min(steps), steps)
-        return run_again(self.trajectory, [run], self.event.last, self.tick, done, self.event.quantity)[0]
+    def _trial(self, steps: Mapping[int, Step | None], done: Done, left: Callable[..., float]) -> Trial:
+        run, event, out = Run(min(steps), steps), self.event, frozenset(steps)
+        (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
+        return Trial(tuple(steps), values, left(values, out), event.departs(values, out), event.blows_up(values, out))
 
 
 def inquire(

@@ -100,7 +100,7 @@ def _span(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
-    said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
+    said = f"Step {best.step} did it: {_without(found, best.left)} without it, {_placebos(attrs)}."
     part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
     raised = (
         f"It raised the {found.quantity} at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
@@ -113,13 +113,15 @@ def _replaced(found: FlightExplanation) -> str:
     """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
     each = [
-        f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
+        f"with batches like its own in place of step {step}'s, {_without(found, attrs['replaced'][str(step)])} "
         f"({left[step]:.0%} without any batch there)"
         for step in found.blamed
         if str(step) in attrs["replaced"]
     ]
     each += [
-        f"without step {step}, {_without(left[step])}" for step in found.blamed if str(step) not in attrs["replaced"]
+        f"without step {step}, {_without(found, left[step])}"
+        for step in found.blamed
+        if str(step) not in attrs["replaced"]
     ]
     count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
     others = f"with such batches in place of those of {count - other} of {count} other steps"
@@ -148,10 +150,15 @@ def _listed(steps: Sequence[int]) -> str:
     return " and ".join(part for part in (", ".join(map(str, steps[:-1])), str(steps[-1])) if part)
 
 
-def _without(left: float) -> str:
-    if left <= BARS.little:
+def _without(found: FlightExplanation, left: float) -> str:
+    if left <= found.data.attrs["gone"]:
         return "there is no spike"
-    return f"{left:.0%} of the spike is left"
+    return f"{percent(left)} of the spike is left"
+
+
+def percent(left: float) -> str:
+    """A share that is left of an event: not nothing."""
+    return "less than 1%" if left < 0.01 else f"{left:.0%}"
 
 
 def _placebos(attrs: dict[str, object]) -> str:
@@ -191,7 +198,7 @@ def _own(found: FlightExplanation) -> str:
     opening = f"The batch of step {attrs['step']} itself is the spike"
     if several:
         opening = f"The batches of steps {_listed(found.blamed)} themselves are the spike; that of step {attrs['step']}"
-    without = _without(attrs["group_left"] if several else attrs["own_left"])
+    without = _without(found, attrs["group_left"] if several else attrs["own_left"])
     left = f"{without.capitalize()} without {'them' if several else 'it'}"
     return f"{opening}: {attrs['data']}. {left}, {_placebos(attrs)}."
 
@@ -203,8 +210,9 @@ def _shift(found: FlightExplanation) -> str:
 
 def _hyperparameter(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
-    return f"A hyperparameter did it: {said}; with the former value {_without(left)} (replayed). No batch is to blame."
+    left = _without(found, attrs["hyperparameter_left"])
+    said = f"{attrs['hyperparameter_said']}; with the former value {left} (replayed)"
+    return f"A hyperparameter did it: {said}. No batch is to blame."
 
 
 def _condition(found: FlightExplanation) -> str:
@@ -213,7 +221,7 @@ def _condition(found: FlightExplanation) -> str:
     if not found.blamed or attrs["hyperparameter_said"] is None:
         return ""
     said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
-    return f"In this window, {said}; with the former value, too, {_without(left)} (replayed)."
+    return f"In this window, {said}; with the former value, too, {_without(found, left)} (replayed)."
 
 
 def _instability(found: FlightExplanation) -> str:
@@ -376,10 +384,12 @@ def outcome(data: xr.Dataset, i: int) -> str:
     """What became of the event under a treatment."""
     if bool(data["treatment_prevents"][i]):
         return "prevents it"
+    if bool(data["treatment_blows_up"][i]):
+        return "blows up"
     left = float(data["treatment_left"][i])
     if bool(data["treatment_delays"][i]):
         return "delays it"
     if bool(data["treatment_lucky"][i]):
-        return f"prevents it, and leaves {left:.0%} from one rounding away"
+        return f"prevents it, and leaves {percent(left)} from one rounding away"
     so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
-    return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
+    return f"leaves {percent(left)}{so_far}" if left < 10 else "makes it worse"
