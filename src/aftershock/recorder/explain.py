@@ -29,6 +29,7 @@ from .descriptions import Describe, Kept, kept
 from .event import BARS, FEWEST, Event
 from .explanation import FlightExplanation
 from .findings import Findings, labelled
+from .groups import LARGEST
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import ORDINARY, data, own_batches, update_sizes
 from .not_a_number import NotANumberFinding, not_a_number
@@ -39,7 +40,7 @@ from .replay import Replay, replay, untaken
 from .reruns import Run
 from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
-from .suspects import LARGEST, LEAST, inquire
+from .suspects import LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, not_by_luck, proved, try_all
 from .triggers import THRESHOLD, robust_z

@@ -23,9 +23,9 @@ from .quantity import seen
 from .replay import Replay
 from .stability import Amplification, Sharpness
 from .store import Flight
-from .suspects import Inquiry
 from .sweep import CHANGES, Swept, readout_at
 from .treatments import Outcome, sufficient
+from .trials import Inquiry
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -253,6 +253,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "cleared": [numbers[t.steps[0]] for t in inquiry.cleared],
         "group": [] if group is None else [numbers[i] for i in group.steps],
         "group_replaced": group is inquiry.group and inquiry.group_replaced,
+        "group_back": inquiry.group_back,
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
         "placebos_change": inquiry.changing,

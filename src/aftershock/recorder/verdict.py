@@ -182,9 +182,11 @@ def _group(found: FlightExplanation) -> str:
                 f"{attrs['group_left']:.0%} of {_spike(found)} is left, the own batch of each of them adds to it, and "
                 f"it stays with such batches in place of those of {kept} of {others}."
             )
+        kind = " of the same kind of data" if attrs["replaced_kin"] else ""
         return (
-            f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
-            f"without one of them most of it stays, and it stays without {kept} of {others}."
+            f"Steps {names} did it together: without them {percent(attrs['group_left'])} of {_spike(found)} is left, "
+            f"with any one of them back at least {percent(attrs['group_back'])}, and it stays without {kept} of "
+            f"{others}{kind}."
         )
     left = [c.left for c in found.culprits[: len(found.blamed)]]
     return (
