@@ -51,11 +51,19 @@ class Event:
     quantity: Quantity = "loss"
 
     @classmethod
-    def of(cls, values: Sequence[float], step: int, first: int = 0, quantity: Quantity = "loss") -> Event:
-        """The stretch begins where the values before the explained one rose above what was usual until then."""
+    def of(
+        cls,
+        values: Sequence[float],
+        step: int,
+        first: int = 0,
+        quantity: Quantity = "loss",
+        known: tuple[float, float] | None = None,
+    ) -> Event:
+        """The stretch begins where the values before the explained one rose above what was usual until then, or above
+        what is `known` to be usual, (value, σ), from before the path."""
         onset = step
         for _ in range(2):  # the usual value by all before the step, then by those before the onset
-            middle, spread = usual(values[:onset] or values[:1])
+            middle, spread = known or usual(values[:onset] or values[:1])
             spread = max(spread, FLATTEST * abs(middle))
             onset = step
             while onset > FEWEST and values[onset - 1] > middle + BARS.gone * spread:
@@ -183,3 +191,8 @@ class Event:
 
 def _excess(values: Sequence[float], level: float) -> float:
     return sum(max(0.0, x - level) for x in values)
+
+
+def percent(left: float) -> str:
+    """A share that is left of an event: not nothing."""
+    return "less than 1%" if left < 0.01 else f"{left:.0%}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from .trials import Inquiry
 if TYPE_CHECKING:
     import xarray as xr
 
+AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
 CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
@@ -49,6 +51,8 @@ class Findings:
     main: str = "skip"  # what a step is compared with
     refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
+    rise: tuple[float, float] | None = None  # the lowest running median, and σ, of a loss that has risen slowly
+    finite_with: list[bool] = field(default_factory=list)  # is a step that is not finite so with each change undone?
     updates: UpdateSizes | None = None
     growth: Amplification | None = None
     sharp: Sharpness | None = None
@@ -87,6 +91,12 @@ class Findings:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
         event, scatter = self.event, self.replayed.scatter(self.event.quantity)
         return bool(scatter) and event.is_one and scatter[event.step] >= event.values[event.step] - event.usual
+
+    @property
+    def rose_before(self) -> bool:
+        """Was a loss that has risen slowly high already where the window begins?"""
+        before = self.event.values[: max(self.event.onset, FEWEST)]
+        return self.rise is not None and statistics.median(before) > self.event.level
 
     @property
     def explained(self) -> int:
@@ -220,6 +230,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best, scatter = sufficient(f.outcomes), f.replayed.scatter(event.quantity)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
+    if any(f.finite_with):
+        change = f.finite_with.index(True)
     condition = change if change is not None else f.condition
     group = inquiry.own if f.kind == "own batch" and len(f.blamed) > 1 else inquiry.group
     replaced = inquiry.blamed_by_replacing if f.blamed else ()
@@ -243,6 +255,9 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "loss_usual": [f.by_loss.usual, f.by_loss.sigma],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
+        "after_wanted": min(AFTER, f.flight.run.get("after", AFTER)),
+        "after_ends": _ends(f),
+        "not_finite": next((n for n, r in sorted(f.flight.records.items()) if n > f.explained and not r.finite), None),
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
         "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
@@ -262,8 +277,13 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "treatment": None if best is None else best.treatment.name,
         "hyperparameter": None if change is None else f.changes[change].name,
         "hyperparameter_said": None if condition is None else f.changes[condition].sentence,
-        "hyperparameter_left": math.nan if condition is None else f.held[condition].left,
+        "hyperparameter_left": math.nan if condition is None or not f.held else f.held[condition].left,
         "changes": [c.sentence for c in f.changes],
+        "changes_left": [o.left for o in f.held],
+        "finite_with": f.finite_with,
+        "rise": None if f.rise is None else f.rise[0],
+        "rose_before": f.rose_before,
+        "starts_here": records[0].step == min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "data": "" if f.data is None else f.data.sentence,
         "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),
         "update_large": f.updates is not None and f.updates.large(max(event.onset - 1, 0)),
@@ -280,6 +300,15 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
     }
+
+
+def _ends(f: Findings) -> str:
+    """Why no step after the event's last one belongs to it: that is not finite, the window was closed, or it still
+    records."""
+    following = f.flight.records.get(f.replayed.records[-1].step + 1)
+    if following is not None and not following.finite:
+        return "not finite"
+    return "open" if f.flight.trigger is None or f.flight.folder.name == "ring" else "closed"
 
 
 def _repeats(f: Findings) -> list[int]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .event import TAIL
-from .verdict import outcome, percent
+from .event import TAIL, percent
+from .verdict import outcome
 
 if TYPE_CHECKING:
     from .explanation import FlightExplanation

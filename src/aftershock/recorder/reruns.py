@@ -69,6 +69,15 @@ def run_again(
     return found
 
 
+def state_after(trajectory: Trajectory, run: Run, last: int) -> JointState | None:
+    """The state after step `last` of a run; None where it has left the finite numbers before."""
+    steps = [run.steps.get(i, step) for i, step in enumerate(trajectory.steps)]
+    rows = Rows([run.start(trajectory.state(run.at))], steps=[steps])
+    *_, end = rollout(trajectory, run.at, rows, last + 1)
+    alive = bool(end.exact.by_row([0.0] * len(end.exact.buffers), 0.0).isfinite().all())
+    return end.exact.state(0, end.control) if alive else None
+
+
 def _side_by_side(
     trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done, quantity: Quantity
 ) -> list[dict[int, float]]:

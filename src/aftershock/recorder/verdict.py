@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .event import BARS, FEWEST
+from .event import BARS, percent
 from .triggers import robust_z, usual
+from .unrecorded import risen, short
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
-ENOUGH = 8  # placebos, below which a blame is weak
-PLACEBOS_DECIDE = ("batch", "group", "instability", "unknown")  # kinds that rest on what other steps do
 CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
@@ -40,6 +39,8 @@ def _level(found: FlightExplanation) -> float:
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
     attrs, parts = found.data.attrs, []
+    if attrs["rise"] is not None:
+        parts.append(f"{attrs['reason'][0].upper()}{attrs['reason'][1:]}.")
     if found.kind not in CALM and attrs["nothing_seen"]:
         parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
     if _about_norm(found) and found.quantity != "loss":
@@ -56,41 +57,30 @@ def _opening(found: FlightExplanation) -> str:
     if attrs["missing"]:
         parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
     if found.kind != "not a number":
-        parts += _short(found)
+        parts += short(found)
     return " ".join(parts)
 
 
 def _closing(found: FlightExplanation) -> str:
-    if not _about_norm(found) or found.quantity != "loss":
-        return ""
-    return f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).'
+    """What else there is to ask about."""
+    first, parts = found.data.attrs["not_finite"], []
+    if first is not None and found.kind != "not a number":
+        parts.append(
+            f"The loss or gradient of step {first} is not finite: step={first} (--step {first}) explains that."
+        )
+    if _about_norm(found) and found.quantity == "loss":
+        parts.append(f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).')
+    return " ".join(parts)
 
 
 def _about_norm(found: FlightExplanation) -> bool:
     return found.kind != "not a number" and bool(found.data.attrs["norm_first"])
 
 
-def _short(found: FlightExplanation) -> list[str]:
-    """Where too little was recorded before it, and what to do next time."""
-    attrs, places = found.data.attrs, found.data["place"].values.tolist()
-    before = places.index(attrs["stretch"][0])
-    if before < FEWEST:
-        earlier = "start the recorder earlier, or record with a larger window=, next time"
-        remedy = earlier if places[0] else "the run had only begun"
-        return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
-    others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
-    if attrs["event"] in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
-        remedy = "record with a larger window= next time" if places[0] else "the run had only begun"
-        return [
-            f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
-            f"what others do not do; {remedy}."
-        ]
-    return []
-
-
 def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
+    noun = "spike" if attrs["rise"] is None else "rise"
+    return f"the {noun} of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
 
 
 def _span(found: FlightExplanation) -> str:
@@ -154,11 +144,6 @@ def _without(found: FlightExplanation, left: float) -> str:
     if left <= found.data.attrs["gone"]:
         return "there is no spike"
     return f"{percent(left)} of the spike is left"
-
-
-def percent(left: float) -> str:
-    """A share that is left of an event: not nothing."""
-    return "less than 1%" if left < 0.01 else f"{left:.0%}"
 
 
 def _placebos(attrs: dict[str, object]) -> str:
@@ -272,6 +257,8 @@ def _unknown(found: FlightExplanation) -> str:
     tried = found.tried
     if attrs["lost_in_scatter"]:
         return f"What caused {_spike(found)} is not known."
+    if attrs["rose_before"]:
+        return risen(found)
     if not attrs["value"] > _level(found):
         return f"Whether the {found.quantity} {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
@@ -290,8 +277,6 @@ def _unknown(found: FlightExplanation) -> str:
     parts = [f"What caused {_spike(found)} is not known: {seen}.", treated(found)]
     if higher:
         parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
-    if attrs["after"] < ENOUGH:
-        parts.append(f"{attrs['after']} step(s) after it were recorded; more would tell more.")
     return " ".join(part for part in parts if part)
 
 
@@ -310,7 +295,11 @@ def _not_a_number(found: FlightExplanation) -> str:
             else "the run begins with it, so that the cause lies in the weights, the data or the loss itself"
         )
     said = attrs["not_a_number"]
-    return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
+    parts = [f"{opening}."] + ([f"{said[0].upper()}{said[1:]}."] if said else [])
+    for change, finite in zip(attrs["changes"], attrs["finite_with"]):
+        now = "is finite" if finite else "is not finite either"
+        parts.append(f"Before it, {change}: with the former value step {attrs['asked']} {now} (replayed).")
+    return " ".join(parts)
 
 
 def _no_spike(found: FlightExplanation) -> str:
