@@ -215,7 +215,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
             own=own,
             tick=tick,
         )
-    steps_left = math.inf if not f.blamed else RERUN * len(steps) - f.inquiry.steps
+    steps_left = math.inf if not f.blamed else RERUN * len(steps) - sum(f.inquiry.spent)
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])

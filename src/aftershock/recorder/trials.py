@@ -51,13 +51,7 @@ class Inquiry:
     group_back: float = math.nan  # what is left of the event, at least, with one step of the group back
     group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
-
-    @property
-    def steps(self) -> int:
-        """How many steps the runs took."""
-        singles = (self.suspects, self.placebos, self.replaced, self.replaced_placebos)
-        together = (self.group_placebos, [t for t in (self.group, self.own) if t is not None])
-        return sum(len(t.values) for trials in (*singles, *together) for t in trials)
+    spent: list[int] = field(default_factory=list)  # the steps of every run that was made for it
 
     @property
     def changing(self) -> int:
