@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from .spike_runs import Loop, Window
 
 HALF, LITTLE, SIGMAS = 0.5, 0.2, 3.0
+TOLD = 8.0  # robust σ from which a trigger tells a loss
+TAIL = 4  # last losses of the stretch
 JITTERED = 8  # runs
 AGAIN = 3  # runs with a treatment where a run does not repeat itself
 BACK = (1, 2, 4, 8)
@@ -71,9 +73,19 @@ class Event:
         apart = [abs(losses[n] - path[n]) for n in range(self.onset, self.last + 1) if n in losses]
         return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / self.peak
 
-    def prevented(self, losses: Losses) -> bool:
-        high = [losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses]
-        return all(map(math.isfinite, high)) and max(high) <= max(SIGMAS * self.sigma, LITTLE * self.peak)
+    @property
+    def little(self) -> float:
+        """The height up to which another run has no event: a fifth of the peak, where that is still ordinary (no
+        trigger tells it, or it is within twice the usual loss): a fifth of a blow-up is a blow-up."""
+        return max(SIGMAS * self.sigma, min(LITTLE * self.peak, max(TOLD * self.sigma, abs(self.usual))))
+
+    def prevented(self, losses: Losses, trigger: int) -> bool:
+        """Nowhere high in the stretch, and at its end, where that is after the trigger, half as high at most."""
+        high = {n: losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses}
+        if not all(map(math.isfinite, high.values())) or max(high.values()) > self.little:
+            return False
+        tail = [x for n, x in high.items() if n > trigger][-TAIL:]
+        return len(tail) < TAIL or statistics.fmean(tail) <= max(SIGMAS * self.sigma, HALF * self.little)
 
 
 def _usual(losses: Sequence[float]) -> tuple[float, float]:
@@ -263,5 +275,5 @@ def _before(window: Window, loop: Loop, event: Event) -> tuple[int, Loop]:
 
 
 def _prevents(window: Window, event: Event, losses: dict[int, float]) -> bool:
-    little = max(SIGMAS * event.sigma / event.peak, LITTLE)
-    return event.prevented(losses) and event.sooner(window.by_step, losses) <= little
+    sooner = event.sooner(window.by_step, losses) * event.peak
+    return event.prevented(losses, window.trigger) and sooner <= event.little

@@ -124,7 +124,7 @@ def test_a_window_too_short_for_placebos(tmp_path: Path) -> None:
     found = ak.explain(recorded(tmp_path, 10, change))
     assert (found.kind, found.blamed) == ("batch", (WARM + 4,))
     assert first_sentence(found).startswith("The window is short: only 4 step(s) that nobody suspects")
-    assert "record with a larger window= next time" in first_sentence(found)
+    assert "start the recorder earlier next time" in first_sentence(found)  # not a larger window=: this one is not full
 
 
 def test_a_run_whose_replays_differ_by_more_than_the_spike(tmp_path: Path) -> None:

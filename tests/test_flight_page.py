@@ -275,7 +275,8 @@ def test_the_figure_shows_what_the_headline_says(found: FlightExplanation, tmp_p
         figure = trial_figure(one, one.culprits, [])
         return {trace.name: dict(zip(trace.x, trace.y)) for trace in figure.data}
 
-    own = with_data(found, event="own batch", blamed=[SPIKE], own_left=0.02, data="it is high on other weights too")
+    told = "it is high on other weights too"
+    own = with_data(found, event="own batch", blamed=[SPIKE], own_left=0.02, gone=0.2, data=told)
     assert own.verdict.startswith(f"The batch of step {SPIKE} itself is the spike")
     assert left(own)["without a blamed step"] == {SPIKE: 0.02}
     assert other_runs(own)[0].word == "prevents it"

@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.spike_truth import Event as TrueEvent
 
 import aftershock as ak
 from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
 from aftershock.core.rows import row_gradients
-from aftershock.recorder import explain, suspects
+from aftershock.recorder import explain, reruns, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
-from aftershock.recorder.suspects import Inquiry, Trial, inquire
+from aftershock.recorder.suspects import inquire
+from aftershock.recorder.trials import Inquiry, Trial
 
 from .test_agreement import plain, running, squares
 
@@ -72,7 +74,7 @@ def asked_of(
     ]
     steps = [Step(i, x, None, (), None) for i, x in enumerate(inputs)]  # type: ignore[arg-type]
     trajectory: Any = SimpleNamespace(steps=steps)
-    monkeypatch.setattr(suspects, "run_again", Runs(left, instead, moves))
+    monkeypatch.setattr(trials, "run_again", Runs(left, instead, moves))
     return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)
 
 
@@ -84,11 +86,43 @@ def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back
     def left(out: frozenset[int]) -> float:
         return 0.1 if guilty <= out else 0.9 - 0.05 * len(out & guilty) - 0.2 * (9 in out)
 
+    dear = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
+    assert (dear.blamed, len(dear.group_placebos)) == ((5, 6, 7), 4)  # every run here takes the whole window
+    monkeypatch.setattr(trials, "MOST", 100)
     found = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
     assert found.group is not None
     assert found.group.steps == (5, 6, 7)
     assert found.blamed == (5, 6, 7)
     assert len(found.group_placebos) == 8
+
+
+def test_each_round_asks_anew_who_does_most_beside_those_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone 9 and 3 do more than 7, which acts only beside 5; without all three of them nothing is left."""
+    alone = {5: 0.6, 9: 0.65, 3: 0.7, 7: 0.95}
+
+    def left(out: frozenset[int]) -> float:
+        if {5, 7, 9} <= out:
+            return 0.0
+        return 0.3 if {5, 7} <= out else min((alone.get(i, 1.0) for i in out), default=1.0)
+
+    found = asked_of(left, [3, 5, 7, 9], monkeypatch)
+    assert found.blamed == (5, 7, 9)
+    assert found.group_back == pytest.approx(0.3, abs=0.01)  # with 9 back
+    anybody = asked_of(lambda out: 0.0 if len(out) > 2 else left(out), [3, 5, 7, 9], monkeypatch)
+    assert anybody.blamed == ()  # any three would do
+
+
+def test_groups_are_looked_for_where_one_that_removes_half_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rare kind of data: step 5 alone removes half, not clearly more than others do; 5, 8 and 11 remove all of it,
+    and 11, which does nothing alone, is no suspect."""
+    guilty = frozenset((5, 8, 11))
+
+    def left(out: frozenset[int]) -> float:
+        return {0: 0.95, 1: 0.49 if 5 in out else 0.95, 2: 0.3, 3: 0.0}[len(out & guilty)]
+
+    found = asked_of(left, [5, 8], monkeypatch, lambda steps: 0.9, rare=RARE)
+    assert found.blamed == (5, 8, 11)
+    assert not {i for t in found.group_placebos for i in t.steps} & guilty
 
 
 def test_the_explained_step_is_in_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +148,7 @@ def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: py
     assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 4
     blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
     assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
-    ends = suspects.run_again.ends  # type: ignore[attr-defined]
+    ends = trials.run_again.ends  # type: ignore[attr-defined]
     assert [ends[frozenset(t.steps)] for t in blamed.placebos] == ["decided"] * 8
     assert ends[frozenset({1})] == "stays"
 
@@ -267,6 +301,46 @@ def test_an_event_that_came_sooner_is_not_gone() -> None:
     assert not EVENT.prevented(sooner)
     odd = Event.of([*LOSSES[: STEP - 4], 1.6, *LOSSES[STEP - 3 :]], STEP)  # a batch that is odd in the path, too
     assert odd.left(sooner) == 0.0
+
+
+def test_a_hundredth_of_a_blow_up_is_no_end_of_it() -> None:
+    """A share of the peak says nothing where the peak is 1e10: the run must stay within its own ordinary range."""
+    blown = [*LOSSES[:STEP], 3e10, *[1e9] * 8]
+    event = Event.of(blown, STEP)
+    quiet = dict.fromkeys(range(5, len(blown)), 1.0)
+    assert event.prevented(quiet)
+    assert event.prevented(quiet | {STEP: 1.9})  # within twice the usual loss
+    for high in (1e9, 2e7, 300.0, 2.5):
+        run = quiet | {STEP: high}
+        assert event.left_by_then(run) < 0.1
+        assert not event.prevented(run)
+        assert event.blows_up(run) == (high > 1e6)
+    assert Trial((3,), {}, 0.03).removes
+    assert not Trial((3,), {}, 0.03, blows_up=True).removes
+
+
+def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
+    bar = 0.2 * SPIKE
+    rest = dict.fromkeys(range(5, len(LOSSES)), 1.0)
+    assert EVENT.prevented(rest | {STEP: 1.0 + 0.9 * bar})
+    assert not EVENT.prevented(rest | dict.fromkeys(range(STEP + 1, len(LOSSES)), 1.0 + 0.6 * bar))
+    plain_rest = {n: rest.get(n, LOSSES[n]) for n in range(len(LOSSES))}
+    truth = TrueEvent.of(dict(enumerate(LOSSES)), STEP)
+    assert truth.prevented(plain_rest | {STEP: 1.0 + 0.9 * bar}, STEP)
+    assert not truth.prevented(plain_rest | dict.fromkeys(range(STEP + 1, len(LOSSES)), 1.0 + 0.6 * bar), STEP)
+    blown = TrueEvent.of(dict(enumerate([*LOSSES[:STEP], 3e10, *[1.0] * 8])), STEP)
+    assert not blown.prevented(plain_rest | {STEP: 300.0}, STEP)
+
+
+def test_usual_losses_are_seen_beside_a_path_that_blows_up() -> None:
+    """As a difference from 1e26 a loss of 0.3 has no digits left."""
+    rows = SimpleNamespace(
+        together=False,
+        own_losses=lambda time: [0.3, 2e25],
+        by_row=lambda values, control: torch.tensor(values, dtype=torch.float64) - control,
+    )
+    moment: Any = SimpleNamespace(exact=rows, time=0, trajectory=SimpleNamespace(steps=[SimpleNamespace(loss=1e26)]))
+    assert reruns._values(moment, "loss").tolist() == [0.3, pytest.approx(2e25)]
 
 
 def test_batches_are_alike_by_their_inputs_not_by_their_labels() -> None:

@@ -13,7 +13,12 @@ from aftershock.recorder.treatments import Outcome, Treatment, proved
 from aftershock.recorder.verdict import outcome, treated
 
 EVENT = SimpleNamespace(
-    last=0, stays=None, quantity="loss", prevented=lambda values: values[0] < 1, left_by_then=lambda values: 0.8
+    last=0,
+    stays=None,
+    quantity="loss",
+    prevented=lambda values: values[0] < 1,
+    left_by_then=lambda values: 0.8,
+    blows_up=lambda values: False,
 )
 
 
@@ -49,6 +54,7 @@ def test_what_helps_once_may_be_luck(
             "treatment_prevents": ("treatment", prevents),
             "treatment_lucky": ("treatment", lucky),
             "treatment_delays": ("treatment", [False] * 3),
+            "treatment_blows_up": ("treatment", [False] * 3),
             "treatment_left": ("treatment", [o.left for o in found]),
             "treatment_after": ("treatment", [0.5] * 3),
         }

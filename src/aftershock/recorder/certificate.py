@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
+from .unrecorded import after
 
 if TYPE_CHECKING:
     from .explanation import FlightExplanation
@@ -18,12 +19,13 @@ def certificate(found: FlightExplanation) -> Certificate:
     exact = deviation == 0 and attrs["replayed"] > 0
     findings = [Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
     if attrs["scatter"]:
-        away = "replays that start a rounding away differ by that much"
-        sentence = f"Every measured number is ± {attrs['scatter']:.2g}: {away}."
+        sentence = (
+            f"From replay to replay the {found.quantity} of step {attrs['step']} is ± {attrs['scatter']:.2g}; later "
+            "steps, and runs with something changed, may scatter more."
+        )
         findings.append(Finding("care", "scatter", found.quantity, attrs["scatter"], 0.0, sentence))
-    if attrs["event"] not in ("no spike", "not a number") and not attrs["after"]:
-        sentence = "No step after the spike was recorded yet: one that only moves would not be seen."
-        findings.append(Finding("care", "event", "steps after it", 0, 1, sentence))
+    if attrs["event"] not in ("no spike", "not a number") and (sentence := after(attrs)):
+        findings.append(Finding("care", "event", "steps after it", attrs["after"], attrs["after_wanted"], sentence))
     if attrs["linear_ok"] and not attrs["predicted"]:
         sentence = f"Nothing is predicted: {attrs['check']}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))

@@ -4,11 +4,12 @@ leaves of it."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .quantity import Quantity
-from .triggers import FLATTEST, USUAL, usual
+from .triggers import FLATTEST, THRESHOLD, USUAL, usual
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,10 @@ class Bars:
     """The numbers that decide a verdict."""
 
     gone: float = USUAL  # robust σ above the usual value, below which there is no event
-    little: float = 0.2  # of the event: what may be left of one that is gone
+    little: float = 0.2  # of the event: what may be left of one that is gone, where that is ordinary (`ordinary`)
+    # Times the ordinary height: a run that rises beyond it blows up, whatever share of the event that is. One that fits
+    # its data rises a thousandfold when it loses what it has learnt; that is no blow-up yet.
+    blown: float = 1e6
     slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it
     specific: float = 0.125  # of the placebos: if more of them change the event, the step is nothing special
@@ -28,6 +32,7 @@ class Bars:
 BARS = Bars()
 FEWEST = 3  # values before the event that say what is usual
 SETTLED = 4  # usual values in a row, after which an event is over
+TAIL = 4  # last values of the event: what comes after it
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,19 @@ class Event:
     quantity: Quantity = "loss"
 
     @classmethod
-    def of(cls, values: Sequence[float], step: int, first: int = 0, quantity: Quantity = "loss") -> Event:
-        """The stretch begins where the values before the explained one rose above what was usual until then."""
+    def of(
+        cls,
+        values: Sequence[float],
+        step: int,
+        first: int = 0,
+        quantity: Quantity = "loss",
+        known: tuple[float, float] | None = None,
+    ) -> Event:
+        """The stretch begins where the values before the explained one rose above what was usual until then, or above
+        what is `known` to be usual, (value, σ), from before the path."""
         onset = step
         for _ in range(2):  # the usual value by all before the step, then by those before the onset
-            middle, spread = usual(values[:onset] or values[:1])
+            middle, spread = known or usual(values[:onset] or values[:1])
             spread = max(spread, FLATTEST * abs(middle))
             onset = step
             while onset > FEWEST and values[onset - 1] > middle + BARS.gone * spread:
@@ -69,6 +82,17 @@ class Event:
     @property
     def peak(self) -> float:
         return max(self.values[self.onset :]) - self.usual
+
+    @property
+    def ordinary(self) -> float:
+        """How high above the usual nobody would call an event: no trigger tells it, or it is within twice the usual. A
+        share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too."""
+        return max(THRESHOLD * self.sigma, abs(self.usual))
+
+    @property
+    def gone(self) -> float:
+        """The share of the peak up to which what is left is no event."""
+        return min(BARS.little, self.ordinary / self.peak) if self.peak > 0 else BARS.little
 
     @property
     def highest(self) -> int:
@@ -124,10 +148,18 @@ class Event:
         return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / max(self.peak, 1e-300)
 
     def prevented(self, run: Mapping[int, float]) -> bool:
-        """No event is left anywhere in the stretch, nor a new one, nor one that came sooner."""
-        highest = max(self._stretch(run, frozenset(), max(run))) - self.usual
+        """No event is left anywhere in the stretch, nor a new one, nor one that came sooner; and where steps after it
+        are recorded, it ends as usual: half as high at most."""
+        stretch = self._stretch(run, frozenset(), max(run))
         usual = min(BARS.gone * self.sigma, BARS.half * self.peak)  # of an event that hardly passes the level, half
-        return max(highest, self._earlier(run)) <= max(usual, BARS.little * self.peak)
+        little, tail = self.gone * self.peak, stretch[self.step + 1 - self.onset :][-TAIL:]
+        calm = len(tail) < TAIL or statistics.fmean(tail) - self.usual <= max(usual, BARS.half * little)
+        return calm and max(max(stretch) - self.usual, self._earlier(run)) <= max(usual, little)
+
+    def blows_up(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
+        """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was."""
+        stretch = self._stretch(run, without, max(run))
+        return max(stretch, default=self.usual) - self.usual > BARS.blown * self.ordinary
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained value is usual."""
@@ -159,3 +191,8 @@ class Event:
 
 def _excess(values: Sequence[float], level: float) -> float:
     return sum(max(0.0, x - level) for x in values)
+
+
+def percent(left: float) -> str:
+    """A share that is left of an event: not nothing."""
+    return "less than 1%" if left < 0.01 else f"{left:.0%}"

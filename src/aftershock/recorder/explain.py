@@ -29,23 +29,23 @@ from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, 
 from .descriptions import Describe, Kept, kept
 from .event import BARS, FEWEST, Event
 from .explanation import FlightExplanation
-from .findings import Findings, labelled
+from .findings import AFTER, Findings, labelled
+from .groups import LARGEST
 from .hyperparameters import HyperChange, hyperparameters
 from .instruments import ORDINARY, data, own_batches, update_sizes
-from .not_a_number import NotANumberFinding, not_a_number
+from .not_a_number import NotANumberFinding, is_finite, not_a_number
 from .quantity import Quantity, seen
 from .recorder import FlightRecorder
 from .records import Record, Source
 from .replay import Replay, replay, untaken
-from .reruns import Run
+from .reruns import Run, state_after
 from .stability import TOO_FAST, amplification, sharpness
 from .store import Flight
-from .suspects import LARGEST, LEAST, inquire
+from .suspects import LEAST, inquire
 from .sweep import Swept, sweep
 from .treatments import Treatment, not_by_luck, proved, try_all
-from .triggers import THRESHOLD, robust_z
+from .triggers import THRESHOLD, risen, robust_z
 
-AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 PLACEBOS = 8
 OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
@@ -124,14 +124,21 @@ def explain(
     replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
     nan = _not_a_number(found, replayed, asked, code) if asked != target else None
     nothing, by_loss = Swept.nothing(_layers(replayed), replayed.last), _event(replayed, "loss")
-    norm_first = asked == target and _norm_first(replayed, by_loss)
-    event = _event(replayed, _measured(by_loss, norm_first, of, named=step is not None)) if asked == target else by_loss
-    findings = Findings(found, replayed, event, nothing, asked, by_loss, norm_first, nan=nan)
+    rise = risen(found.reason) if of != "norm" and asked == target == found.trigger else None
+    if rise is not None:
+        by_loss = _event(replayed, "loss", rise)
+    norm_first = rise is None and asked == target and _norm_first(replayed, by_loss)
+    if rise is None and asked == target:
+        event = _event(replayed, _measured(by_loss, norm_first, of, named=step is not None))
+    else:
+        event = by_loss
+    findings = Findings(found, replayed, event, nothing, asked, by_loss, norm_first, nan=nan, rise=rise)
     asking = nan is None and event.is_one and not findings.lost_in_scatter
     if target is None:
         findings.refused = "the first recorded step is not finite"
     elif nan is not None:
         findings.refused = f"step {asked} is not finite, and the {event.quantity} before it is not what happened"
+        _hold_before(findings, code)
     else:
         _predict(findings, references, watched=asking)
     if asking:
@@ -150,9 +157,9 @@ def explain(
     return FlightExplanation(told)
 
 
-def _event(replayed: Replay, quantity: Quantity) -> Event:
+def _event(replayed: Replay, quantity: Quantity, known: tuple[float, float] | None = None) -> Event:
     values = [seen(quantity, step) for step in replayed.trajectory.steps]
-    return Event.of(values, replayed.last, replayed.records[0].step, quantity)
+    return Event.of(values, replayed.last, replayed.records[0].step, quantity, known)
 
 
 def _norm_first(replayed: Replay, by_loss: Event) -> bool:
@@ -191,6 +198,9 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(steps, change, event) for change in f.changes]
+    if f.rose_before:  # what began it is not among these steps
+        f.held = try_all(trajectory, event, held, more_only=True)
+        return
     suspected, reserve = _suspected(f, verify)
     with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
         least = LEAST if isinstance(verify, int) else len(suspected)
@@ -209,7 +219,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
             own=own,
             tick=tick,
         )
-    steps_left = math.inf if not f.blamed else RERUN * len(steps) - f.inquiry.steps
+    steps_left = math.inf if not f.blamed else RERUN * len(steps) - sum(f.inquiry.spent)
     with progress("running again with treatments", 12) as tick:
         outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
     f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
@@ -221,6 +231,20 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
     """The run with a hyperparameter at its former value."""
     name = f"{change.name} held at its former value from step {change.steps[0]} on"
     return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
+
+
+def _hold_before(f: Findings, code: _Code) -> None:
+    """Which hyperparameters changed before a step that is not finite, and whether it is with each at its former value:
+    the run up to it, and one gradient."""
+    trajectory, last, record = f.replayed.trajectory, f.replayed.last, f.flight.records[f.asked]
+    if f.nan is None or f.nan.kind in ("batch values", "finite"):
+        return
+    f.changes = [c for c in hyperparameters(f.replayed.records) if c.kind != "warm-up" and c.at <= last][:HELD]
+    batch = record.batch(Source(trajectory.device, code.dataset))
+    for change in f.changes:
+        state = state_after(trajectory, _held(trajectory.steps, change, f.event).run, last)
+        finite = state is not None and is_finite(trajectory.dynamics.loss, state, batch, record.fed[0].random)
+        f.finite_with.append(finite)
 
 
 def _suspected(f: Findings, verify: int | Sequence[int]) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,14 @@ from .quantity import seen
 from .replay import Replay
 from .stability import Amplification, Sharpness
 from .store import Flight
-from .suspects import Inquiry
 from .sweep import CHANGES, Swept, readout_at
 from .treatments import Outcome, sufficient
+from .trials import Inquiry
 
 if TYPE_CHECKING:
     import xarray as xr
 
+AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
 CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
@@ -49,6 +51,8 @@ class Findings:
     main: str = "skip"  # what a step is compared with
     refused: str | None = None  # why nothing was predicted
     nan: NotANumberFinding | None = None
+    rise: tuple[float, float] | None = None  # the lowest running median, and σ, of a loss that has risen slowly
+    finite_with: list[bool] = field(default_factory=list)  # is a step that is not finite so with each change undone?
     updates: UpdateSizes | None = None
     growth: Amplification | None = None
     sharp: Sharpness | None = None
@@ -89,6 +93,12 @@ class Findings:
         return bool(scatter) and event.is_one and scatter[event.step] >= event.values[event.step] - event.usual
 
     @property
+    def rose_before(self) -> bool:
+        """Was a loss that has risen slowly high already where the window begins?"""
+        before = self.event.values[: max(self.event.onset, FEWEST)]
+        return self.rise is not None and statistics.median(before) > self.event.level
+
+    @property
     def explained(self) -> int:
         return self.replayed.records[self.replayed.last].step
 
@@ -111,7 +121,7 @@ class Findings:
     @property
     def _removing(self) -> list[tuple[float, int]]:
         """What is left with a hyperparameter at its former value, where that is at most half, and which change."""
-        return [(o.left, i) for i, o in enumerate(self.held) if o.left <= BARS.half]
+        return [(o.left, i) for i, o in enumerate(self.held) if o.removes]
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -166,6 +176,7 @@ def labelled(f: Findings, examples: int) -> xr.Dataset:
             "treatment_left": ("treatment", [o.left for o in tried]),
             "treatment_prevents": ("treatment", [o.prevents for o in tried]),
             "treatment_delays": ("treatment", [o.delays for o in tried]),
+            "treatment_blows_up": ("treatment", [o.blows_up for o in tried]),
             "treatment_lucky": ("treatment", [o.lucky for o in tried]),
             "treatment_after": ("treatment", [o.after for o in tried]),
             "treatment_value": (("treatment", "place"), _curves(tried, event)),
@@ -221,6 +232,8 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
     best, scatter = sufficient(f.outcomes), f.replayed.scatter(event.quantity)
     change = f.hyperparameter(ABRUPT) if f.kind == "hyperparameter" else None
     change = f.hyperparameter((*ABRUPT, "ramp")) if change is None and f.kind == "hyperparameter" else change
+    if any(f.finite_with):
+        change = f.finite_with.index(True)
     condition = change if change is not None else f.condition
     group = inquiry.own if f.kind == "own batch" and len(f.blamed) > 1 else inquiry.group
     replaced = inquiry.blamed_by_replacing if f.blamed else ()
@@ -238,11 +251,15 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "usual": event.usual,
         "sigma": event.sigma,
         "peak": event.peak,
+        "gone": event.gone,
         "highest": numbers[event.highest],
         "norm_first": f.norm_first,
         "loss_usual": [f.by_loss.usual, f.by_loss.sigma],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
+        "after_wanted": min(AFTER, f.flight.run.get("after", AFTER)),
+        "after_ends": _ends(f),
+        "not_finite": next((n for n, r in sorted(f.flight.records.items()) if n > f.explained and not r.finite), None),
         "ranked_by": f.main,
         "blamed": [numbers[i] for i in f.blamed],
         "own_left": next((t.left for t in inquiry.suspects if t.steps == (f.replayed.last,)), math.nan),
@@ -253,6 +270,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "cleared": [numbers[t.steps[0]] for t in inquiry.cleared],
         "group": [] if group is None else [numbers[i] for i in group.steps],
         "group_replaced": group is inquiry.group and inquiry.group_replaced,
+        "group_back": inquiry.group_back,
         "group_left": math.nan if group is None else group.left,
         "placebos": len(inquiry.placebos),
         "placebos_change": inquiry.changing,
@@ -261,8 +279,13 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "treatment": None if best is None else best.treatment.name,
         "hyperparameter": None if change is None else f.changes[change].name,
         "hyperparameter_said": None if condition is None else f.changes[condition].sentence,
-        "hyperparameter_left": math.nan if condition is None else f.held[condition].left,
+        "hyperparameter_left": math.nan if condition is None or not f.held else f.held[condition].left,
         "changes": [c.sentence for c in f.changes],
+        "changes_left": [o.left for o in f.held],
+        "finite_with": f.finite_with,
+        "rise": None if f.rise is None else f.rise[0],
+        "rose_before": f.rose_before,
+        "starts_here": records[0].step == min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "data": "" if f.data is None else f.data.sentence,
         "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),
         "update_large": f.updates is not None and f.updates.large(max(event.onset - 1, 0)),
@@ -279,6 +302,15 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "missing": list(f.flight.missing),
         "batches": {str(r.step): list(r.indices) for r in (*records, f.flight.records[f.asked])},
     }
+
+
+def _ends(f: Findings) -> str:
+    """Why no step after the event's last one belongs to it: that is not finite, the window was closed, or it still
+    records."""
+    following = f.flight.records.get(f.replayed.records[-1].step + 1)
+    if following is not None and not following.finite:
+        return "not finite"
+    return "open" if f.flight.trigger is None or f.flight.folder.name == "ring" else "closed"
 
 
 def _repeats(f: Findings) -> list[int]:

@@ -106,6 +106,11 @@ def not_a_number(
     return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tuple(o.finite for o in beside))
 
 
+def is_finite(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> bool:
+    """Are the step's loss and gradient finite from this state? One gradient."""
+    return not _not_finite(loss.layout, loss.layout.views(state.theta)) and _watched(loss, state, batch, random).finite
+
+
 @dataclass
 class _Seen:
     """What was not finite in one forward and backward pass, in the order in which it came."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .event import BARS
-from .treatments import TAIL
+from .event import TAIL, percent
 from .verdict import outcome
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class OtherRun:
     word: str  # what became of the event
     prevents: bool
     values: tuple[float, ...]
-    after: float  # mean of the last values
+    after: float  # mean of the last values; NaN where there are none, or the run blows up
     chosen: bool  # the one that the verdict speaks of
     idle: bool = False  # it leaves the event as it is
 
@@ -60,7 +60,7 @@ def _mean_of_last(found: FlightExplanation, values: np.ndarray) -> float:
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
     data, attrs = found.data, found.data.attrs
     if found.kind == "own batch" and not attrs["group"]:
-        return [_without(f"the batch of step {attrs['step']} left out", attrs["own_left"], (), np.nan)]
+        return [_without(found, f"the batch of step {attrs['step']} left out", attrs["own_left"], (), np.nan)]
     if found.kind not in ("batch", "group", "own batch"):
         return []
     if attrs["group"]:
@@ -68,22 +68,24 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
         name = f"the batches of steps {steps} left out together"
         if attrs["group_replaced"]:
             name = f"batches like their own in place of those of steps {steps}"
-        return [_without(name, attrs["group_left"], (), np.nan)]
+        return [_without(found, name, attrs["group_left"], (), np.nan)]
     runs, numbers = [], data["place"].values.tolist()
     for step, left in attrs["replaced"].items():
-        runs.append(_without(f"batches like its own in place of step {step}'s", left, (), np.nan))
+        runs.append(_without(found, f"batches like its own in place of step {step}'s", left, (), np.nan))
     for step in found.blamed:
         values, at = found.course.copy(), numbers.index(step)
         values[at] = np.nan  # its batch was not seen
         values[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(values) - at - 1]
         left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, values)
-        runs.append(_without(f"the batch of step {step} left out", left, tuple(values.tolist()), after))
+        runs.append(_without(found, f"the batch of step {step} left out", left, tuple(values.tolist()), after))
     return runs
 
 
-def _without(name: str, left: float, values: tuple[float, ...], after: float) -> OtherRun:
-    prevents = left <= BARS.little
-    return OtherRun(name, "prevents it" if prevents else f"leaves {left:.0%}", prevents, values, after, chosen=True)
+def _without(found: FlightExplanation, name: str, left: float, values: tuple[float, ...], after: float) -> OtherRun:
+    prevents = left <= found.data.attrs["gone"]
+    return OtherRun(
+        name, "prevents it" if prevents else f"leaves {percent(left)}", prevents, values, after, chosen=True
+    )
 
 
 def _treated(found: FlightExplanation) -> list[OtherRun]:
@@ -94,7 +96,7 @@ def _treated(found: FlightExplanation) -> list[OtherRun]:
             outcome(data, i),
             bool(data["treatment_prevents"][i]),
             tuple(data["treatment_value"].values[i].tolist()),
-            float(data["treatment_after"][i]),
+            math.nan if bool(data["treatment_blows_up"][i]) else float(data["treatment_after"][i]),
             name == chosen,
             idle=abs(float(data["treatment_left"][i]) - 1) <= AS_IT_IS and not bool(data["treatment_delays"][i]),
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..core.dynamics import Step
 from ..core.footprint import room
 from ..core.planning import plan_lanes
-from ..core.probe import Reader, own_loss
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
@@ -24,6 +23,7 @@ from .quantity import Quantity, seen
 PARTED = 0.05
 
 Values = Mapping[int, float]
+LOST = 1e-6  # of the path's own value: below it a difference from that has too few digits left
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,15 @@ def run_again(
     return found
 
 
+def state_after(trajectory: Trajectory, run: Run, last: int) -> JointState | None:
+    """The state after step `last` of a run; None where it has left the finite numbers before."""
+    steps = [run.steps.get(i, step) for i, step in enumerate(trajectory.steps)]
+    rows = Rows([run.start(trajectory.state(run.at))], steps=[steps])
+    *_, end = rollout(trajectory, run.at, rows, last + 1)
+    alive = bool(end.exact.by_row([0.0] * len(end.exact.buffers), 0.0).isfinite().all())
+    return end.exact.state(0, end.control) if alive else None
+
+
 def _side_by_side(
     trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done, quantity: Quantity
 ) -> list[dict[int, float]] | None:
@@ -89,15 +98,15 @@ def _side_by_side(
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
     starts = [run.start(before) for run in runs]
     rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
-    reader, found, going = Reader(trajectory, own_loss), [dict[int, float]() for _ in runs], set(range(len(runs)))
+    found, going = [dict[int, float]() for _ in runs], set(range(len(runs)))
     path = [seen(quantity, step) for step in trajectory.steps[: last + 1]]
     apart = PARTED * (max(path) - statistics.median(path))
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last or not going:
             break
-        if moment.exact.together and not abs(_control(moment, quantity) - path[moment.time]) <= apart:
+        if moment.exact.together and not abs(_own(moment, quantity)[0] - path[moment.time]) <= apart:
             return None
-        values = (_losses(reader, moment) if quantity == "loss" else _norms(moment)).tolist()
+        values = _values(moment, quantity).tolist()
         for i in sorted(going):
             found[i][moment.time] = values[i]
             if done(found[i], runs[i].left_out):
@@ -106,21 +115,20 @@ def _side_by_side(
     return found
 
 
-def _control(moment: Moment, quantity: Quantity) -> float:
-    """The control's own value among rows that run together."""
+def _own(moment: Moment, quantity: Quantity) -> list[float]:
+    """Each row's own value, the control's first where they run together."""
     rows = moment.exact
-    return (rows.own_losses(moment.time) if quantity == "loss" else rows.own_norms(moment.time))[0]
+    return rows.own_losses(moment.time) if quantity == "loss" else rows.own_norms(moment.time)
 
 
-def _losses(reader: Reader, moment: Moment) -> Float[Tensor, " row"]:
-    return reader.exact(moment) + moment.trajectory.steps[moment.time].loss
-
-
-def _norms(moment: Moment) -> Float[Tensor, " row"]:
-    """By their difference from the control's, as losses are: rows that run together round in their own way."""
-    rows, own = moment.exact, moment.trajectory.steps[moment.time].clip.norm
-    values = rows.own_norms(moment.time)
-    return rows.by_row(values, values[0] if rows.together else own) + own
+def _values(moment: Moment, quantity: Quantity) -> Float[Tensor, " row"]:
+    """By their difference from the control's: rows that run together round in their own way. As they are where they are
+    lost in that difference, as usual losses beside those of a path that blows up."""
+    rows, own, values = moment.exact, seen(quantity, moment.trajectory.steps[moment.time]), _own(moment, quantity)
+    apart = rows.by_row(values, values[0] if rows.together else own)
+    plain = rows.by_row(values, 0.0)
+    lost = (plain.abs() < LOST * abs(own)) & (apart != 0)
+    return torch.where(lost, plain, apart + own)
 
 
 def _jittered(state: JointState) -> JointState:

@@ -13,7 +13,7 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .event import BARS, Event
+from .event import BARS, TAIL, Event
 from .reruns import Run, Values, run_again
 
 HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
@@ -21,7 +21,6 @@ BACK = 8  # steps before the event from which the rules of the whole run differ
 RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)
-TAIL = 4  # last values of the event: what a treatment costs afterwards
 MOVED = 6  # other runs in which it must be gone, too: where half of all lose it by luck, one case in 64 is mistaken
 
 
@@ -46,11 +45,13 @@ class Outcome:
     prevents: bool
     delays: bool
     after: float
+    blows_up: bool = False
     lucky: bool = False
 
     @property
-    def word(self) -> str:
-        return "prevents it" if self.prevents else "delays it" if self.delays else f"leaves {self.left:.0%}"
+    def removes(self) -> bool:
+        """Is half of the event gone, and no other blow-up in its place?"""
+        return self.left <= BARS.half and not self.blows_up
 
 
 def try_all(
@@ -90,6 +91,7 @@ def _outcome(event: Event, treatment: Treatment, values: Values) -> Outcome:
         event.prevented(values),
         event.delayed(values),
         statistics.fmean(tail),
+        event.blows_up(values),
     )
 
 
@@ -108,14 +110,16 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
         if event.prevented(again):
             break
         left = max(best.left, event.left_by_then(again))
-        found[found.index(best)] = replace(best, left=left, prevents=False, delays=False, lucky=True)
+        found[found.index(best)] = replace(
+            best, left=left, prevents=False, delays=False, lucky=True, blows_up=event.blows_up(again)
+        )
     return found
 
 
 def not_by_luck(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outcome:
     """The same, where what removes half does about as much in the run without any one of some other steps: a small
     change may make another run of it, as leaving out steps that nobody suspects does."""
-    if outcome.left > BARS.half:
+    if not outcome.removes:
         return outcome
     run, apart = outcome.treatment.run, (outcome.left + 1) / 2  # nearer to the whole event than to what was left
     for i in dict.fromkeys(round(k * (event.onset - 1) / (MOVED - 1)) for k in range(MOVED)):

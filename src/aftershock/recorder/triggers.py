@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import signal
 import statistics
@@ -221,6 +222,18 @@ class Spike:
     def end(self) -> None: ...
 
 
+RISEN_SLOWLY = "the loss has risen slowly: its running median is"
+
+
+def risen(reason: str) -> tuple[float, float] | None:
+    """The lowest running median, and σ, of a window that `Drift` kept, by what it said; None where it said nothing."""
+    said = re.search(rf"{RISEN_SLOWLY} (\S+), (\S+) robust σ above ([^\s;]+)", reason)
+    if said is None:
+        return None
+    middle, sigmas, lowest = map(float, said.groups())
+    return lowest, (middle - lowest) / sigmas
+
+
 @dataclass
 class Drift:
     """A slow divergence: the median of the last `over` losses stays above the lowest such median there was.
@@ -284,7 +297,7 @@ class Drift:
             return None
         self._fired = True
         rise = (middle - lowest) / sigma
-        return f"the loss has risen slowly: its running median is {middle:.4g}, {rise:.1f} robust σ above {lowest:.4g}"
+        return f"{RISEN_SLOWLY} {middle:.4g}, {rise:.1f} robust σ above {lowest:.4g}"
 
     def end(self) -> None: ...
 

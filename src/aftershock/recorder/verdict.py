@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .event import BARS, FEWEST
+from .event import BARS, percent
 from .triggers import robust_z, usual
+from .unrecorded import risen, short
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 FEW = 3  # examples that are worth naming
 NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
-ENOUGH = 8  # placebos, below which a blame is weak
-PLACEBOS_DECIDE = ("batch", "group", "instability", "unknown")  # kinds that rest on what other steps do
 CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
@@ -40,6 +39,8 @@ def _level(found: FlightExplanation) -> float:
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
     attrs, parts = found.data.attrs, []
+    if attrs["rise"] is not None:
+        parts.append(f"{attrs['reason'][0].upper()}{attrs['reason'][1:]}.")
     if found.kind not in CALM and attrs["nothing_seen"]:
         parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
     if _about_norm(found) and found.quantity != "loss":
@@ -56,41 +57,30 @@ def _opening(found: FlightExplanation) -> str:
     if attrs["missing"]:
         parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
     if found.kind != "not a number":
-        parts += _short(found)
+        parts += short(found)
     return " ".join(parts)
 
 
 def _closing(found: FlightExplanation) -> str:
-    if not _about_norm(found) or found.quantity != "loss":
-        return ""
-    return f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).'
+    """What else there is to ask about."""
+    first, parts = found.data.attrs["not_finite"], []
+    if first is not None and found.kind != "not a number":
+        parts.append(
+            f"The loss or gradient of step {first} is not finite: step={first} (--step {first}) explains that."
+        )
+    if _about_norm(found) and found.quantity == "loss":
+        parts.append(f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).')
+    return " ".join(parts)
 
 
 def _about_norm(found: FlightExplanation) -> bool:
     return found.kind != "not a number" and bool(found.data.attrs["norm_first"])
 
 
-def _short(found: FlightExplanation) -> list[str]:
-    """Where too little was recorded before it, and what to do next time."""
-    attrs, places = found.data.attrs, found.data["place"].values.tolist()
-    before = places.index(attrs["stretch"][0])
-    if before < FEWEST:
-        earlier = "start the recorder earlier, or record with a larger window=, next time"
-        remedy = earlier if places[0] else "the run had only begun"
-        return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
-    others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
-    if attrs["event"] in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
-        remedy = "record with a larger window= next time" if places[0] else "the run had only begun"
-        return [
-            f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
-            f"what others do not do; {remedy}."
-        ]
-    return []
-
-
 def _spike(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    return f"the spike of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
+    noun = "spike" if attrs["rise"] is None else "rise"
+    return f"the {noun} of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
 
 
 def _span(found: FlightExplanation) -> str:
@@ -100,7 +90,7 @@ def _span(found: FlightExplanation) -> str:
 
 def _batch(found: FlightExplanation) -> str:
     attrs, best = found.data.attrs, found.culprits[0]
-    said = f"Step {best.step} did it: {_without(best.left)} without it, {_placebos(attrs)}."
+    said = f"Step {best.step} did it: {_without(found, best.left)} without it, {_placebos(attrs)}."
     part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
     raised = (
         f"It raised the {found.quantity} at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
@@ -113,13 +103,15 @@ def _replaced(found: FlightExplanation) -> str:
     """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
     each = [
-        f"with batches like its own in place of step {step}'s, {_without(attrs['replaced'][str(step)])} "
+        f"with batches like its own in place of step {step}'s, {_without(found, attrs['replaced'][str(step)])} "
         f"({left[step]:.0%} without any batch there)"
         for step in found.blamed
         if str(step) in attrs["replaced"]
     ]
     each += [
-        f"without step {step}, {_without(left[step])}" for step in found.blamed if str(step) not in attrs["replaced"]
+        f"without step {step}, {_without(found, left[step])}"
+        for step in found.blamed
+        if str(step) not in attrs["replaced"]
     ]
     count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
     others = f"with such batches in place of those of {count - other} of {count} other steps"
@@ -148,10 +140,10 @@ def _listed(steps: Sequence[int]) -> str:
     return " and ".join(part for part in (", ".join(map(str, steps[:-1])), str(steps[-1])) if part)
 
 
-def _without(left: float) -> str:
-    if left <= BARS.little:
+def _without(found: FlightExplanation, left: float) -> str:
+    if left <= found.data.attrs["gone"]:
         return "there is no spike"
-    return f"{left:.0%} of the spike is left"
+    return f"{percent(left)} of the spike is left"
 
 
 def _placebos(attrs: dict[str, object]) -> str:
@@ -175,9 +167,11 @@ def _group(found: FlightExplanation) -> str:
                 f"{attrs['group_left']:.0%} of {_spike(found)} is left, the own batch of each of them adds to it, and "
                 f"it stays with such batches in place of those of {kept} of {others}."
             )
+        kind = " of the same kind of data" if attrs["replaced_kin"] else ""
         return (
-            f"Steps {names} did it together: without them {attrs['group_left']:.0%} of {_spike(found)} is left, "
-            f"without one of them most of it stays, and it stays without {kept} of {others}."
+            f"Steps {names} did it together: without them {percent(attrs['group_left'])} of {_spike(found)} is left, "
+            f"with any one of them back at least {percent(attrs['group_back'])}, and it stays without {kept} of "
+            f"{others}{kind}."
         )
     left = [c.left for c in found.culprits[: len(found.blamed)]]
     return (
@@ -191,7 +185,7 @@ def _own(found: FlightExplanation) -> str:
     opening = f"The batch of step {attrs['step']} itself is the spike"
     if several:
         opening = f"The batches of steps {_listed(found.blamed)} themselves are the spike; that of step {attrs['step']}"
-    without = _without(attrs["group_left"] if several else attrs["own_left"])
+    without = _without(found, attrs["group_left"] if several else attrs["own_left"])
     left = f"{without.capitalize()} without {'them' if several else 'it'}"
     return f"{opening}: {attrs['data']}. {left}, {_placebos(attrs)}."
 
@@ -203,8 +197,9 @@ def _shift(found: FlightExplanation) -> str:
 
 def _hyperparameter(found: FlightExplanation) -> str:
     attrs = found.data.attrs
-    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
-    return f"A hyperparameter did it: {said}; with the former value {_without(left)} (replayed). No batch is to blame."
+    left = _without(found, attrs["hyperparameter_left"])
+    said = f"{attrs['hyperparameter_said']}; with the former value {left} (replayed)"
+    return f"A hyperparameter did it: {said}. No batch is to blame."
 
 
 def _condition(found: FlightExplanation) -> str:
@@ -213,7 +208,7 @@ def _condition(found: FlightExplanation) -> str:
     if not found.blamed or attrs["hyperparameter_said"] is None:
         return ""
     said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
-    return f"In this window, {said}; with the former value, too, {_without(left)} (replayed)."
+    return f"In this window, {said}; with the former value, too, {_without(found, left)} (replayed)."
 
 
 def _instability(found: FlightExplanation) -> str:
@@ -262,6 +257,8 @@ def _unknown(found: FlightExplanation) -> str:
     tried = found.tried
     if attrs["lost_in_scatter"]:
         return f"What caused {_spike(found)} is not known."
+    if attrs["rose_before"]:
+        return risen(found)
     if not attrs["value"] > _level(found):
         return f"Whether the {found.quantity} {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
     if not tried:
@@ -280,8 +277,6 @@ def _unknown(found: FlightExplanation) -> str:
     parts = [f"What caused {_spike(found)} is not known: {seen}.", treated(found)]
     if higher:
         parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
-    if attrs["after"] < ENOUGH:
-        parts.append(f"{attrs['after']} step(s) after it were recorded; more would tell more.")
     return " ".join(part for part in parts if part)
 
 
@@ -300,7 +295,11 @@ def _not_a_number(found: FlightExplanation) -> str:
             else "the run begins with it, so that the cause lies in the weights, the data or the loss itself"
         )
     said = attrs["not_a_number"]
-    return f"{opening}. {said[0].upper()}{said[1:]}." if said else f"{opening}."
+    parts = [f"{opening}."] + ([f"{said[0].upper()}{said[1:]}."] if said else [])
+    for change, finite in zip(attrs["changes"], attrs["finite_with"]):
+        now = "is finite" if finite else "is not finite either"
+        parts.append(f"Before it, {change}: with the former value step {attrs['asked']} {now} (replayed).")
+    return " ".join(parts)
 
 
 def _no_spike(found: FlightExplanation) -> str:
@@ -376,10 +375,12 @@ def outcome(data: xr.Dataset, i: int) -> str:
     """What became of the event under a treatment."""
     if bool(data["treatment_prevents"][i]):
         return "prevents it"
+    if bool(data["treatment_blows_up"][i]):
+        return "blows up"
     left = float(data["treatment_left"][i])
     if bool(data["treatment_delays"][i]):
         return "delays it"
     if bool(data["treatment_lucky"][i]):
-        return f"prevents it, and leaves {left:.0%} from one rounding away"
+        return f"prevents it, and leaves {percent(left)} from one rounding away"
     so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
-    return f"leaves {left:.0%}{so_far}" if left < 10 else "makes it worse"
+    return f"leaves {percent(left)}{so_far}" if left < 10 else "makes it worse"

@@ -57,7 +57,8 @@ SAID = (  # elsewhere on the page
         "repeats",
         "predicted",
     ),
-    *("replaced_placebos", "replaced_placebos_change"),
+    *("gone", "group_back", "after_wanted", "after_ends", "not_finite", "changes_left", "finite_with"),
+    *("rise", "rose_before", "starts_here"),
     *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left", "which", "page"),
 )
 STYLE = """

@@ -1,0 +1,160 @@
+"""The recorded run again without some steps, or with other batches in their place, and whom that lets one blame."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.dynamics import Step
+from ..core.trajectory import Trajectory
+from .event import BARS, Event
+from .neighbours import Likeness
+from .reruns import Done, Run, Values, run_again
+
+KIN = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
+MOST = 14  # times the window: what runs without steps may cost, beyond which nothing further is looked for
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run in which some steps never come: what it leaves of the event."""
+
+    steps: tuple[int, ...]  # places in the path
+    values: Values
+    left: float
+    departs: float = 0.0  # from the recorded values, as a share of the event's height
+    blows_up: bool = False
+
+    @property
+    def removes(self) -> bool:
+        return self.left <= BARS.half and not self.blows_up
+
+    @property
+    def keeps(self) -> bool:
+        """The event is still there, about as large and at its place."""
+        return BARS.half < self.left < 1 / BARS.half and self.departs <= BARS.half
+
+
+@dataclass
+class Inquiry:
+    """Suspects and placebos, and whom to blame."""
+
+    suspects: list[Trial]
+    placebos: list[Trial]
+    replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
+    replaced_placebos: list[Trial] = field(default_factory=list)
+    kin: bool = False  # whoever is judged by batches like its own is of a rare kind of data, beside others of that kind
+    own: Trial | None = None  # without several steps whose batches are high by themselves
+    group: Trial | None = None
+    group_back: float = math.nan  # what is left of the event, at least, with one step of the group back
+    group_replaced: bool = False  # its steps were given batches like their own, and not left out
+    group_placebos: list[Trial] = field(default_factory=list)
+    spent: list[int] = field(default_factory=list)  # the steps of every run that was made for it
+
+    @property
+    def changing(self) -> int:
+        """How many placebos remove half of the event, double it or move it."""
+        return sum(not t.keeps for t in self.placebos)
+
+    @property
+    def share(self) -> float:
+        """Of the placebos: those that remove half of the event, double it or move it."""
+        return changing(self.placebos)
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Steps without which half of it is gone, where that is so of hardly any other step."""
+        if self.group is not None:
+            special = self.group.removes and changing(self.group_placebos) <= BARS.specific
+            return self.group.steps if special else ()
+        judged = {t.steps for t in self.replaced}  # by what batches like their own do
+        alone = [t for t in self.suspects if t.steps not in judged]
+        return *_special(alone, self.placebos), *self.blamed_by_replacing
+
+    @property
+    def cleared(self) -> list[Trial]:
+        """Those without which half is gone, and which keep the event with batches like their own in their place."""
+        removing = {t.steps for t in self.suspects if t.removes}
+        return [t for t in self.replaced if t.steps in removing and not t.removes]
+
+    @property
+    def blamed_by_replacing(self) -> tuple[int, ...]:
+        """Those with batches like their own in whose place half is gone."""
+        return _special(self.replaced, self.replaced_placebos) if self.group is None else ()
+
+
+def changing(trials: Sequence[Trial]) -> float:
+    """The share of them that do not keep the event."""
+    return sum(not t.keeps for t in trials) / len(trials) if trials else 1.0
+
+
+def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> tuple[int, ...]:
+    """Suspects that remove half, and clearly more than any placebo does, where hardly any of these changes it."""
+    guilty = sorted((t for t in suspects if t.removes), key=lambda t: t.left)
+    if not placebos or changing(placebos) > BARS.specific or len(guilty) > BARS.together:
+        return ()
+    least = min(t.left for t in placebos)
+    return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The recorded run again without some steps."""
+
+    trajectory: Trajectory
+    event: Event
+    tick: Callable[[], None]
+    known: dict[tuple[int, ...], Trial] = field(default_factory=dict)  # those that were accused
+    spent: list[int] = field(default_factory=list)  # the steps of every run that was made
+
+    @property
+    def in_budget(self) -> bool:
+        """May something be run that is not needed to judge what was found?"""
+        return sum(self.spent) < MOST * len(self.event.values)
+
+    def accused(self, steps: tuple[int, ...]) -> Trial:
+        """Does it remove half of the event? The run ends once it cannot, and is made once."""
+        if steps not in self.known:
+            self.known[steps] = self._trial(dict.fromkeys(steps), self.event.stays, self.event.left_by_then)
+        return self.known[steps]
+
+    def placebo(self, steps: tuple[int, ...]) -> Trial:
+        """The same of steps that nobody suspects, over the whole event: it may double, too."""
+        return self._trial(dict.fromkeys(steps), self.event.decided, self.event.left)
+
+    def replaced(self, steps: tuple[int, ...], bad: Collection[int] = (), *, placebo: bool = False) -> Trial:
+        """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too.
+
+        placebo: nobody suspects them, and the whole event is looked at: it may double, too.
+        """
+        same = self.likeness.same({*steps, *bad}, self.before)
+        sound = [i for i in self.before if i not in same]
+        done, left = (self.event.decided, self.event.left) if placebo else (self.event.stays, self.event.left_by_then)
+        return self._trial({i: self.likeness.stand_in(i, sound) for i in steps}, done, left)
+
+    @property
+    def before(self) -> range:
+        """The steps before the event."""
+        return range(self.event.onset)
+
+    @functools.cached_property
+    def likeness(self) -> Likeness:
+        return Likeness(self.trajectory.steps)
+
+    def kin(self, accused: Collection[int], suspected: Collection[int]) -> dict[int, list[int]]:
+        """For each of the accused, earlier steps with data of the same rare kind that nobody suspects; where these are
+        too few, suspects, too. None saw the inputs of one of the accused."""
+        same, found = self.likeness.same(accused, self.before), dict[int, list[int]]()
+        for i in accused:
+            others = [other for other in self.likeness.kin(i, self.before) if other not in same]
+            sound = [other for other in others if other not in suspected]
+            found[i] = sound if len(sound) >= KIN else others
+        return found
+
+    def _trial(self, steps: Mapping[int, Step | None], done: Done, left: Callable[..., float]) -> Trial:
+        run, event, out = Run(min(steps), steps), self.event, frozenset(steps)
+        (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
+        self.spent.append(len(values))
+        return Trial(tuple(steps), values, left(values, out), event.departs(values, out), event.blows_up(values, out))

@@ -1,0 +1,157 @@
+"""What came after a spike, before a step that is not finite, and below a slow rise: what the verdict says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftershock as ak
+from aftershock.recorder import certificate
+from aftershock.recorder.event import Event
+from aftershock.recorder.triggers import AtStep, Drift, risen
+from aftershock.recorder.unrecorded import after
+
+from .cases import mlp
+from .test_explain_too_little import squares
+
+SPIKE = 40
+Rate = Callable[[int], float]
+
+
+def run(
+    folder: Path,
+    steps: int,
+    change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda step, x, y: (x, y),
+    rate: Rate = lambda step: 1e-2,
+    **options: Any,
+) -> ak.FlightRecorder:
+    torch.manual_seed(0)
+    model = mlp(6, 16, 1, activation=nn.GELU).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate(0), weight_decay=0.0)
+    recorder = ak.FlightRecorder(model, optimizer, squares, folder, **{"window": 24, "after": 8} | options)
+    with recorder:
+        for i in range(steps):
+            x = torch.randn(16, 6, dtype=torch.float64)
+            batch = change(i, x, torch.tanh(x.sum(1, keepdim=True)))
+            optimizer.param_groups[0]["lr"] = rate(i)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+            if options.get("stop") == i:
+                break
+    return recorder
+
+
+def bad(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x, y + 9 * (step == SPIKE)
+
+
+def explained(recorder: ak.FlightRecorder, step: int | None = SPIKE) -> ak.FlightExplanation:
+    return ak.explain(recorder, step=step, verify=1, placebos=2, treatments=False)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_step_that_is_not_finite_soon_after_a_spike_is_named(tmp_path: Path, count: int) -> None:
+    def change(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return bad(step, x * (math.nan if step > SPIKE + count else 1.0), y)
+
+    first = SPIKE + count + 1
+    found = explained(run(tmp_path, SPIKE + 12, change))
+    assert found.verdict.endswith(
+        f"The loss or gradient of step {first} is not finite: step={first} (--step {first}) explains that."
+    )
+    assert f"{count} of 8 steps after the spike are known: the next is not finite." in str(found.certificate)
+    assert ak.explain(tmp_path, step=first, model=found_model(), loss_fn=squares).kind == "not a number"
+
+
+def found_model() -> nn.Module:
+    return mlp(6, 16, 1, activation=nn.GELU).double()
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_how_many_steps_after_a_spike_are_recorded_so_far(tmp_path: Path, count: int) -> None:
+    told = f"{count} of 8 steps after the spike are recorded so far."
+    assert (told in str(explained(run(tmp_path, SPIKE + count + 1, bad, triggers=[])).certificate)) == (count < 8)
+
+
+def test_a_window_that_was_closed_is_no_window_that_still_records(tmp_path: Path) -> None:
+    recorder = run(tmp_path, SPIKE + 90, bad, triggers=[AtStep(SPIKE - 6)])  # no longer in the ring
+    assert "2 of 8 steps after the spike are recorded: the window closed then." in str(explained(recorder).certificate)
+    whole = {"after": 8, "after_wanted": 8, "after_ends": "closed"}
+    assert after(whole) == ""
+
+
+def test_the_scatter_is_of_one_step_and_not_of_every_number() -> None:
+    attrs = {
+        "replayed": 3, "replay": "", "scatter": 0.25, "step": 7, "event": "no spike", "linear_ok": True,
+        "predicted": False, "check": "",
+    }  # fmt: skip
+    found: Any = SimpleNamespace(data=_Data(attrs), quantity="loss", culprits=())
+    said = str(certificate.certificate(found))
+    assert "From replay to replay the loss of step 7 is ± 0.25; later steps, and runs with something changed" in said
+
+
+class _Data(dict[str, float]):
+    """Stands in for a dataset whose replay differed."""
+
+    def __init__(self, attrs: dict[str, Any]) -> None:
+        super().__init__(replay_deviation=0.1)
+        self.attrs = attrs
+
+
+def test_a_rate_that_made_the_next_step_infinite_is_named(tmp_path: Path) -> None:
+    last = SPIKE - 1
+    found = explained(run(tmp_path, SPIKE + 3, rate=lambda step: 1e-2 if step < last else 1e300), None)
+    assert (found.kind, found.hyperparameter) == ("not a number", "lr")
+    said = f"Before it, lr changed from 0.01 to 1e+300 at step {last}: with the former value step {SPIKE} is finite"
+    assert f"{said} (replayed)." in found.verdict
+
+    def change(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y * (1e200 if step == SPIKE else 1.0)  # whose square is not finite, at any rate
+
+    other = explained(run(tmp_path / "other", SPIKE + 3, change, lambda step: 1e-2 if step < last else 2e-2), None)
+    assert (other.kind, other.hyperparameter) == ("not a number", None)
+    assert f"with the former value step {SPIKE} is not finite either (replayed)." in other.verdict
+
+
+def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
+    """Labels go apart little by little, and stay: the window's losses lie above what the trigger saw from the first."""
+
+    def change(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y + (1 - 2 * (torch.arange(16) % 2))[:, None] * (0.2 + 0.04 * min(max(0, step - 60), 20))
+
+    drift = Drift(over=16, patience=16)
+    recorder = run(tmp_path, 130, change, triggers=[drift], window=16)
+    found = explained(recorder, None)
+    assert found.data.attrs["usual"] == pytest.approx(drift._lowest, rel=1e-3)
+    assert found.verdict.startswith("The loss has risen slowly: its running median is ")
+    assert "What began this is not known: the window's first losses, from step " in found.verdict
+    assert (
+        "Next time record with a window= that reaches back to where the loss was lowest, more than 16" in found.verdict
+    )
+    assert "spike" not in found.verdict
+
+
+def test_what_a_drift_says_can_be_read_again() -> None:
+    reason = "the loss is 3, 9.1 robust σ above its median; the loss has risen slowly: its running median is 0.236, "
+    assert risen(f"{reason}6.0 robust σ above 0.02708; step 9: x") == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
+    assert risen(reason[:40]) is None
+    event = Event.of([0.3] * 9, 8, known=(0.1, 0.01))
+    assert (event.usual, event.onset, event.is_one) == (0.1, 3, True)
+
+
+def test_an_own_batch_beside_hardly_any_other_step_says_so(tmp_path: Path) -> None:
+    recorder = run(tmp_path, SPIKE + 9, bad, window=6)
+    found = ak.explain(recorder, step=SPIKE, treatments=False)
+    assert found.kind == "own batch"
+    assert found.verdict.startswith("The window is short: only ")
+    assert "record with a larger window= next time" in found.verdict
