@@ -24,7 +24,7 @@ from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
 from .change import Change
 from .progress import progress
-from .ranking import common_factor
+from .ranking import common_factor, relative_error, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -150,7 +150,7 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
     else:
         path.require_linear(watch)
         readings = _readings(path, watch, change)
-        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
+        chosen = torch.cat(to_rerun(readings[_unverified(readings)].sum(1).abs(), few))
     found = Calibrated.by(readings, _measured(path, watch, change, chosen))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
@@ -172,14 +172,6 @@ def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:
     """The readout without reruns: curvature is a correction only while it is smaller than what it corrects."""
     straight, bent = (readings.get(name, readings["straight"]).sum(1) for name in ("straight", "bent"))
     return "bent" if (bent - straight).abs().sum() < straight.abs().sum() and "bent" in readings else "straight"
-
-
-def _to_rerun(sizes: Float[Tensor, " step"], few: int) -> Int64[Tensor, " rerun"]:
-    """The strongest steps, and of three or more almost half spread over the rest, so that the verdict is on all."""
-    order = sizes.argsort(descending=True)
-    top = few - max(few - 1, 0) // 2
-    spread = torch.linspace(top, len(order) - 1, few - top + 2)[1:-1].round().long()
-    return torch.cat([order[:top], order[spread]]) if few < len(order) else order
 
 
 def _measured(path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"]) -> Float[Tensor, " step"]:
@@ -218,11 +210,11 @@ class Calibrated:
     @property
     def held_out_error(self) -> float:
         """Relative error of reruns, in sum, each by the calibration of the others; NaN for fewer than two."""
-        return _error(self.held_out, self.measured)
+        return relative_error(self.held_out, self.measured)
 
     @property
     def raw_error(self) -> float:
-        return _error(self.predicted, self.measured)
+        return relative_error(self.predicted, self.measured)
 
 
 def _chosen(
@@ -233,13 +225,6 @@ def _chosen(
     miss = {name: float((factors[name] * totals[name] - measured)[known].abs().sum()) for name in totals}
     best = min(totals, key=lambda name: miss[name])
     return best, factors[best]
-
-
-def _error(predicted: Float[Tensor, " step"], measured: Float[Tensor, " step"]) -> float:
-    known = measured.isfinite() & predicted.isfinite()
-    if not known.any():
-        return math.nan
-    return float((predicted - measured)[known].abs().sum() / measured[known].abs().sum().clamp(min=1e-300))
 
 
 def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contributions:
