@@ -307,3 +307,53 @@ def test_a_path_holds_no_more_than_planned(states: int) -> None:
     for index, theta in made[0]:
         assert torch.equal(theta, whole.trajectory.state(index).theta)
     assert budget(path.memory, CPU) == 4 * states * size
+
+
+# --- an estimate is of what a response does
+
+
+def test_an_estimate_chooses_answers_as_a_response_does() -> None:
+    """Where only exact answers exist: a probe in eval mode after BatchNorm, and one without a derivative."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 10))
+    case = Case("", model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy, images(16, 64))
+    case.train(case.batches(2))
+    path, (x, y) = case.path(4), case.batch()
+    change = path.replace(case.batches(3))
+    for probe in (ak.Probe(batch=(x, y), evaluating=True), lambda model: (model(x).argmax(1) == y).float().mean()):
+        assert list(change.response(probe).data["answer"].values) == ["exact"]
+        real, _ = measured(lambda: change.response(probe))  # noqa: B023
+        assert change.estimate(probe) == change.estimate(probe, answers=("exact",))
+        assert_close(change.estimate(probe).memory, real, probe)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"answers": ("endpoint",)}, {"answers": ()}, {"scales": ()}, {"scales": (0.0,)}, {"horizon": 99}],
+    ids=str,
+)
+def test_an_estimate_refuses_what_a_response_refuses(options: dict) -> None:
+    case = make("tanh_mlp")
+    change, probe = case.path(3).replace(case.batches(1)), case.batch()
+    with pytest.raises(ak.AftershockError) as refused:
+        change.response(probe, **options)
+    with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+        change.estimate(probe, **options)
+    with pytest.raises(ak.AftershockError, match="no scale"):
+        case.path(3).skip().estimate(probe, scales=(0.5,))
+
+
+def test_a_path_that_replays_says_that_one_that_does_not_would_fit() -> None:
+    """And only where it would."""
+    point, batches, others, probe = built("mlp")
+    paths = {keep: point.follow(3 * batches, keep=keep) for keep in ("states", "checkpoints")}
+    point.loss.sharing = Sharing(False)
+    need = {keep: path.replace(others[:1], 1).estimate(probe, answers=("exact",)).memory for keep, path in paths.items()}
+    assert need["states"] < need["checkpoints"]
+    told = []
+    for limit in (need["states"], need["states"] - 1):
+        with pytest.raises(OutOfMemory) as small:
+            paths["checkpoints"].replace(others, 1).response(probe, answers=("exact",), memory=limit)
+        told.append('keep="states"' in str(small.value))
+    assert told == [True, False]
+    paths["states"].replace(others, 1).response(probe, answers=("exact",), memory=need["states"], horizon=1)

@@ -84,6 +84,7 @@ class Work:
 
     by_scale: the changes have a ξ, so that one tangent serves all scales.
     rounding: one more exact row, which tells what rounding alone does.
+    kept: as if the path kept every state.
     """
 
     watch: Watch
@@ -91,6 +92,7 @@ class Work:
     scales: int
     by_scale: bool = True
     rounding: bool = False
+    kept: bool = False
 
     def units(self, answers: Sequence[str]) -> int:
         """What a pass cuts into chunks: changes, and the row of rounding."""
@@ -138,15 +140,16 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
         _record_probe(trajectory, probe)
     for give_back in (loss.player.narrow, loss.player.give_back):
         try:
-            return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
+            return _plan(work, answers, memory, park=not loss.player.recordings)
         except OutOfMemory:
             if not loss.player.recordings:
                 raise
         give_back()
-    return _plan(work, answers, room(trajectory, memory), park=True)
+    return _plan(work, answers, memory, park=True)
 
 
-def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
+def _plan(work: Work, answers: Sequence[str], memory: str | int | None, *, park: bool) -> Plan:
+    available = room(work.watch.trajectory, memory)
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
     predictions = tuple(answer for answer in wanted if answer != "exact")
     truth: list[tuple[str, ...]] = [("exact",)] if "exact" in wanted else []
@@ -168,7 +171,7 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
     elsewhere = work.watch.trajectory.device.type != "cpu"
     if park and truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
         return _planned(work, [parked, *(each for each in rest if each is not None)], available, spare)
-    raise OutOfMemory(_advice(work, wanted, available))
+    raise OutOfMemory(_advice(work, wanted, memory, available))
 
 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
@@ -241,7 +244,9 @@ def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -
 def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
-    carried = rollout_bytes(work.watch.trajectory, load, own=work.watch.probe.own, rounding=work.rounding)
+    trajectory = work.watch.trajectory
+    replayed = trajectory.spacing > 1 and not work.kept
+    carried = rollout_bytes(trajectory, load, own=work.watch.probe.own, rounding=work.rounding, replayed=replayed)
     # gradients of changes in rows are there until the last one is used, and so is the control's
     waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
@@ -271,7 +276,8 @@ def _start_bytes(work: Work, load: Load) -> int:
 def _control_bytes(work: Work) -> int:
     """The control's step: its raw gradient, and the states before and after it where they are not kept."""
     trajectory, at = work.watch.trajectory, work.watch.at
-    return Footprint.of(trajectory).vector * (1 + 3 * sum(trajectory.kept(time) is None for time in (at, at + 1)))
+    made = 0 if work.kept else sum(trajectory.kept(time) is None for time in (at, at + 1))
+    return Footprint.of(trajectory).vector * (1 + 3 * made)
 
 
 def _held(load: Load) -> int:
@@ -279,11 +285,14 @@ def _held(load: Load) -> int:
     return min(load.exact, 1) if load.parked else load.exact
 
 
-def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False) -> int:
+def rollout_bytes(
+    trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False, replayed: bool | None = None
+) -> int:
     """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
 
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
     rounding: the probe is read near the control, too.
+    replayed: the control's states are computed on the way; default: as the path keeps them.
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
@@ -291,7 +300,7 @@ def rollout_bytes(trajectory: Trajectory, load: Load, *, own: bool = False, roun
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [f.value + v * rounding]
-    if trajectory.spacing > 1 and (predicted or not together):
+    if (trajectory.spacing > 1 if replayed is None else replayed) and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
     if load.exact:
@@ -341,20 +350,29 @@ def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> 
     return Plan(tuple(chosen), max(peaks), available, chunks)
 
 
-def _advice(work: Work, answers: Sequence[str], available: int) -> str:
-    """What is missing, and what would fit."""
+def _advice(work: Work, answers: Sequence[str], memory: str | int | None, available: int) -> str:
+    """What is missing, and what would fit. Changes are cut apart already, and a longer horizon takes no more memory."""
+    trajectory = work.watch.trajectory
     one = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in answers}
     worst = max(one, key=lambda answer: one[answer])
     fits = [f'memory="{readable(1.02 * one[worst])}"']
     if some := [answer for answer in answers if one[answer] <= available]:
         fits.append(f"answers={some}")
     single = replace(work, scales=1)
-    if work.scales > 1 and all(pass_bytes(single, Pass((answer,), 1)) <= available for answer in answers):
+    if work.scales > 1 and _fits(single, answers, available):
         fits.append(f"one scale at a time (now {work.scales})")
+    left = available - trajectory.not_kept * (memory is None)  # a budget is for what is beside the path
+    if trajectory.keep == "checkpoints" and _fits(replace(work, kept=True), answers, left):
+        fits.append(f'keep="states" in follow(), where the path takes {readable(trajectory.not_kept)} more')
     return (
         f"the {worst} answer to one change needs {readable(one[worst])} beside the model and the path, and "
         f"{readable(available)} may be used. What would fit: {', '.join(fits)}; a smaller batch needs less"
     )
+
+
+def _fits(work: Work, answers: Sequence[str], available: int) -> bool:
+    """Whether each answer to one change does by itself."""
+    return all(pass_bytes(work, Pass((answer,), 1)) <= available for answer in answers)
 
 
 def _sizes(changes: int) -> list[int]:
