@@ -315,8 +315,8 @@ def test_a_path_holds_no_more_than_planned(states: int) -> None:
 def test_an_estimate_chooses_answers_as_a_response_does() -> None:
     """Where only exact answers exist: a probe in eval mode after BatchNorm, and one without a derivative."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 10))
-    case = Case("", model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy, images(16, 64))
+    model = nn.Sequential(nn.Linear(512, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 10))
+    case = Case("", model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy, images(16, 512))
     case.train(case.batches(2))
     path, (x, y) = case.path(4), case.batch()
     change = path.replace(case.batches(3))
@@ -348,7 +348,8 @@ def test_a_path_that_replays_says_that_one_that_does_not_would_fit() -> None:
     point, batches, others, probe = built("mlp")
     paths = {keep: point.follow(3 * batches, keep=keep) for keep in ("states", "checkpoints")}
     point.loss.sharing = Sharing(False)
-    need = {keep: path.replace(others[:1], 1).estimate(probe, answers=("exact",)).memory for keep, path in paths.items()}
+    exact = {keep: path.replace(others[:1], 1).estimate(probe, answers=("exact",)) for keep, path in paths.items()}
+    need = {keep: estimate.memory for keep, estimate in exact.items()}
     assert need["states"] < need["checkpoints"]
     told = []
     for limit in (need["states"], need["states"] - 1):
