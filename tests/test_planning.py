@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import aftershock as ak
+from aftershock.api import ranking
 from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.memory import budget, readable
 from aftershock.core.planning import Work, plan_responses, plan_states
@@ -358,3 +359,71 @@ def test_a_path_that_replays_says_that_one_that_does_not_would_fit() -> None:
         told.append('keep="states"' in str(small.value))
     assert told == [True, False]
     paths["states"].replace(others, 1).response(probe, answers=("exact",), memory=need["states"], horizon=1)
+
+
+# --- rankings
+
+
+def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, list, object]:
+    """A path whose passes were measured, a pool, and a probe. Early in training hardly a coordinate has a curve."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = {
+        "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
+        "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+    }[name]
+    case = Case(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch)
+    case.train(case.batches(trained))
+    path, pool, probe = case.point().follow(case.batches(4), keep=keep), case.batches(12), case.batch()
+    path.estimate_rank(pool, probe)
+    return path, pool, probe
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "keep"),
+    [
+        ("mlp", 1, "states"),
+        ("mlp", 40, "states"),
+        ("lm", 1, "states"),
+        ("lm", 40, "states"),
+        ("mlp", 40, "checkpoints"),
+    ],
+)
+def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:
+    path, pool, probe = with_pool(name, trained, keep)
+    for count, by in ((3, "peak"), (12, "peak"), (12, "response")):
+        real, _ = measured(lambda: path.rank(pool[:count], probe, by=by, verify=2))  # noqa: B023
+        assert_close(path.estimate_rank(pool[:count], probe, by=by, verify=2).memory, real, (count, by))
+
+
+def test_a_ranking_is_cut_to_fit() -> None:
+    path, pool, probe = with_pool("mlp", 1)
+    whole = path.rank(pool, probe, verify=2)
+    one = path.estimate_rank(pool[:1], probe, verify=2).memory
+    for limit in (one, (one + path.estimate_rank(pool, probe, verify=2).memory) // 2):
+        planned = path.estimate_rank(pool, probe, verify=2, memory=limit)
+        assert planned.memory <= limit
+        assert planned.chunks > 1
+        found: list[ak.Ranking] = []
+        real, _ = measured(lambda: found.append(path.rank(pool, probe, verify=2, memory=limit)))  # noqa: B023
+        assert real <= (1 + WITHIN) * limit
+        for key in ("predicted", "measured"):
+            values, expected = (ranking.data[key].sel(change=whole.order).values for ranking in (found[0], whole))
+            np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(expected)))
+
+
+def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pool, probe = with_pool("mlp", 1)
+    last = path.estimate_rank(pool[:1], probe, by="response", verify=0).memory
+    monkeypatch.setattr(ranking, "adjoint", None)
+    with pytest.raises(OutOfMemory, match=r'What would fit: .*one outcome \(by="response"\)') as small:
+        path.rank(pool, probe, verify=0, memory=last)
+    monkeypatch.undo()
+    path.rank(pool, probe, verify=0, by="response", memory=last)
+    horizon = int(re.search(r"horizon=(\d) \(now 4\)", str(small.value))[1])
+    path.rank(pool, probe, verify=0, horizon=horizon, memory=last)
+    with pytest.raises(OutOfMemory):
+        path.rank(pool, probe, verify=0, horizon=horizon + 1, memory=last)
+    enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
+    path.rank(pool, probe, verify=0, memory=enough)
+    with pytest.raises(OutOfMemory, match="exact answer to one change needs"):  # the reruns are planned first
+        path.rank(pool, probe, memory=3 * Footprint.of(path.trajectory).vector)

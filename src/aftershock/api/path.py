@@ -24,7 +24,8 @@ from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministi
 from .change import Change
 from .contributions import Contributions, explain
 from .examples import ExampleRanking, rank_examples
-from .ranking import VERIFY, Ranking, rank
+from .progress import Estimate
+from .ranking import VERIFY, Ranking, estimate, rank
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
@@ -355,6 +356,27 @@ class Path:
         ('batch 5', ['batch 5', 'batch 3'])
         """
         return rank(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, labels=labels, memory=memory)
+
+    def estimate_rank(
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        by: str = "peak",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
+    ) -> Estimate:
+        """What `rank` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its own.
+
+        The first one measures a few passes of the model and makes the path's check, which `rank` then finds done.
+
+        >>> estimate = path.estimate_rank(batches, probe)
+        >>> round(estimate.gradients), estimate.chunks
+        (68, 1)
+        """
+        return estimate(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, memory=memory)
 
     def rank_examples(
         self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = VERIFY

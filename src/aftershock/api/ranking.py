@@ -12,17 +12,18 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.batches import Batch
-from ..core.planning import plan_history, plan_pool
+from ..core.planning import plan_reruns
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
 from ..core.scores import PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
+from ..core.sweep_plans import SweepPlan, plan_ranking
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
-from .change import GRAPH_COST, PRODUCT_COST
+from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST
 from .progress import Estimate, progress
 from .response import sparkline
 
@@ -139,14 +140,13 @@ def rank(
     """See `Path.rank`."""
     import xarray as xr
 
-    if by not in (*SUMMARIES, LAST):
-        raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
     batches, watch = prepared(path, pool, probe, at, horizon)
     names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
     if len(names) != len(batches) or len(set(names)) != len(names):
         raise InvalidInput(f"{len(batches)} batches need as many different labels")
-    horizons = [watch.horizons] if by == LAST else watch.range
-    found = _predict(path, batches, watch, horizons, memory)
+    horizons = horizons_of(watch, by)
+    plan, cost = planned(path, watch, horizons, len(batches), verify, memory)
+    found = _predict(path, batches, watch, horizons, plan, cost)
     coords = {"change": names, "horizon": horizons}
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
     top, spread = to_rerun(torch.as_tensor(_score(predicted, by).values), verify)
@@ -163,19 +163,14 @@ def rank(
 
 
 def _predict(
-    path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], memory: str | int | None
+    path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], plan: SweepPlan, cost: Estimate
 ) -> PoolScores:
-    limit = path.memory if memory is None else memory
-    place = plan_history(path.trajectory, sum(horizons) + 2 * watch.horizons, limit)  # with m and v at every step
     control = path.control(watch.at)
-    with progress(
-        "adjoint sweep", watch.horizons, _estimate(path, len(horizons), watch.horizons, len(batches))
-    ) as tick:
+    with progress("adjoint sweep", watch.horizons, cost) as tick:
         slopes = midpoint_slopes(watch, mean_write(control, batches), horizons)
-        swept = adjoint(watch, slopes.__getitem__, horizons, place, tick)
+        swept = adjoint(watch, slopes.pop, horizons, plan.place, tick)
     with progress("ranking", len(batches)) as tick:
-        size = plan_pool(path.trajectory, len(horizons), limit)
-        return pool_scores(control, swept, path.trajectory, batches, size, tick)
+        return pool_scores(control, swept, path.trajectory, batches, plan.at_once, tick)
 
 
 def _measure(
@@ -256,12 +251,42 @@ def prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: in
     return batches, watch
 
 
-def _estimate(path: Path, outcomes: int, steps: int, batches: int) -> Estimate:
+def horizons_of(watch: Watch, by: str) -> list[int]:
+    """The outcomes that a ranking needs."""
+    if by not in (*SUMMARIES, LAST):
+        raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
+    return [watch.horizons] if by == LAST else watch.range
+
+
+def estimate(
+    path: Path,
+    pool: Iterable[Batch],
+    probe: Any,
+    *,
+    at: int,
+    horizon: int | None,
+    by: str,
+    verify: int,
+    memory: str | int | None,
+) -> Estimate:
+    """See `Path.estimate_rank`."""
+    batches, watch = prepared(path, pool, probe, at, horizon)
+    return planned(path, watch, horizons_of(watch, by), len(batches), verify, memory)[1]
+
+
+def planned(
+    path: Path, watch: Watch, horizons: Sequence[int], batches: int, verify: int, memory: str | int | None
+) -> tuple[SweepPlan, Estimate]:
+    """How the sweep and the pool are cut to fit, and what they and the reruns cost; the reruns must fit, too."""
+    limit, reruns = path.memory if memory is None else memory, min(max(verify, 0), batches)
+    rerun = plan_reruns(watch, reruns, limit) if reruns else 0
+    plan = plan_ranking(watch, horizons, batches, limit)
+    steps, outcomes = watch.horizons, len(horizons)
     products = outcomes * (steps + 1) / 2 + steps
     gradients = outcomes + 2 * GRAPH_COST * steps + PRODUCT_COST * products + batches
-    layout = path.point.loss.layout
-    vector = layout.padded_size * layout.dtype.itemsize
-    return Estimate(gradients, gradients * path.trajectory.seconds_per_step, vector * (5 * outcomes + 64), 1)
+    gradients += reruns * (1 + steps + FORWARD_COST * outcomes)
+    seconds = gradients * path.trajectory.seconds_per_step
+    return plan, Estimate(gradients, seconds, max(plan.peak, rerun), math.ceil(batches / plan.at_once.gradients))
 
 
 # --- reruns

@@ -22,8 +22,6 @@ from .responses import ANSWERS, Pass
 from .rows import AT_ONCE
 from .trajectory import Keep, Trajectory
 
-# gradients of a pool held at once: their product with the adjoints then reads those once a chunk
-POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 # of the room, for lanes: of 1.4B two then fit, and fewer rows at once, which together take less time and less memory
 LANE_SHARE = 0.6
 # rows × steps from which lanes are recorded: by an estimate for 0.4B three more pay after about 90, but later work
@@ -148,6 +146,11 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     return _plan(work, answers, memory, park=True)
 
 
+def plan_reruns(watch: Watch, count: int, memory: str | int | None) -> int:
+    """The peak of so many exact reruns of other batches; raises where not even one fits."""
+    return plan_responses(Work(watch, count, 1), ("exact",), memory).peak
+
+
 def _plan(work: Work, answers: Sequence[str], memory: str | int | None, *, park: bool) -> Plan:
     available = room(work.watch.trajectory, memory)
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
@@ -224,21 +227,6 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
         f"the sweep passes {cotangents} cotangents of {readable(vector)} each, which fit neither on {device} nor in "
         'host memory; rank at one outcome (by="response"), or at a shorter horizon'
     )
-
-
-def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
-    """How many gradients of a pool are held at once: many read the adjoints fewer times."""
-    footprint, device = Footprint.of(trajectory), trajectory.device
-    most = POOL_ON_CPU if device.type == "cpu" else POOL_AT_ONCE
-
-    def fitting() -> tuple[int, int]:
-        # vectors: adjoints and what they are read from, or curves
-        left = room(trajectory, memory) - max(7 * outcomes + 3, 6 * outcomes + 15) * footprint.vector
-        return left, max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
-
-    left, count = fitting()
-    plan_lanes(trajectory, count, most, left)
-    return fitting()[1]
 
 
 def pass_bytes(work: Work, each: Pass) -> int:
