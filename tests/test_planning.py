@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import aftershock as ak
-from aftershock.api import ranking
+from aftershock.api import contributions, examples, ranking
+from aftershock.core import sweep_plans
 from aftershock.core.footprint import Curvature, Footprint, measured
+from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
 from aftershock.core.planning import Work, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
@@ -411,6 +413,10 @@ def test_a_ranking_is_cut_to_fit() -> None:
             np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(expected)))
 
 
+def nothing_fits(*work: object) -> int:
+    raise OutOfMemory("no rerun")
+
+
 def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     path, pool, probe = with_pool("mlp", 1)
     last = path.estimate_rank(pool[:1], probe, by="response", verify=0).memory
@@ -425,5 +431,67 @@ def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytes
         path.rank(pool, probe, verify=0, horizon=horizon + 1, memory=last)
     enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
     path.rank(pool, probe, verify=0, memory=enough)
-    with pytest.raises(OutOfMemory, match="exact answer to one change needs"):  # the reruns are planned first
-        path.rank(pool, probe, memory=3 * Footprint.of(path.trajectory).vector)
+    monkeypatch.setattr(sweep_plans, "plan_reruns", nothing_fits)
+    monkeypatch.setattr(ranking, "adjoint", None)
+    with pytest.raises(OutOfMemory, match="no rerun"):
+        path.rank(pool, probe)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lm"])
+def test_an_explanation_fits_or_says_so(name: str) -> None:
+    path, pool, probe = with_pool(name, 1)
+    planned = sweep_plans.plan_explanation(path.watch(0, probe), 2, None).peak
+    found: list = []
+    real, _ = measured(lambda: found.append(path.explain(probe, verify=1, memory=planned)))
+    assert_close(planned, real, name)
+    with pytest.raises(OutOfMemory, match=r"What would fit: outcome=3 \(now 4\), memory="):
+        path.explain(probe, verify=1, memory=planned - 1)
+    path.explain(probe, verify=1, outcome=3, memory=planned - 1)
+    with pytest.raises(OutOfMemory, match="ranking 8 batches at a time needs"):
+        path.rank_examples(pool, probe, memory="1MiB")
+    # kicks of few pairs at a time
+    few = sweep_plans.plan_explanation(path.watch(0, probe), 2, None).elsewhere()
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(contributions, "plan_explanation", lambda *work: few)
+        again = path.explain(probe, verify=1)
+    np.testing.assert_allclose(again.total.values, found[0].total.values, rtol=1e-4)
+
+
+class Failing:
+    """A function that runs out of memory as long as the size that it is given is too large."""
+
+    def __init__(self, work: Callable, size: Callable[..., int], limit: int) -> None:
+        self.work, self.size, self.limit, self.seen = work, size, limit, list[int]()
+
+    def __call__(self, *given: object, **named: object) -> object:
+        self.seen.append(self.size(*given, **named))
+        if self.seen[-1] > self.limit:
+            raise torch.OutOfMemoryError("no memory")
+        return self.work(*given, **named)
+
+
+def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    path, pool, probe = case.path(4), case.batches(6), case.batch()
+    whole = path.rank(pool, probe, verify=1).data["predicted"]
+    for limit in (1, 0):
+        held = Failing(ranking.pool_scores, lambda *given: given[4].gradients, limit)
+        monkeypatch.setattr(ranking, "pool_scores", held)
+        if limit:
+            again = path.rank(pool, probe, verify=1).data["predicted"].sel(change=whole["change"])
+            np.testing.assert_allclose(again.values, whole.values, rtol=1e-9, atol=1e-15)
+        else:
+            with pytest.raises(OutOfMemory, match=r"gradients of the pool ran out .* 6 gradients of the pool at once"):
+                path.rank(pool, probe, verify=1)
+        assert held.seen == [6, 3, 1]
+        monkeypatch.undo()
+    scored = Failing(examples.example_scores, lambda *given: given[4], 100)
+    shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
+    monkeypatch.setattr(examples, "example_scores", scored)
+    np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
+    assert scored.seen == [512, 256, 128, 64]
+    monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
+    for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
+        with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
+            work(pool, probe)

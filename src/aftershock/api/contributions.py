@@ -12,11 +12,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
-from ..core.contributions import BentReadout, displacements
-from ..core.planning import plan_history
+from ..core.contributions import DIRECTIONS, BentReadout, displacements
+from ..core.memory import in_smaller_pieces
+from ..core.planning import plan_reruns
 from ..core.probe import Watch
 from ..core.state import CHANNELS
-from ..core.waiting import SUMS
+from ..core.sweep_plans import SweepPlan, plan_explanation, with_reruns
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
@@ -138,33 +139,44 @@ def _findings(found: Contributions) -> list[Finding]:
     return [Finding(level, "explanation", quantity, error, TRUST.nrmse, sentence)] + [absurd] * bool(far)
 
 
-def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify: int) -> Contributions:
+def explain(
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+) -> Contributions:
     """See `Path.explain`."""
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
     watch = path.watch(0, probe, outcome)
-    few = max(verify, 0)
+    few, limit = max(verify, 0), path.memory if memory is None else memory
     if change in MEASURED_ONLY:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
+        if few:
+            plan_reruns(watch, 1, limit)
         chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path
     else:
         path.require_linear(watch)
-        readings = _readings(path, watch, change)
+        plan = with_reruns(lambda: plan_explanation(watch, 1 + DIRECTIONS, limit), watch, int(few > 0), limit)
+        readings = _readings(path, watch, change, plan)
         chosen = torch.cat(to_rerun(readings[_unverified(readings)].sum(1).abs(), few))
-    found = Calibrated.by(readings, _measured(path, watch, change, chosen))
+    found = Calibrated.by(readings, _measured(path, watch, change, chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
     return _labelled(path, watch, change, found)
 
 
-def _readings(path: Path, watch: Watch, change: str) -> dict[str, Float[Tensor, "step channel"]]:
+def _readings(path: Path, watch: Watch, change: str, plan: SweepPlan) -> dict[str, Float[Tensor, "step channel"]]:
     """Contributions by each readout, from one sweep."""
-    place = plan_history(path.trajectory, 2 * watch.last, path.memory, sums=2 * SUMS)
-    with progress("adjoint sweep", watch.last) as tick:
-        bent = BentReadout.of(watch)
-        edits = {change: EDITS[change]}
-        parts = displacements(path.trajectory, watch.last, bent, lambda step: edits, place, tick=tick)[change]
+    edits = {change: EDITS[change]}
+
+    def swept(plan: SweepPlan) -> tuple[BentReadout, Float[Tensor, "step row channel layer"]]:
+        bent, waiting = BentReadout.of(watch), plan.at_once.waiting
+        with progress("adjoint sweep", watch.last) as tick:
+            found = displacements(
+                path.trajectory, watch.last, bent, lambda step: edits, plan.place, tick=tick, waiting_pairs=waiting
+            )
+        return bent, found[change]
+
+    bent, parts = in_smaller_pieces(plan, swept, SweepPlan.elsewhere, "the adjoint sweep")
     return {"straight": -bent.straight(parts).sum(-1), "bent": -bent.response(parts).sum(-1)}
 
 
@@ -174,11 +186,14 @@ def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:
     return "bent" if (bent - straight).abs().sum() < straight.abs().sum() and "bent" in readings else "straight"
 
 
-def _measured(path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"]) -> Float[Tensor, " step"]:
+def _measured(
+    path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"], memory: str | int | None
+) -> Float[Tensor, " step"]:
     """The outcome less that of an exact run with the change at each of some steps."""
     measured = torch.full((watch.last,), torch.nan, dtype=torch.float64)
     for step in steps.tolist():
-        rerun = Change(path, step, change, (EDITS[change],)).numbers(path.watch(step, watch.probe, watch.last - step))
+        read = path.watch(step, watch.probe, watch.last - step)
+        rerun = Change(path, step, change, (EDITS[change],)).numbers(read, memory=memory)
         measured[step] = -rerun[0, -1]
     return measured
 

@@ -13,15 +13,16 @@ from torch import Tensor
 from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
-from ..core.planning import plan_history
+from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
-from ..core.scores import SAMPLE, adjoint, example_direction, mean_write, midpoint_slopes
+from ..core.scores import SAMPLE, example_direction
+from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from .change import Change
 from .progress import progress
-from .ranking import SHOWN, common_factor, prepared, relative_error, to_rerun
+from .ranking import SHOWN, common_factor, prepared, relative_error, sweep_back, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -80,21 +81,33 @@ class ExampleRanking(LabelledResult):
 
 
 def rank_examples(
-    path: Path, pool: Iterable[Batch], probe: Any, *, at: int, horizon: int | None, verify: int
+    path: Path,
+    pool: Iterable[Batch],
+    probe: Any,
+    *,
+    at: int,
+    horizon: int | None,
+    verify: int,
+    memory: str | int | None,
 ) -> ExampleRanking:
     """See `Path.rank_examples`."""
     batches, watch = prepared(path, pool, probe, at, horizon)
-    outcome, control = [watch.horizons], path.control(watch.at)
-    weight = example_weight(control, batches[0])
+    limit = path.memory if memory is None else memory
     sample = batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
-    slopes = midpoint_slopes(watch, mean_write(control, sample), outcome)
-    place = plan_history(path.trajectory, watch.horizons, path.memory)
-    swept = adjoint(watch, slopes.__getitem__, outcome, place)
-    direction = example_direction(control, swept, path.trajectory, sample)
+    few, outcome = len(sample), [watch.horizons]
+    plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(verify > 0), limit)
+    control = path.control(watch.at)
+    weight = example_weight(control, batches[0])
+    direction = _direction(watch, control, sample, plan)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
         for group in merged_examples(batches, EXAMPLES_AT_ONCE):
-            slope = example_scores(control, direction, joined(group), f"batch {len(shares)} of the pool and on")
+            slope = in_smaller_pieces(
+                EXAMPLES_AT_ONCE,
+                lambda chunk: example_scores(control, direction, joined(group), f"batch {len(shares)} and on", chunk),  # noqa: B023
+                lambda chunk: chunk // 2 or None,
+                "a forward pass of single examples",
+            )
             for part in slope.double().cpu().split([example_count(batch) for batch in group]):
                 shares.append(part * (weight or 1 / len(part)))
                 tick()
@@ -106,8 +119,19 @@ def rank_examples(
     top, spread = to_rerun(share[order].abs(), verify)
     rerun = torch.cat([top, spread])
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
-    measured[rerun] = _measure_examples(path, control, batches, watch, chosen, weight)
+    measured[rerun] = _measure_examples(path, control, batches, watch, chosen, weight, limit)
     return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
+
+
+def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan: SweepPlan) -> Float[Tensor, " param"]:
+    """Along which an example's loss is differentiated; the sweep is gone with this call."""
+    swept = sweep_back(watch, control, sample, [watch.horizons], plan)
+    return in_smaller_pieces(
+        plan,
+        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.pairs),
+        SweepPlan.smaller,
+        "the slopes of examples",
+    )
 
 
 def _examples(
@@ -150,6 +174,7 @@ def _measure_examples(
     watch: Watch,
     chosen: Sequence[tuple[int, int]],
     weight: float | None,
+    memory: str | int | None,
 ) -> Float[Tensor, " example"]:
     """The exact response to adding each chosen example's share of its batch's gradient to the control's."""
     if not chosen:
@@ -161,4 +186,4 @@ def _measure_examples(
         found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
         edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
     last = replace(watch, only=(watch.horizons,))
-    return Change(path, watch.at, "example", tuple(edits)).numbers(last)[:, -1]
+    return Change(path, watch.at, "example", tuple(edits)).numbers(last, memory=memory)[:, -1]

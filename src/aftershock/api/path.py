@@ -379,7 +379,14 @@ class Path:
         return estimate(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, memory=memory)
 
     def rank_examples(
-        self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = VERIFY
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        verify: int = VERIFY,
+        memory: str | int | None = None,
     ) -> ExampleRanking:
         """Score every single example of a pool at one outcome (`horizon`, default the last).
 
@@ -387,15 +394,22 @@ class Path:
         one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
         verify: for how many the part is added in an exact rerun, chosen as in `rank`; the reruns calibrate the rest.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free. It is for the sweep and the reruns.
 
         >>> ranking = path.rank_examples(batches, probe, verify=2)
         >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]
         (48, [5, 5, 1])
         """
-        return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify)
+        return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify, memory=memory)
 
     def explain(
-        self, probe: Any, *, outcome: int | None = None, change: str = "zero", verify: int = VERIFY
+        self,
+        probe: Any,
+        *,
+        outcome: int | None = None,
+        change: str = "zero",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
     ) -> Contributions:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
@@ -407,9 +421,10 @@ class Path:
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
             reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
         verify: how many steps are rerun exactly, chosen as in `rank`.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> found = path.explain(probe, verify=2)
         >>> [f"{total:+.4f}" for total in found.total.values]
         ['-0.0018', '+0.0008', '-0.0004', '-0.0002']
         """
-        return explain(self, probe, outcome=outcome, change=change, verify=verify)
+        return explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.batches import Batch
-from ..core.planning import plan_reruns
+from ..core.changes import ControlStep
+from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
-from ..core.scores import PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
-from ..core.sweep_plans import SweepPlan, plan_ranking
+from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
+from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.fidelity import nrmse
@@ -167,10 +168,30 @@ def _predict(
 ) -> PoolScores:
     control = path.control(watch.at)
     with progress("adjoint sweep", watch.horizons, cost) as tick:
-        slopes = midpoint_slopes(watch, mean_write(control, batches), horizons)
-        swept = adjoint(watch, slopes.pop, horizons, plan.place, tick)
-    with progress("ranking", len(batches)) as tick:
-        return pool_scores(control, swept, path.trajectory, batches, plan.at_once, tick)
+        swept = sweep_back(watch, control, batches, horizons, plan, tick)
+
+    def scored(plan: SweepPlan) -> PoolScores:
+        with progress("ranking", len(batches)) as tick:
+            return pool_scores(control, swept, path.trajectory, batches, plan.at_once, tick)
+
+    return in_smaller_pieces(plan, scored, SweepPlan.smaller, "gradients of the pool")
+
+
+def sweep_back(
+    watch: Watch,
+    control: ControlStep,
+    sample: Sequence[Batch],
+    horizons: Sequence[int],
+    plan: SweepPlan,
+    tick: Callable[[], None] = lambda: None,
+) -> Adjoint:
+    """The adjoint of some outcomes, with the probe read half way along the mean displacement of a sample."""
+
+    def swept(plan: SweepPlan) -> Adjoint:
+        slopes = midpoint_slopes(watch, mean_write(control, sample), horizons)
+        return adjoint(watch, slopes.pop, horizons, plan.place, tick)
+
+    return in_smaller_pieces(plan, swept, SweepPlan.elsewhere, "the adjoint sweep")
 
 
 def _measure(
@@ -279,14 +300,13 @@ def planned(
 ) -> tuple[SweepPlan, Estimate]:
     """How the sweep and the pool are cut to fit, and what they and the reruns cost; the reruns must fit, too."""
     limit, reruns = path.memory if memory is None else memory, min(max(verify, 0), batches)
-    rerun = plan_reruns(watch, reruns, limit) if reruns else 0
-    plan = plan_ranking(watch, horizons, batches, limit)
+    plan = with_reruns(lambda: plan_ranking(watch, horizons, batches, limit), watch, reruns, limit)
     steps, outcomes = watch.horizons, len(horizons)
     products = outcomes * (steps + 1) / 2 + steps
     gradients = outcomes + 2 * GRAPH_COST * steps + PRODUCT_COST * products + batches
     gradients += reruns * (1 + steps + FORWARD_COST * outcomes)
     seconds = gradients * path.trajectory.seconds_per_step
-    return plan, Estimate(gradients, seconds, max(plan.peak, rerun), math.ceil(batches / plan.at_once.gradients))
+    return plan, Estimate(gradients, seconds, plan.peak, math.ceil(batches / plan.at_once.gradients))
 
 
 # --- reruns

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import OutOfMemory
+from .contributions import LANCZOS
 from .footprint import Curvature, Footprint, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import readable
-from .planning import Load, plan_history, plan_lanes, rollout_bytes
+from .planning import Load, plan_history, plan_lanes, plan_reruns, rollout_bytes
 from .probe import Watch
 from .scores import AtOnce
+from .waiting import SUMS
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
 POOL_AT_ONCE, POOL_ON_CPU = 128, 64
@@ -32,18 +34,54 @@ class SweepPlan:
     at_once: AtOnce
     peak: int
 
+    def __str__(self) -> str:
+        size = self.at_once
+        return (
+            f"{readable(self.peak)}: the sweep kept on {self.place}, {size.gradients} gradients of the pool at once, "
+            f"kicks of {size.waiting:,} pairs"
+        )
 
-def plan_ranking(watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None) -> SweepPlan:
-    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory."""
+    def elsewhere(self) -> SweepPlan | None:
+        """The sweep kept in host memory, and fewer kicks at once; None where it is."""
+        host, few = torch.device("cpu"), replace(self.at_once, waiting=FEWEST_PAIRS)
+        found = replace(self, place=host, at_once=few)
+        return None if found == self else found
+
+    def smaller(self) -> SweepPlan | None:
+        """Half as much of the pool at once; None where it is one gradient and few pairs."""
+        size = self.at_once
+        half = AtOnce(max(1, size.gradients // 2), *(max(FEWEST_PAIRS, n // 2) for n in (size.pairs, size.waiting)))
+        done = half.gradients == size.gradients and half.waiting >= size.waiting
+        return None if done else replace(self, at_once=half)
+
+
+def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory: str | int | None) -> SweepPlan:
+    """The plan of a sweep that exact reruns follow; where neither fits, what the sweep lacks is told, which is more."""
+    try:
+        rerun = plan_reruns(watch, count, memory) if count else 0
+    except OutOfMemory:
+        sweep()
+        raise
+    plan = sweep()
+    return replace(plan, peak=max(plan.peak, rerun))
+
+
+def plan_ranking(
+    watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None, least: int = 1
+) -> SweepPlan:
+    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory.
+
+    least: gradients of the pool that must be there at once.
+    """
     trajectory = watch.trajectory
     place = plan_history(trajectory, sum(horizons) + 2 * watch.horizons, memory)
     needs = _Needs(watch, place)
     available = room(trajectory, memory)
     most = min(pool, POOL_ON_CPU if trajectory.device.type == "cpu" else POOL_AT_ONCE)
-    fits = (n for n in range(most, 0, -1) if needs.peak(horizons, n) <= available)
+    fits = (n for n in range(most, least - 1, -1) if needs.peak(horizons, n) <= available)
     count = next(fits, None)
     if count is None:
-        raise OutOfMemory(_advice(needs, watch, horizons, available))
+        raise OutOfMemory(_advice(needs, watch, horizons, available, least))
     if trajectory.device.type != "cpu":
         plan_lanes(trajectory, count, POOL_AT_ONCE, available - needs.held(horizons, count))
     return SweepPlan(place, needs.at_once(horizons, count, available), needs.peak(horizons, count))
@@ -116,9 +154,37 @@ class _Needs:
         return AtOnce(count, pairs if self.trajectory.device.type == "cpu" else many, many)
 
 
-def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int) -> str:
+def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> SweepPlan:
+    """Every step's contribution by one sweep of so many rows from the last state."""
+    trajectory, steps = watch.trajectory, watch.last
+    place = plan_history(trajectory, outcomes * steps, memory, sums=outcomes * SUMS)
+    f, c, available = Footprint.of(trajectory), Curvature.of(trajectory), room(trajectory, memory)
+    v, beside = f.vector, place == trajectory.device
+    readout = c.graph + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
+    states = 0 if trajectory.spacing == 1 else 9 * v
+    clipped = outcomes * v * any(step.clip.binds for step in trajectory.steps)
+    held = (4 + SUMS) * outcomes * v + outcomes * steps * v * beside + states
+    step = max(c.build, c.graph + outcomes * v + clipped + c.product, c.graph + 3 * v + f.update, c.graph + 4 * v)
+    pairs = max(FEWEST_PAIRS, min(int(PAIRS_SHARE * held) // (120 + 8 * outcomes), PAIRS_AT_ONCE))
+    peak = max(readout, held + step + int(PAIRS_SHARE * held) // 2)
+    if peak > available and trajectory.device.type == "cpu":
+        raise OutOfMemory(
+            f"the sweep over {steps} steps needs {readable(peak)} beside the model and the path, and "
+            f"{readable(available)} may be used. What would fit: {_earlier(peak, available, outcomes * v, steps)}"
+            f'memory="{readable(math.ceil(1.02 * peak))}"'
+        )
+    return SweepPlan(place, AtOnce(1, pairs, pairs), peak)
+
+
+def _earlier(peak: int, available: int, step: int, steps: int) -> str:
+    """An outcome that fits, where there is one."""
+    outcome = steps - math.ceil((peak - available) / step)
+    return f"outcome={outcome} (now {steps}), " if outcome > 0 else ""
+
+
+def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int) -> str:
     """What is missing, and what would fit."""
-    need = needs.peak(horizons, 1)
+    need = needs.peak(horizons, least)
     fits = [f'memory="{readable(math.ceil(1.02 * need))}"']
     if len(horizons) > 1:
         if needs.peak(horizons[-1:], 1) <= available:
@@ -126,7 +192,8 @@ def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int
         shorter = [h for h in horizons if needs.peak(range(1, h + 1), 1) <= available]
         if shorter:
             fits.append(f"horizon={max(shorter)} (now {watch.horizons})")
+    batches = "one batch" if least == 1 else f"{least} batches"
     return (
-        f"ranking one batch at a time needs {readable(need)} beside the model and the path, and "
+        f"ranking {batches} at a time needs {readable(need)} beside the model and the path, and "
         f"{readable(available)} may be used. What would fit: {', '.join(fits)}"
     )
