@@ -374,7 +374,7 @@ class Path:
 
         >>> estimate = path.estimate_rank(batches, probe)
         >>> round(estimate.gradients), estimate.chunks
-        (68, 1)
+        (76, 1)
         """
         return estimate(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, memory=memory)
 

@@ -17,7 +17,7 @@ from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
 from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
-from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
+from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.fidelity import nrmse
@@ -169,6 +169,8 @@ def _predict(
     control = path.control(watch.at)
     with progress("adjoint sweep", watch.horizons, cost) as tick:
         swept = sweep_back(watch, control, batches, horizons, plan, tick)
+
+    widen(plan, path.trajectory)
 
     def scored(plan: SweepPlan) -> PoolScores:
         with progress("ranking", len(batches)) as tick:

@@ -13,9 +13,10 @@ from .contributions import LANCZOS
 from .footprint import Curvature, Footprint, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import readable
-from .planning import Load, plan_history, plan_lanes, plan_reruns, rollout_bytes
+from .planning import LANE_SHARE, Load, plan_history, plan_lanes, plan_reruns, rollout_bytes
 from .probe import Watch
 from .scores import AtOnce
+from .trajectory import Trajectory
 from .waiting import SUMS
 
 # gradients of a pool held at once: their product with the adjoints then reads those once a chunk
@@ -33,6 +34,7 @@ class SweepPlan:
     place: torch.device
     at_once: AtOnce
     peak: int
+    spare: int = 0  # beside what is held while the pool is read
 
     def __str__(self) -> str:
         size = self.at_once
@@ -82,9 +84,13 @@ def plan_ranking(
     count = next(fits, None)
     if count is None:
         raise OutOfMemory(_advice(needs, watch, horizons, available, least))
-    if trajectory.device.type != "cpu":
-        plan_lanes(trajectory, count, POOL_AT_ONCE, available - needs.held(horizons, count))
-    return SweepPlan(place, needs.at_once(horizons, count, available), needs.peak(horizons, count))
+    spare = available - needs.held(horizons, count)
+    return SweepPlan(place, needs.at_once(horizons, count, spare), needs.peak(horizons, count), spare)
+
+
+def widen(plan: SweepPlan, trajectory: Trajectory) -> None:
+    """After the sweep and before the pool: gradients of a large model on more lanes, in what the plan leaves."""
+    plan_lanes(trajectory, plan.at_once.gradients, POOL_AT_ONCE, plan.spare)
 
 
 class _Needs:
@@ -100,13 +106,10 @@ class _Needs:
 
     def peak(self, horizons: Sequence[int], count: int) -> int:
         """With so many gradients of the pool at once."""
-        f = self.f
-        return max(
-            self.started(len(horizons)),
-            self.swept(horizons),
-            self.curves(horizons),
-            self.held(horizons, count) + max(f.gradient, f.row, self.pairs(horizons, count) * self.per_pair(horizons)),
-        )
+        f, pairs = self.f, self.pairs(horizons, count) * self.per_pair(horizons)
+        gradients = count * (f.row + f.vector) if f.together else f.gradient
+        pool = self.held(horizons, count) + max(gradients, pairs)
+        return max(self.started(len(horizons)), self.swept(horizons), self.curves(horizons), pool)
 
     def started(self, outcomes: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
@@ -144,12 +147,12 @@ class _Needs:
         few = int(PAIRS_SHARE * self.held(horizons, count)) // self.per_pair(horizons)
         return max(FEWEST_PAIRS, min(few, IN_CACHE))
 
-    def at_once(self, horizons: Sequence[int], count: int, available: int) -> AtOnce:
+    def at_once(self, horizons: Sequence[int], count: int, spare: int) -> AtOnce:
         pairs = self.pairs(horizons, count)
         if self.trajectory.device.type == "cpu" and self.trajectory.spacing == 1:
             return AtOnce(count, pairs, pairs)
         # a GPU starts few kernels, and a path that replays its states does so for many pairs at once
-        left = (available - self.held(horizons, count)) // self.per_pair(horizons)
+        left = int((1 - LANE_SHARE) * spare) // self.per_pair(horizons)
         many = max(pairs, min(left, PAIRS_AT_ONCE // len(horizons)))
         return AtOnce(count, pairs if self.trajectory.device.type == "cpu" else many, many)
 
