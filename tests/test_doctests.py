@@ -23,7 +23,8 @@ import torch
 import aftershock as ak
 from aftershock import api, results, theory
 from aftershock.api.contributions import Contributions
-from aftershock.api.ranking import ExampleRanking, Ranking
+from aftershock.api.examples import ExampleRanking
+from aftershock.api.ranking import Ranking
 from aftershock.core import operators
 from aftershock.integrations import distributed
 from aftershock.recorder import triggers

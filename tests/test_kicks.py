@@ -13,7 +13,7 @@ from aftershock.core import curves, kicks
 from aftershock.core.adamw import Hyper, Run
 from aftershock.core.contributions import BentReadout, Layers, contributions
 from aftershock.core.linear_step import displacement, displacement_by_v
-from aftershock.core.scores import adjoint, mean_write, midpoint_slopes, pool_scores
+from aftershock.core.scores import AtOnce, adjoint, mean_write, midpoint_slopes, pool_scores
 
 from .cases import CASES, Case, make
 from .oracles import KickOracle
@@ -49,9 +49,9 @@ def test_scores_are_the_forward_recursion(name: str, at: int, monkeypatch: pytes
     pool, probe = case.batches(4), case.batch()
     watch, truth = path.watch(at, probe), oracle(case, path)
     control, swept = path.control(at), adjoint(watch, watch.slope, watch.range, CPU)
-    curved = pool_scores(control, swept, path.trajectory, pool, at_once=3)
+    curved = pool_scores(control, swept, path.trajectory, pool, AtOnce(3))
     monkeypatch.setattr(curves, "ALLOWED", -1.0)  # no curve is good enough
-    kicked = pool_scores(control, swept, path.trajectory, pool, at_once=3)
+    kicked = pool_scores(control, swept, path.trajectory, pool, AtOnce(3))
     slopes = {at + h: watch.slope(h) for h in watch.range}
     expected = predicted(truth, at, pool, slopes)
     assert expected.abs().max() > 1e-4

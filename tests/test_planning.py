@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import aftershock as ak
+from aftershock.api import contributions, examples, ranking
+from aftershock.core import sweep_plans
 from aftershock.core.footprint import Curvature, Footprint, measured
+from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
 from aftershock.core.planning import Work, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
@@ -307,3 +310,188 @@ def test_a_path_holds_no_more_than_planned(states: int) -> None:
     for index, theta in made[0]:
         assert torch.equal(theta, whole.trajectory.state(index).theta)
     assert budget(path.memory, CPU) == 4 * states * size
+
+
+# --- an estimate is of what a response does
+
+
+def test_an_estimate_chooses_answers_as_a_response_does() -> None:
+    """Where only exact answers exist: a probe in eval mode after BatchNorm, and one without a derivative."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 10))
+    case = Case("", model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy, images(16, 512))
+    case.train(case.batches(2))
+    path, (x, y) = case.path(4), case.batch()
+    change = path.replace(case.batches(3))
+    for probe in (ak.Probe(batch=(x, y), evaluating=True), lambda model: (model(x).argmax(1) == y).float().mean()):
+        assert list(change.response(probe).data["answer"].values) == ["exact"]
+        real, _ = measured(lambda: change.response(probe))  # noqa: B023
+        assert change.estimate(probe) == change.estimate(probe, answers=("exact",))
+        assert_close(change.estimate(probe).memory, real, probe)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"answers": ("endpoint",)}, {"answers": ()}, {"scales": ()}, {"scales": (0.0,)}, {"horizon": 99}],
+    ids=str,
+)
+def test_an_estimate_refuses_what_a_response_refuses(options: dict) -> None:
+    case = make("tanh_mlp")
+    change, probe = case.path(3).replace(case.batches(1)), case.batch()
+    with pytest.raises(ak.AftershockError) as refused:
+        change.response(probe, **options)
+    with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+        change.estimate(probe, **options)
+    with pytest.raises(ak.AftershockError, match="no scale"):
+        case.path(3).skip().estimate(probe, scales=(0.5,))
+
+
+def test_a_path_that_replays_says_that_one_that_does_not_would_fit() -> None:
+    """And only where it would."""
+    point, batches, others, probe = built("mlp")
+    paths = {keep: point.follow(3 * batches, keep=keep) for keep in ("states", "checkpoints")}
+    point.loss.sharing = Sharing(False)
+    exact = {keep: path.replace(others[:1], 1).estimate(probe, answers=("exact",)) for keep, path in paths.items()}
+    need = {keep: estimate.memory for keep, estimate in exact.items()}
+    assert need["states"] < need["checkpoints"]
+    told = []
+    for limit in (need["states"], need["states"] - 1):
+        with pytest.raises(OutOfMemory) as small:
+            paths["checkpoints"].replace(others, 1).response(probe, answers=("exact",), memory=limit)
+        told.append('keep="states"' in str(small.value))
+    assert told == [True, False]
+    paths["states"].replace(others, 1).response(probe, answers=("exact",), memory=need["states"], horizon=1)
+
+
+# --- rankings
+
+
+def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, list, object]:
+    """A path whose passes were measured, a pool, and a probe. Early in training hardly a coordinate has a curve."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = {
+        "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
+        "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+    }[name]
+    case = Case(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch)
+    case.train(case.batches(trained))
+    path, pool, probe = case.point().follow(case.batches(4), keep=keep), case.batches(12), case.batch()
+    path.estimate_rank(pool, probe)
+    return path, pool, probe
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "keep"),
+    [
+        ("mlp", 1, "states"),
+        ("mlp", 40, "states"),
+        ("lm", 1, "states"),
+        ("lm", 40, "states"),
+        ("mlp", 40, "checkpoints"),
+    ],
+)
+def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:
+    path, pool, probe = with_pool(name, trained, keep)
+    for count, by in ((3, "peak"), (12, "peak"), (12, "response")):
+        real, _ = measured(lambda: path.rank(pool[:count], probe, by=by, verify=2))  # noqa: B023
+        assert_close(path.estimate_rank(pool[:count], probe, by=by, verify=2).memory, real, (count, by))
+
+
+def test_a_ranking_is_cut_to_fit() -> None:
+    path, pool, probe = with_pool("mlp", 1)
+    whole = path.rank(pool, probe, verify=2)
+    one = path.estimate_rank(pool[:1], probe, verify=2).memory
+    for limit in (one, (one + path.estimate_rank(pool, probe, verify=2).memory) // 2):
+        planned = path.estimate_rank(pool, probe, verify=2, memory=limit)
+        assert planned.memory <= limit
+        assert planned.chunks > 1
+        found: list[ak.Ranking] = []
+        real, _ = measured(lambda: found.append(path.rank(pool, probe, verify=2, memory=limit)))  # noqa: B023
+        assert real <= (1 + WITHIN) * limit
+        for key in ("predicted", "measured"):
+            values, expected = (ranking.data[key].sel(change=whole.order).values for ranking in (found[0], whole))
+            np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(expected)))
+
+
+def nothing_fits(*work: object) -> int:
+    raise OutOfMemory("no rerun")
+
+
+def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pool, probe = with_pool("mlp", 1)
+    last = path.estimate_rank(pool[:1], probe, by="response", verify=0).memory
+    monkeypatch.setattr(ranking, "adjoint", None)
+    with pytest.raises(OutOfMemory, match=r'What would fit: .*one outcome \(by="response"\)') as small:
+        path.rank(pool, probe, verify=0, memory=last)
+    monkeypatch.undo()
+    path.rank(pool, probe, verify=0, by="response", memory=last)
+    horizon = int(re.search(r"horizon=(\d) \(now 4\)", str(small.value))[1])
+    path.rank(pool, probe, verify=0, horizon=horizon, memory=last)
+    with pytest.raises(OutOfMemory):
+        path.rank(pool, probe, verify=0, horizon=horizon + 1, memory=last)
+    enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
+    path.rank(pool, probe, verify=0, memory=enough)
+    monkeypatch.setattr(sweep_plans, "plan_reruns", nothing_fits)
+    monkeypatch.setattr(ranking, "adjoint", None)
+    with pytest.raises(OutOfMemory, match="no rerun"):
+        path.rank(pool, probe)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lm"])
+def test_an_explanation_fits_or_says_so(name: str) -> None:
+    path, pool, probe = with_pool(name, 1)
+    planned = sweep_plans.plan_explanation(path.watch(0, probe), 2, None).peak
+    found: list = []
+    real, _ = measured(lambda: found.append(path.explain(probe, verify=1, memory=planned)))
+    assert_close(planned, real, name)
+    with pytest.raises(OutOfMemory, match=r"What would fit: outcome=3 \(now 4\), memory="):
+        path.explain(probe, verify=1, memory=planned - 1)
+    path.explain(probe, verify=1, outcome=3, memory=planned - 1)
+    with pytest.raises(OutOfMemory, match="ranking 8 batches at a time needs"):
+        path.rank_examples(pool, probe, memory="1MiB")
+    # kicks of few pairs at a time
+    few = sweep_plans.plan_explanation(path.watch(0, probe), 2, None).elsewhere()
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(contributions, "plan_explanation", lambda *work: few)
+        again = path.explain(probe, verify=1)
+    np.testing.assert_allclose(again.total.values, found[0].total.values, rtol=1e-4)
+
+
+class Failing:
+    """A function that runs out of memory as long as the size that it is given is too large."""
+
+    def __init__(self, work: Callable, size: Callable[..., int], limit: int) -> None:
+        self.work, self.size, self.limit, self.seen = work, size, limit, list[int]()
+
+    def __call__(self, *given: object, **named: object) -> object:
+        self.seen.append(self.size(*given, **named))
+        if self.seen[-1] > self.limit:
+            raise torch.OutOfMemoryError("no memory")
+        return self.work(*given, **named)
+
+
+def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    path, pool, probe = case.path(4), case.batches(6), case.batch()
+    whole = path.rank(pool, probe, verify=1).data["predicted"]
+    for limit in (1, 0):
+        held = Failing(ranking.pool_scores, lambda *given: given[4].gradients, limit)
+        monkeypatch.setattr(ranking, "pool_scores", held)
+        if limit:
+            again = path.rank(pool, probe, verify=1).data["predicted"].sel(change=whole["change"])
+            np.testing.assert_allclose(again.values, whole.values, rtol=1e-9, atol=1e-15)
+        else:
+            with pytest.raises(OutOfMemory, match=r"gradients of the pool ran out .* 6 gradients of the pool at once"):
+                path.rank(pool, probe, verify=1)
+        assert held.seen == [6, 3, 1]
+        monkeypatch.undo()
+    scored = Failing(examples.example_scores, lambda *given: given[4], 100)
+    shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
+    monkeypatch.setattr(examples, "example_scores", scored)
+    np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
+    assert scored.seen == [512, 256, 128, 64]
+    monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
+    for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
+        with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
+            work(pool, probe)

@@ -120,19 +120,22 @@ class Change:
         probe: Any,
         *,
         scales: Sequence[float] = (1.0,),
-        answers: Sequence[str] = ANSWERS,
+        answers: Sequence[str] | None = None,
         horizon: int | None = None,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `response` will cost, before any of it is done: gradients, seconds, peak memory.
 
-        The arguments are those of `response`. It computes nothing of the model.
+        The arguments are those of `response`, and what that refuses is refused. The first one of a path measures a few
+        passes of the model (about 10 g) and, where something is predicted, makes its check, which a response then finds
+        done.
 
         >>> estimate = change.estimate(probe)
         >>> round(estimate.gradients), estimate.chunks
         (61, 1)
         """
         watch = self._watch(probe, horizon)
+        scales, (answers, _) = scales_of(self.edits, scales), self._answers(answers, watch)
         return self._cost(self._plan(watch, scales, answers, memory), watch, scales, _noise_cost(watch, answers))
 
     # --- inside

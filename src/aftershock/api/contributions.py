@@ -12,11 +12,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
-from ..core.contributions import BentReadout, displacements
-from ..core.planning import plan_history
+from ..core.contributions import DIRECTIONS, BentReadout, displacements
+from ..core.memory import in_smaller_pieces
+from ..core.planning import plan_reruns
 from ..core.probe import Watch
 from ..core.state import CHANNELS
-from ..core.waiting import SUMS
+from ..core.sweep_plans import SweepPlan, plan_explanation, with_reruns
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
@@ -24,7 +25,7 @@ from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
 from .change import Change
 from .progress import progress
-from .ranking import common_factor, reruns
+from .ranking import common_factor, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -147,7 +148,9 @@ def _findings(found: Contributions) -> list[Finding]:
     return [Finding(level, "explanation", quantity, error, TRUST.nrmse, sentence)] + [absurd] * bool(far)
 
 
-def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify: int) -> Contributions:
+def explain(
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+) -> Contributions:
     """See `Path.explain`."""
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
@@ -155,27 +158,37 @@ def explain(path: Path, probe: Any, *, outcome: int | None, change: str, verify:
     if outcome is not None and outcome < 1:
         raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
     watch = path.watch(0, probe, outcome)
+    limit = path.memory if memory is None else memory
     if change in MEASURED_ONLY:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
+        if few:
+            plan_reruns(watch, 1, limit)
         chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path
     else:
         path.require_linear(watch)
-        readings = _readings(path, watch, change)
-        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
-    found = Calibrated.by(readings, _measured(path, watch, change, chosen))
+        plan = with_reruns(lambda: plan_explanation(watch, 1 + DIRECTIONS, limit), watch, int(few > 0), limit)
+        readings = _readings(path, watch, change, plan)
+        chosen = torch.cat(to_rerun(readings[_unverified(readings)].sum(1).abs(), few))
+    found = Calibrated.by(readings, _measured(path, watch, change, chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
     return _labelled(path, watch, change, found)
 
 
-def _readings(path: Path, watch: Watch, change: str) -> dict[str, Float[Tensor, "step channel"]]:
+def _readings(path: Path, watch: Watch, change: str, plan: SweepPlan) -> dict[str, Float[Tensor, "step channel"]]:
     """Contributions by each readout, from one sweep."""
-    place = plan_history(path.trajectory, 2 * watch.last, path.memory, sums=2 * SUMS)
-    with progress("adjoint sweep", watch.last) as tick:
-        bent = BentReadout.of(watch)
-        edits = {change: EDITS[change]}
-        parts = displacements(path.trajectory, watch.last, bent, lambda step: edits, place, tick=tick)[change]
+    edits = {change: EDITS[change]}
+
+    def swept(plan: SweepPlan) -> tuple[BentReadout, Float[Tensor, "step row channel layer"]]:
+        bent, waiting = BentReadout.of(watch), plan.at_once.waiting
+        with progress("adjoint sweep", watch.last) as tick:
+            found = displacements(
+                path.trajectory, watch.last, bent, lambda step: edits, plan.place, tick=tick, waiting_pairs=waiting
+            )
+        return bent, found[change]
+
+    bent, parts = in_smaller_pieces(plan, swept, SweepPlan.elsewhere, "the adjoint sweep")
     return {"straight": -bent.straight(parts).sum(-1), "bent": -bent.response(parts).sum(-1)}
 
 
@@ -185,19 +198,14 @@ def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:
     return "bent" if (bent - straight).abs().sum() < straight.abs().sum() and "bent" in readings else "straight"
 
 
-def _to_rerun(sizes: Float[Tensor, " step"], few: int) -> Int64[Tensor, " rerun"]:
-    """The strongest steps, and of three or more almost half spread over the rest, so that the verdict is on all."""
-    order = sizes.argsort(descending=True)
-    top = few - max(few - 1, 0) // 2
-    spread = torch.linspace(top, len(order) - 1, few - top + 2)[1:-1].round().long()
-    return torch.cat([order[:top], order[spread]]) if few < len(order) else order
-
-
-def _measured(path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"]) -> Float[Tensor, " step"]:
+def _measured(
+    path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"], memory: str | int | None
+) -> Float[Tensor, " step"]:
     """The outcome less that of an exact run with the change at each of some steps."""
     measured = torch.full((watch.last,), torch.nan, dtype=torch.float64)
     for step in steps.tolist():
-        rerun = Change(path, step, change, (EDITS[change],)).numbers(path.watch(step, watch.probe, watch.last - step))
+        read = path.watch(step, watch.probe, watch.last - step)
+        rerun = Change(path, step, change, (EDITS[change],)).numbers(read, memory=memory)
         measured[step] = -rerun[0, -1]
     return measured
 
@@ -229,11 +237,11 @@ class Calibrated:
     @property
     def held_out_error(self) -> float:
         """Relative error of reruns, in sum, each by the calibration of the others; NaN for fewer than two."""
-        return _error(self.held_out, self.measured)
+        return relative_error(self.held_out, self.measured)
 
     @property
     def raw_error(self) -> float:
-        return _error(self.predicted, self.measured)
+        return relative_error(self.predicted, self.measured)
 
 
 def _chosen(
@@ -244,13 +252,6 @@ def _chosen(
     miss = {name: float((factors[name] * totals[name] - measured)[known].abs().sum()) for name in totals}
     best = min(totals, key=lambda name: miss[name])
     return best, factors[best]
-
-
-def _error(predicted: Float[Tensor, " step"], measured: Float[Tensor, " step"]) -> float:
-    known = measured.isfinite() & predicted.isfinite()
-    if not known.any():
-        return math.nan
-    return float((predicted - measured)[known].abs().sum() / measured[known].abs().sum().clamp(min=1e-300))
 
 
 def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contributions:

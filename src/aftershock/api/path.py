@@ -23,7 +23,9 @@ from ..core.trajectory import Trajectory
 from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministic, WrongHessian
 from .change import Change
 from .contributions import Contributions, explain
-from .ranking import VERIFY, ExampleRanking, Ranking, rank, rank_examples
+from .examples import ExampleRanking, rank_examples
+from .progress import Estimate
+from .ranking import VERIFY, Ranking, estimate, rank
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
@@ -346,9 +348,9 @@ class Path:
 
         A batch's response is predicted by its gradient times the adjoint. Two things are not linearized at the control:
         AdamW's step where v is small, which is exact, and the probe's slope, which is read half way along the mean
-        displacement of the batches. The strongest batches are rerun exactly: what the reruns add in the mean is added
-        to every prediction, and the certificate says how well that predicts a rerun that was left out. Costs a gradient
-        per batch (less in rows on a GPU), a sweep, and `verify` reruns.
+        displacement of the batches. A few batches are rerun exactly: what the reruns add in the mean is added to every
+        prediction, and the certificate says how well that predicts a rerun that was left out. Costs a gradient per
+        batch (less in rows on a GPU), a sweep, and `verify` reruns.
 
         pool: batches, any number.
         probe: what is watched: a batch, `ak.own_loss`, a function of the model.
@@ -356,34 +358,70 @@ class Path:
         horizon: how many states after the step; default: to the end of the path.
         by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
             total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
-        verify: how many of the strongest are rerun exactly.
+        verify: how many are rerun exactly: half of them the strongest (at least one), the others spread over the rest,
+            which tell how large the error is.
         labels: names of the batches in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> ranking = path.rank(batches, probe, verify=2)
         >>> ranking.order[0], ranking.verified
-        ('batch 5', ['batch 5', 'batch 1'])
+        ('batch 5', ['batch 5', 'batch 3'])
         """
         return rank(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, labels=labels, memory=memory)
 
+    def estimate_rank(
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        by: str = "peak",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
+    ) -> Estimate:
+        """What `rank` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its own.
+
+        The first one measures a few passes of the model and makes the path's check, which `rank` then finds done.
+
+        >>> estimate = path.estimate_rank(batches, probe)
+        >>> round(estimate.gradients), estimate.chunks
+        (76, 1)
+        """
+        return estimate(self, pool, probe, at=at, horizon=horizon, by=by, verify=verify, memory=memory)
+
     def rank_examples(
-        self, pool: Iterable[Batch], probe: Any, *, at: int = 0, horizon: int | None = None, verify: int = VERIFY
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        verify: int = VERIFY,
+        memory: str | int | None = None,
     ) -> ExampleRanking:
         """Score every single example of a pool at one outcome (`horizon`, default the last).
 
         An example's share is what its part of the batch's mean gradient would add to the response. All shares come from
         one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
-        verify: for how many of the strongest the part is added in an exact rerun; the reruns calibrate the rest.
+        verify: for how many the part is added in an exact rerun, chosen as in `rank`; the reruns calibrate the rest.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free. It is for the sweep and the reruns.
 
         >>> ranking = path.rank_examples(batches, probe, verify=2)
         >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]
         (48, [5, 5, 1])
         """
-        return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify)
+        return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify, memory=memory)
 
     def explain(
-        self, probe: Any, *, outcome: int | None = None, change: str = "zero", verify: int = VERIFY
+        self,
+        probe: Any,
+        *,
+        outcome: int | None = None,
+        change: str = "zero",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
     ) -> Contributions:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
 
@@ -394,10 +432,11 @@ class Path:
 
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
             reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
-        verify: how many steps are rerun exactly: the strongest, and of three or more almost half spread over the rest.
+        verify: how many steps are rerun exactly, chosen as in `rank`.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> found = path.explain(probe, verify=2)
         >>> [f"{total:+.4f}" for total in found.total.values]
         ['-0.0018', '+0.0008', '-0.0004', '-0.0002']
         """
-        return explain(self, probe, outcome=outcome, change=change, verify=verify)
+        return explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)

@@ -1,39 +1,31 @@
-"""`rank`: one adjoint sweep, then any number of batches or examples, calibrated by the few that are rerun."""
+"""`rank`: one adjoint sweep, then any number of batches, calibrated by the few that are rerun."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
-from ..core.changes import ControlStep, Edit, Perturb
-from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
-from ..core.planning import plan_history, plan_pool
+from ..core.batches import Batch
+from ..core.changes import ControlStep
+from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
-from ..core.scores import (
-    SAMPLE,
-    PoolScores,
-    adjoint,
-    example_direction,
-    mean_write,
-    midpoint_slopes,
-    pool_scores,
-)
+from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
+from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
-from .change import GRAPH_COST, PRODUCT_COST, Change
+from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST
 from .progress import Estimate, progress
 from .response import sparkline
 
@@ -49,17 +41,19 @@ LAST = "response"  # the signed response at the last horizon, which needs one ou
 
 
 class Ranking(LabelledResult):
-    """Predicted responses of a pool of batches, strongest first, and exact reruns of the strongest.
+    """Predicted responses of a pool of batches, strongest first, and exact reruns of some: of the strongest, and of
+    others spread over the ranking.
 
     `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
     `response`, the prediction plus `offset`, by which reruns differed from their predictions in the mean. `score`
     sorts them.
-    `held_out_error` is the median NRMSE of reruns, each predicted with the calibration of the others.
+    `held_out_error` is the median NRMSE of the reruns that are spread over the ranking (`spread`), each predicted with
+    the calibration of all others.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
 
     >>> ranking = path.rank(batches, probe, verify=2)
     >>> ranking.by, ranking.order[:2], ranking.verified, ranking.certificate.level
-    ('peak', ['batch 5', 'batch 1'], ['batch 5', 'batch 1'], 'ok')
+    ('peak', ['batch 5', 'batch 1'], ['batch 5', 'batch 3'], 'ok')
     """
 
     kind = "ranking"
@@ -95,7 +89,7 @@ class Ranking(LabelledResult):
 
     @property
     def certificate(self) -> Certificate:
-        """How far the ranking may be trusted: each rerun is compared with what the other reruns predict."""
+        """How far the ranking may be trusted: reruns spread over it are compared with what the others predict."""
         return Certificate((*_findings(self), *_curve_findings(float(self.data["curve_error"]))))
 
     def __str__(self) -> str:
@@ -124,14 +118,17 @@ def _findings(ranking: Ranking) -> list[Finding]:
     error = float(data["held_out_error"])
     calibrated = f"Calibrated with exact reruns of {', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
     if math.isnan(error):
-        why = "one rerun cannot judge itself" if count == 1 else "fewer than two of them stayed finite"
+        finite = int((abs(data["measured"]) < math.inf).any("horizon").sum())
+        why = "none but the strongest stayed finite" if finite > 1 else "fewer than two of them stayed finite"
+        why = "one rerun cannot judge itself" if count == 1 else why
         sentence = f"{calibrated}: {why}, so the error on others is not known."
         return [Finding("care", "ranking", "reruns", float(count), 2.0, sentence)]
     level = TRUST.level(error)
     word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
     sentence = (
-        f"{calibrated}: {word}. Each rerun, predicted with the calibration of the others, is off by {error:.2g} "
-        f"(NRMSE, median of {count}); without calibration by {float(data['raw_error']):.2g}. "
+        f"{calibrated}: {word}. Reruns spread over the ranking, each predicted with the calibration of the others, "
+        f"are off by {error:.2g} (NRMSE, median of {int(data['spread'].sum())}); without calibration by "
+        f"{float(data['raw_error']):.2g}. "
         "The measured column is the truth."
     )
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
@@ -168,24 +165,24 @@ def rank(
     """See `Path.rank`."""
     import xarray as xr
 
-    if by not in (*SUMMARIES, LAST):
-        raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
     few = reruns(verify)
-    batches, watch = _prepared(path, pool, probe, at, horizon)
+    batches, watch = prepared(path, pool, probe, at, horizon)
     names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
     if len(names) != len(batches) or len(set(names)) != len(names):
         raise InvalidInput(f"{len(batches)} batches need as many different labels")
-    horizons = [watch.horizons] if by == LAST else watch.range
-    found = _predict(path, batches, watch, horizons, memory)
+    horizons = horizons_of(watch, by)
+    plan, cost = planned(path, watch, horizons, len(batches), few, memory)
+    found = _predict(path, batches, watch, horizons, plan, cost)
     coords = {"change": names, "horizon": horizons}
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
-    top = _score(predicted, by).argsort().values[::-1][:few]
+    top, spread = to_rerun(torch.as_tensor(_score(predicted, by).values), few)
+    rerun = torch.cat([top, spread]).tolist()
     measured = xr.full_like(predicted, torch.nan)
-    if len(top):
-        measured[top] = _measure(path, [batches[i] for i in top], watch, horizons, memory).numpy()
-    data = _calibrated(predicted, measured, by, found, watch, path)
+    if rerun:
+        measured[rerun] = _measure(path, [batches[i] for i in rerun], watch, horizons, memory).numpy()
+    data = _calibrated(predicted, measured, spread, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
-        exact, guess = (torch.as_tensor(curves.values[top]) for curves in (measured, predicted))
+        exact, guess = (torch.as_tensor(curves.values[rerun]) for curves in (measured, predicted))
         none = torch.zeros(len(horizons))
         h = first_disagreement(exact, guess, none, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error)
         path.check_before(watch.at, None if h is None else watch.at + horizons[h - 1])
@@ -193,19 +190,36 @@ def rank(
 
 
 def _predict(
-    path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], memory: str | int | None
+    path: Path, batches: Sequence[Batch], watch: Watch, horizons: Sequence[int], plan: SweepPlan, cost: Estimate
 ) -> PoolScores:
-    limit = path.memory if memory is None else memory
-    place = plan_history(path.trajectory, sum(horizons) + 2 * watch.horizons, limit)  # with m and v at every step
     control = path.control(watch.at)
-    with progress(
-        "adjoint sweep", watch.horizons, _estimate(path, len(horizons), watch.horizons, len(batches))
-    ) as tick:
-        slopes = midpoint_slopes(watch, mean_write(control, batches), horizons)
-        swept = adjoint(watch, slopes.__getitem__, horizons, place, tick)
-    with progress("ranking", len(batches)) as tick:
-        size = plan_pool(path.trajectory, len(horizons), limit)
-        return pool_scores(control, swept, path.trajectory, batches, size, tick)
+    with progress("adjoint sweep", watch.horizons, cost) as tick:
+        swept = sweep_back(watch, control, batches, horizons, plan, tick)
+
+    widen(plan, path.trajectory)
+
+    def scored(plan: SweepPlan) -> PoolScores:
+        with progress("ranking", len(batches)) as tick:
+            return pool_scores(control, swept, path.trajectory, batches, plan.at_once, tick)
+
+    return in_smaller_pieces(plan, scored, SweepPlan.smaller, "gradients of the pool")
+
+
+def sweep_back(
+    watch: Watch,
+    control: ControlStep,
+    sample: Sequence[Batch],
+    horizons: Sequence[int],
+    plan: SweepPlan,
+    tick: Callable[[], None] = lambda: None,
+) -> Adjoint:
+    """The adjoint of some outcomes, with the probe read half way along the mean displacement of a sample."""
+
+    def swept(plan: SweepPlan) -> Adjoint:
+        slopes = midpoint_slopes(watch, mean_write(control, sample), horizons)
+        return adjoint(watch, slopes.pop, horizons, plan.place, tick)
+
+    return in_smaller_pieces(plan, swept, SweepPlan.elsewhere, "the adjoint sweep")
 
 
 def _measure(
@@ -217,9 +231,16 @@ def _measure(
 
 
 def _calibrated(
-    predicted: xr.DataArray, measured: xr.DataArray, by: str, found: PoolScores, watch: Watch, path: Path
+    predicted: xr.DataArray,
+    measured: xr.DataArray,
+    spread: Int64[Tensor, " rerun"],
+    by: str,
+    found: PoolScores,
+    watch: Watch,
+    path: Path,
 ) -> xr.Dataset:
-    """Predictions with the mean residual of the reruns added, sorted, and how good that is on each rerun left out.
+    """Predictions with the mean residual of the reruns added, sorted, and how good that is on those spread over the
+    ranking, each left out.
 
     eq:calibration.
     """
@@ -231,13 +252,17 @@ def _calibrated(
     known = residual.dropna("change", how="all")
     count, seen = known.sizes["change"], known.notnull()
     others = (known.sum("change") - known.fillna(0.0)) / (seen.sum("change") - seen).clip(min=1)
-    truth, plain = measured.sel(change=known["change"]), predicted.sel(change=known["change"])
-    held_out = nrmse(truth, plain + others).median() if count > 1 else torch.nan
+    judged = xr.zeros_like(measured["change"], dtype=bool)
+    judged[spread.tolist()] = True
+    judging = known["change"][judged.sel(change=known["change"]).values] if count > 1 else known["change"]
+    truth, plain = measured.sel(change=judging), predicted.sel(change=judging)
+    held_out = nrmse(truth, plain + others.sel(change=judging)).median() if count > 1 else torch.nan
     data = xr.Dataset(
         {
             "response": response,
             "predicted": predicted,
             "measured": measured,
+            "spread": judged,
             "offset": offset,
             "score": _score(response, by),
             "xi_norm": ("change", found.xi_norm.numpy()),
@@ -266,7 +291,7 @@ def _signed(response: xr.DataArray, by: str) -> xr.DataArray:
     return -score if by.endswith("decrease") else score
 
 
-def _prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None) -> tuple[list[Batch], Watch]:
+def prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: int | None) -> tuple[list[Batch], Watch]:
     batches = list(pool)
     if not batches:
         raise InvalidInput("the pool is empty: ranking needs at least one batch")
@@ -275,120 +300,57 @@ def _prepared(path: Path, pool: Iterable[Batch], probe: Any, at: int, horizon: i
     return batches, watch
 
 
-def _estimate(path: Path, outcomes: int, steps: int, batches: int) -> Estimate:
+def horizons_of(watch: Watch, by: str) -> list[int]:
+    """The outcomes that a ranking needs."""
+    if by not in (*SUMMARIES, LAST):
+        raise InvalidInput(f"by is one of {', '.join((*SUMMARIES, LAST))}; got {by!r}")
+    return [watch.horizons] if by == LAST else watch.range
+
+
+def estimate(
+    path: Path,
+    pool: Iterable[Batch],
+    probe: Any,
+    *,
+    at: int,
+    horizon: int | None,
+    by: str,
+    verify: int,
+    memory: str | int | None,
+) -> Estimate:
+    """See `Path.estimate_rank`."""
+    batches, watch = prepared(path, pool, probe, at, horizon)
+    return planned(path, watch, horizons_of(watch, by), len(batches), reruns(verify), memory)[1]
+
+
+def planned(
+    path: Path, watch: Watch, horizons: Sequence[int], batches: int, few: int, memory: str | int | None
+) -> tuple[SweepPlan, Estimate]:
+    """How the sweep and the pool are cut to fit, and what they and the reruns cost; the reruns must fit, too."""
+    limit, few = path.memory if memory is None else memory, min(few, batches)
+    plan = with_reruns(lambda: plan_ranking(watch, horizons, batches, limit), watch, few, limit)
+    steps, outcomes = watch.horizons, len(horizons)
     products = outcomes * (steps + 1) / 2 + steps
     gradients = outcomes + 2 * GRAPH_COST * steps + PRODUCT_COST * products + batches
-    layout = path.point.loss.layout
-    vector = layout.padded_size * layout.dtype.itemsize
-    return Estimate(gradients, gradients * path.trajectory.seconds_per_step, vector * (5 * outcomes + 64), 1)
+    gradients += few * (1 + steps + FORWARD_COST * outcomes)
+    seconds = gradients * path.trajectory.seconds_per_step
+    return plan, Estimate(gradients, seconds, plan.peak, math.ceil(batches / plan.at_once.gradients))
 
 
-# --- examples
+# --- reruns
 
 
-class ExampleRanking(LabelledResult):
-    """Every example's share of its batch's predicted response at one outcome, strongest first.
+def to_rerun(sizes: Float[Tensor, " candidate"], few: int) -> tuple[Int64[Tensor, " top"], Int64[Tensor, " spread"]]:
+    """Which of the candidates are rerun: half of so many the strongest, at least one, the others spread over the rest.
 
-    `data` has by example: `share` (calibrated by a common factor), `predicted`, `measured` where the example's part of
-    the gradient was added in an exact rerun, and where the example stands: `batch`, `index`.
-
-    >>> ranking = path.rank_examples(batches, probe, verify=2)
-    >>> int(ranking.data["batch"][0]), ranking.certificate.findings[0].subject
-    (5, 'examples')
+    Those spread tell how far the ones that are not rerun are off: of the strongest alone, errors came out at 0.3–0.5
+    of that (tied language model, 24 batches, 2 to 8 reruns).
     """
-
-    kind = "example ranking"
-    wanted = ("share", "predicted", "measured", "batch", "index")
-
-    @property
-    def certificate(self) -> Certificate:
-        """How far the shares may be trusted: each rerun is compared with what the other reruns predict."""
-        known = self.data.where(self.data["measured"].notnull(), drop=True)
-        count = known.sizes["example"]
-        if not count:
-            sentence = "Not verified: pass verify=k to add the top k examples' gradients in exact reruns."
-            return Certificate((Finding("care", "examples", "reruns", 0.0, 1.0, sentence),))
-        error = float(self.data["held_out_error"])
-        if count == 1:
-            sentence = "Calibrated with one exact rerun, which cannot judge itself."
-            return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
-        level = TRUST.level(error)
-        sentence = (
-            f"Calibrated with {count} exact reruns; each, predicted with the calibration of the others, is off by "
-            f"{error:.0%} (median). The measured column is the truth."
-        )
-        return Certificate((Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence),))
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.data.sizes['example']} examples ordered by the size of their share of the response at horizon "
-            f"{int(self.data['horizon'])} (one forward-mode pass), largest first:",
-            f"{'rank':>4}  {'batch':>6}  {'example':>8}  {'share':>12}  {'measured':>12}",
-        ]
-        known = self.data["measured"].notnull().values
-        for i in [i for i, rerun in enumerate(known) if i < SHOWN or rerun]:
-            row = self.data.isel(example=i)
-            measured = float(row["measured"])
-            real = f"{measured:>+12.4g}" if measured == measured else ""
-            lines.append(
-                f"{i + 1:>4}  {int(row['batch']):>6}  {int(row['index']):>8}  {float(row['share']):>+12.4g}  {real}"
-            )
-        return "\n".join([*lines, str(self.certificate)])
-
-
-def rank_examples(
-    path: Path, pool: Iterable[Batch], probe: Any, *, at: int, horizon: int | None, verify: int
-) -> ExampleRanking:
-    """See `Path.rank_examples`."""
-    few = reruns(verify)
-    batches, watch = _prepared(path, pool, probe, at, horizon)
-    outcome, control = [watch.horizons], path.control(watch.at)
-    weight = example_weight(control, batches[0])
-    sample = batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
-    slopes = midpoint_slopes(watch, mean_write(control, sample), outcome)
-    place = plan_history(path.trajectory, watch.horizons, path.memory)
-    swept = adjoint(watch, slopes.__getitem__, outcome, place)
-    direction = example_direction(control, swept, path.trajectory, sample)
-    shares: list[Tensor] = []
-    with progress("ranking examples", len(batches)) as tick:
-        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
-            slope = example_scores(control, direction, joined(group), f"batch {len(shares)} of the pool and on")
-            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
-                shares.append(part * (weight or 1 / len(part)))
-                tick()
-    share = torch.cat(shares)
-    order = share.abs().argsort(descending=True, stable=True)
-    batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
-    index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]
-    measured = torch.full_like(share, torch.nan)
-    chosen = [(int(batch_of[k]), int(index_of[k])) for k in range(min(few, len(share)))]
-    measured[: len(chosen)] = _measure_examples(path, control, batches, watch, chosen, weight)
-    return ExampleRanking(_examples(path, watch, share[order], measured, batch_of, index_of))
-
-
-def _examples(
-    path: Path, watch: Watch, share: Tensor, measured: Tensor, batch_of: Tensor, index_of: Tensor
-) -> xr.Dataset:
-    """Shares are small, so that what curvature adds is common to them as a factor: the reruns' median one."""
-    import xarray as xr
-
-    known = measured.isfinite()
-    factor, held = common_factor(share[known], measured[known])
-    errors = (held - measured[known]).abs() / measured[known].abs().clamp(min=1e-300)
-    return xr.Dataset(
-        {
-            "share": ("example", (factor * share).numpy()),
-            "predicted": ("example", share.numpy()),
-            "measured": ("example", measured.numpy()),
-            "batch": ("example", batch_of.numpy()),
-            "index": ("example", index_of.numpy()),
-            "held_out_error": float(errors.quantile(0.5)) if len(errors) > 1 else torch.nan,
-            "at": watch.at,
-            "horizon": watch.horizons,
-            "probe": watch.probe.name,
-        },
-        attrs={**provenance(path.trajectory), "check": str(path.check())},
-    )
+    order = sizes.argsort(descending=True, stable=True)
+    few = min(few, len(order))
+    top = max(few // 2, min(few, 1))
+    rest, between = len(order) - top, few - top + 1
+    return order[:top], order[top + rest * torch.arange(1, between) // between]
 
 
 def common_factor(
@@ -409,22 +371,9 @@ def common_factor(
     return factor(torch.ones_like(predicted, dtype=torch.bool)), held
 
 
-def _measure_examples(
-    path: Path,
-    control: ControlStep,
-    batches: Sequence[Batch],
-    watch: Watch,
-    chosen: Sequence[tuple[int, int]],
-    weight: float | None,
-) -> Float[Tensor, " example"]:
-    """The exact response to adding each chosen example's share of its batch's gradient to the control's."""
-    if not chosen:
-        return torch.zeros(0, dtype=torch.float64)
-    loss, edits = path.point.loss, list[Edit]()
-    for b, i in chosen:
-        one = take_examples(batches[b], slice(i, i + 1))
-        state, step = control.before, control.step
-        found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
-        edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
-    last = replace(watch, only=(watch.horizons,))
-    return Change(path, watch.at, "example", tuple(edits)).numbers(last)[:, -1]
+def relative_error(predicted: Float[Tensor, " rerun"], measured: Float[Tensor, " rerun"]) -> float:
+    """Of reruns, in sum; NaN where there is none."""
+    known = measured.isfinite() & predicted.isfinite()
+    if not known.any():
+        return math.nan
+    return float((predicted - measured)[known].abs().sum() / measured[known].abs().sum().clamp(min=1e-300))

@@ -12,7 +12,7 @@ from torch import Tensor
 from .changes import ControlStep, Edit, Skip
 from .dynamics import Linearized
 from .graphs import GradientGraph
-from .kicks import History, Kicks, Passed, Writes, near, pass_by
+from .kicks import PAIRS_AT_ONCE, History, Kicks, Passed, Writes, near, pass_by
 from .layout import Layout
 from .linear_step import displacement_by_v
 from .operators import readout
@@ -134,13 +134,15 @@ def displacements(
     place: torch.device,
     layers: Layers | None = None,
     tick: Callable[[], None] = lambda: None,
+    waiting_pairs: int = PAIRS_AT_ONCE,
 ) -> dict[str, Float[Tensor, "step row channel layer"]]:
     """How far each edit moves state `time` along every row of the readout, for the readout to make numbers of.
 
     The exact one-step difference paired with the adjoint in θ, and with what writes into m and v will do (`waiting`);
     where that does not hold, with exact kicks. Channels add up to the whole: θ with the counts of a step that is not
     taken, what m does alone, what v adds. One sweep of as many rows as the readout has, 2–3 g per step and row, and a
-    few elementwise passes per edit.
+    few elementwise passes per edit. Exact kicks are computed for so many pairs of a step and a coordinate together; at
+    the end alone where states are replayed for them.
     """
     layout = trajectory.dynamics.layout
     owners = Layers.whole(layout) if layers is None else layers
@@ -148,10 +150,20 @@ def displacements(
     nothing = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
-    history = History(place)
+    history, most = History(place), waiting_pairs if trajectory.spacing == 1 else layout.padded_size * time
     made = [edits(index) for index in range(time)]
     lags = {_lag(edit) for step in made for edit in step.values()}
     waiting = {lag: Waiting(layout, rows, lag) for lag in lags}
+
+    def kick() -> None:
+        """Kicks of what was written so far; the steps after it have been passed."""
+        kicks = dict[str, Kicks]()
+        for name in list(writes):
+            written = near(writes.pop(name)[::-1], layout.padded_size)  # the sweep went back
+            kicks[name] = Kicks(trajectory, history, written, time * count, rows, displacement_by_v)
+        pass_by(trajectory, list(kicks.values()))
+        for name, kicked in kicks.items():
+            found[name][:, :, 2] += kicked.result().cpu().view(rows, time, count).transpose(0, 1)
 
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         index = at.step.index
@@ -163,19 +175,15 @@ def displacements(
             ends = {name: edit.shock(control).endpoint(1.0)[0] for name, edit in own.items()}
             for name, ended in wait.pass_back_(passed, before, ends, c.theta).items():
                 found.setdefault(name, nothing.clone())[index] = owners.summed(ended.responses)
-                row = index * count + owners.of_coordinates(ended.where)
-                written = _written(ends[name], control.after, ended.where, row, index, lag)
-                writes.setdefault(name, []).append(written)
+                for some in ended.where.split(most):
+                    row = index * count + owners.of_coordinates(some)
+                    writes.setdefault(name, []).append(_written(ends[name], control.after, some, row, index, lag))
+                    if sum(len(part) for parts in writes.values() for part in parts) >= most:
+                        kick()
         tick()
 
     adjoint_sweep(trajectory, time, 0, readout(bent.rows.clone()), visit=visit)
-    kicks = dict[str, Kicks]()
-    for name in found:
-        written = near(writes.pop(name)[::-1], layout.padded_size)  # the sweep went back
-        kicks[name] = Kicks(trajectory, history, written, time * count, rows, displacement_by_v)
-    pass_by(trajectory, list(kicks.values()))
-    for name in found:
-        found[name][:, :, 2] += kicks[name].result().cpu().view(rows, time, count).transpose(0, 1)
+    kick()
     return found
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .adamw import Run, blocks, run_of
 from .changes import ControlStep
-from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, steps_after
+from .kicks import History, steps_after
 from .linear_step import displacement
 from .reductions import marked, norms, products
 from .state import Cotangent
@@ -93,18 +93,16 @@ class Reach:
         self.edge[w] = torch.where(some, torch.where(self.own[w] == 0, nothing, -1.0), self.edge[w])
         self.square[w].masked_fill_(some, NOTHING)
 
-    def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"]) -> Iterator[Beyond]:
+    def beyond(self, rows: Float[Tensor, "row param"], largest: Float[Tensor, " param"], most: int) -> Iterator[Beyond]:
         """The entries of rows that lie beyond their curves, given the largest r² + g² of each coordinate.
 
-        Early in training that is most of them: then a few rows at a time.
+        Early in training that is most of them: all rows of some coordinates at a time, `most` entries at once.
         """
-        columns = marked(largest > self.edge)
-        most = IN_CACHE if rows.device.type == "cpu" else PAIRS_AT_ONCE
-        group = max(1, most // max(len(columns), 1))
-        for begin in range(0, len(rows), group):
-            g = rows[begin : begin + group][:, columns]
-            row, column = (torch.addcmul(self.square[columns], g, g) > self.edge[columns]).nonzero(as_tuple=True)
-            yield Beyond(row + begin, columns[column], g[row, column])
+        for some in marked(largest > self.edge).split(max(1, most // len(rows))):
+            g = rows[:, some]
+            row, column = (torch.addcmul(self.square[some], g, g) > self.edge[some]).nonzero(as_tuple=True)
+            if len(row):
+                yield Beyond(row, some[column], g[row, column])
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,14 @@ def example_scores(
     direction: Float[Tensor, " param"],
     batch: Batch,
     where: str,
+    chunk: int = EXAMPLES_AT_ONCE,
 ) -> Float[Tensor, " example"]:
     """Each example's share of its batch's score ⟨∂F/∂ĝ, g⟩, without per-example gradients.
 
     The shares of a batch sum to the score of its gradient. About three forward passes.
     """
     loss, step, before = control.dynamics.loss, control.step, control.before
-    _, slopes = example_derivatives(
-        loss, before.theta, before.buffers, batch, step.random, direction, where, EXAMPLES_AT_ONCE
-    )
+    _, slopes = example_derivatives(loss, before.theta, before.buffers, batch, step.random, direction, where, chunk)
     return slopes
 
 
@@ -100,7 +99,7 @@ def example_derivatives(
 
     try:
         (losses, slopes), _, _ = function.call(leaves, buffers, random, program, derivative=True)
-    except AftershockError:
+    except (AftershockError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ExamplesCouple(

@@ -29,8 +29,7 @@ from .state import JointState, Tangent
 from .trajectory import Trajectory
 
 IN_CACHE = 2**17  # pairs of a change and a coordinate that a CPU works on at once
-# the same on a GPU, and numbers, one per pair and outcome, that kicks of a pool add up to at once
-PAIRS_AT_ONCE = 2**24
+PAIRS_AT_ONCE = 2**24  # the same on a GPU, and numbers, one per pair and outcome, that its kicks add up to at once
 STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few percent
 
 

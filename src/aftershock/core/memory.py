@@ -7,10 +7,15 @@ import ctypes
 import os
 import re
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, OutOfMemory
+
+Size = TypeVar("Size")
+Result = TypeVar("Result")
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -52,6 +57,24 @@ def free(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux: half of what is installed
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def in_smaller_pieces(
+    size: Size, work: Callable[[Size], Result], smaller: Callable[[Size], Size | None], what: str
+) -> Result:
+    """Work in pieces of a size that was planned, and in smaller ones where memory runs out in spite of the plan."""
+    trying: Size | None = size
+    while trying is not None:
+        try:
+            return work(trying)
+        except torch.OutOfMemoryError:
+            pass  # what it held is gone before the next try
+        torch.cuda.empty_cache()
+        trying = smaller(trying)
+    raise OutOfMemory(
+        f"{what} ran out of memory in spite of the plan ({size}), in the smallest pieces, too; free some memory, or "
+        "use a smaller batch"
+    )
 
 
 def readable(count: float) -> str:

@@ -1,7 +1,7 @@
 """What a piece of work needs in memory, known before it starts, and how it is cut to fit.
 
-How work is cut to fit is decided here, but for `theory.logit_tangent`, whose reader holds logits beside the rows; it
-counts with the functions of this module. Memory is counted in copies of the flat vector and in what the model's own
+How work is cut to fit is decided here, but for `sweep_plans`, which cuts rankings and explanations, and for
+`theory.logit_tangent`, whose reader holds logits beside the rows; both count with the functions of this module. Memory is counted in copies of the flat vector and in what the model's own
 passes hold, which is measured once. What else depends on free memory is a yes or no: `footprint` records passes where
 there is room for it, `TrainingPoint.check` works in float64 where a copy of the model fits, and the language study
 refuses a model of which not one rerun fits. Work that runs out in spite of its plan is halved where it runs
@@ -26,8 +26,6 @@ from .responses import ANSWERS, Pass
 from .rows import AT_ONCE
 from .trajectory import Keep, Trajectory
 
-# gradients of a pool held at once: their product with the adjoints then reads those once a chunk
-POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 # of the room, for lanes: of 1.4B two then fit, and fewer rows at once, which together take less time and less memory
 LANE_SHARE = 0.6
 # rows × steps from which lanes are recorded: by an estimate for 0.4B three more pay after about 90, but later work
@@ -88,6 +86,7 @@ class Work:
 
     by_scale: the changes have a ξ, so that one tangent serves all scales.
     rounding: one more exact row, which tells what rounding alone does.
+    kept: as if the path kept every state.
     """
 
     watch: Watch
@@ -95,6 +94,7 @@ class Work:
     scales: int
     by_scale: bool = True
     rounding: bool = False
+    kept: bool = False
 
     def units(self, answers: Sequence[str]) -> int:
         """What a pass cuts into chunks: changes, and the row of rounding."""
@@ -142,15 +142,21 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
         _record_probe(trajectory, probe)
     for give_back in (loss.player.narrow, loss.player.give_back):
         try:
-            return _plan(work, answers, room(trajectory, memory), park=not loss.player.recordings)
+            return _plan(work, answers, memory, park=not loss.player.recordings)
         except OutOfMemory:
             if not loss.player.recordings:
                 raise
         give_back()
-    return _plan(work, answers, room(trajectory, memory), park=True)
+    return _plan(work, answers, memory, park=True)
 
 
-def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> Plan:
+def plan_reruns(watch: Watch, count: int, memory: str | int | None) -> int:
+    """The peak of so many exact reruns of other batches; raises where not even one fits."""
+    return plan_responses(Work(watch, count, 1), ("exact",), memory).peak
+
+
+def _plan(work: Work, answers: Sequence[str], memory: str | int | None, *, park: bool) -> Plan:
+    available = room(work.watch.trajectory, memory)
     wanted = tuple(answer for answer in ANSWERS if answer in answers)
     predictions = tuple(answer for answer in wanted if answer != "exact")
     truth: list[tuple[str, ...]] = [("exact",)] if "exact" in wanted else []
@@ -172,7 +178,7 @@ def _plan(work: Work, answers: Sequence[str], available: int, *, park: bool) -> 
     elsewhere = work.watch.trajectory.device.type != "cpu"
     if park and truth and elsewhere and all(rest) and pass_bytes(work, parked) <= available:
         return _planned(work, [parked, *(each for each in rest if each is not None)], available, spare)
-    raise OutOfMemory(_advice(work, wanted, available))
+    raise OutOfMemory(_advice(work, wanted, memory, available))
 
 
 def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
@@ -227,26 +233,13 @@ def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | No
     )
 
 
-def plan_pool(trajectory: Trajectory, outcomes: int, memory: str | int | None) -> int:
-    """How many gradients of a pool are held at once: many read the adjoints fewer times."""
-    footprint, device = Footprint.of(trajectory), trajectory.device
-    most = POOL_ON_CPU if device.type == "cpu" else POOL_AT_ONCE
-
-    def fitting() -> tuple[int, int]:
-        # vectors: adjoints and what they are read from, or curves
-        left = room(trajectory, memory) - max(7 * outcomes + 3, 6 * outcomes + 15) * footprint.vector
-        return left, max(1, min(most, left // (footprint.row + 2 * footprint.vector)))
-
-    left, count = fitting()
-    plan_lanes(trajectory, count, most, left)
-    return fitting()[1]
-
-
 def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
+    trajectory = work.watch.trajectory
+    replayed = trajectory.spacing > 1 and not work.kept
     carried = rollout_bytes(
-        work.watch.trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale
+        trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed
     )
     # gradients of changes in rows are there until the last one is used, and so is the control's
     waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
@@ -277,7 +270,8 @@ def _start_bytes(work: Work, load: Load) -> int:
 def _control_bytes(work: Work) -> int:
     """The control's step: its raw gradient, and the states before and after it where they are not kept."""
     trajectory, at = work.watch.trajectory, work.watch.at
-    return Footprint.of(trajectory).vector * (1 + 3 * sum(trajectory.kept(time) is None for time in (at, at + 1)))
+    made = 0 if work.kept else sum(trajectory.kept(time) is None for time in (at, at + 1))
+    return Footprint.of(trajectory).vector * (1 + 3 * made)
 
 
 def _held(load: Load) -> int:
@@ -286,13 +280,20 @@ def _held(load: Load) -> int:
 
 
 def rollout_bytes(
-    trajectory: Trajectory, load: Load, *, own: bool = False, rounding: bool = False, late: bool = False
+    trajectory: Trajectory,
+    load: Load,
+    *,
+    own: bool = False,
+    rounding: bool = False,
+    late: bool = False,
+    replayed: bool | None = None,
 ) -> int:
     """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
 
     own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
     rounding: the probe is read near the control, too.
     late: predicted rows may have other step counts than the control.
+    replayed: the control's states are computed on the way; default: as the path keeps them.
     """
     f = Footprint.of(trajectory)
     v, predicted = f.vector, load.predicted
@@ -300,7 +301,7 @@ def rollout_bytes(
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
     work = [f.value + v * rounding]
-    if trajectory.spacing > 1 and (predicted or not together):
+    if (trajectory.spacing > 1 if replayed is None else replayed) and (predicted or not together):
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
     if load.exact:
@@ -350,20 +351,29 @@ def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> 
     return Plan(tuple(chosen), max(peaks), available, chunks)
 
 
-def _advice(work: Work, answers: Sequence[str], available: int) -> str:
-    """What is missing, and what would fit."""
+def _advice(work: Work, answers: Sequence[str], memory: str | int | None, available: int) -> str:
+    """What is missing, and what would fit. Changes are cut apart already, and a longer horizon takes no more memory."""
+    trajectory = work.watch.trajectory
     one = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in answers}
     worst = max(one, key=lambda answer: one[answer])
     fits = [f'memory="{readable(1.02 * one[worst])}"']
     if some := [answer for answer in answers if one[answer] <= available]:
         fits.append(f"answers={some}")
     single = replace(work, scales=1)
-    if work.scales > 1 and all(pass_bytes(single, Pass((answer,), 1)) <= available for answer in answers):
+    if work.scales > 1 and _fits(single, answers, available):
         fits.append(f"one scale at a time (now {work.scales})")
+    left = available - trajectory.not_kept * (memory is None)  # a budget is for what is beside the path
+    if trajectory.keep == "checkpoints" and _fits(replace(work, kept=True), answers, left):
+        fits.append(f'keep="states" in follow(), where the path takes {readable(trajectory.not_kept)} more')
     return (
         f"the {worst} answer to one change needs {readable(one[worst])} beside the model and the path, and "
         f"{readable(available)} may be used. What would fit: {', '.join(fits)}; a smaller batch needs less"
     )
+
+
+def _fits(work: Work, answers: Sequence[str], available: int) -> bool:
+    """Whether each answer to one change does by itself."""
+    return all(pass_bytes(work, Pass((answer,), 1)) <= available for answer in answers)
 
 
 def _sizes(changes: int) -> list[int]:

@@ -20,7 +20,7 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, total
 from .dynamics import Linearized
-from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
+from .kicks import IN_CACHE, History, Writes, count_responses, kick_responses, places, taken_out
 from .linear_step import displacement
 from .loss import Gradient
 from .operators import readout
@@ -44,11 +44,17 @@ def mean_write(control: ControlStep, pool: Sequence[Batch]) -> Tangent:
     some = list(pool[::every])[:SAMPLE]
     total: Tangent | None = None
     for gradient in _gradients(control, some):
-        end = control.apply(control.dynamics.layout.join(gradient.grads), gradient.present)[0]
-        dx = difference(end, control.after)
+        dx = _written(control, gradient)
         total = dx if total is None else Tangent(*(getattr(total, c).add_(getattr(dx, c)) for c in CHANNELS))
+        del dx
     assert total is not None
     return total * (1 / len(some))
+
+
+def _written(control: ControlStep, gradient: Gradient) -> Tangent:
+    """The exact difference after the step; what it took to make it is gone with this call."""
+    end = control.apply(control.dynamics.layout.join(gradient.grads), gradient.present)[0]
+    return difference(end, control.after)
 
 
 def midpoint_slopes(watch: Watch, shared: Tangent, horizons: Sequence[int]) -> dict[int, Float[Tensor, " param"]]:
@@ -117,6 +123,15 @@ def adjoint(
 
 
 @dataclass(frozen=True)
+class AtOnce:
+    """How much of a pool is in memory at once."""
+
+    gradients: int
+    pairs: int = IN_CACHE  # of a batch and a coordinate beyond its curve, while they are looked at
+    waiting: int = IN_CACHE  # of these, until their kicks are computed together
+
+
+@dataclass(frozen=True)
 class PoolScores:
     """Predicted responses of a pool, the share of coordinates at which a candidate's write is stiff (mean), and how far
     curves are from exact kicks (NRMSE of one batch, the one with the largest gradient among the first)."""
@@ -132,7 +147,7 @@ def pool_scores(
     found: Adjoint,
     trajectory: Trajectory,
     pool: Sequence[Batch],
-    at_once: int,
+    at_once: AtOnce,
     tick: Callable[[], None] = lambda: None,
 ) -> PoolScores:
     """Predicted responses to each batch of the pool in the place of the control's: 1 g each, or less in rows.
@@ -141,11 +156,12 @@ def pool_scores(
     exact), and where it has none it is computed from the exact write and its kicks. A batch that uses other parameters
     than the control's has its whole exact difference paired, and the counts of those parameters.
     """
-    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool))
-    rows = layout.zeros(min(at_once, len(pool)))  # one buffer for all: fresh memory costs as much as a gradient
-    for first in range(0, len(pool), at_once):
+    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool), at_once)
+    size = min(at_once.gradients, len(pool))
+    rows = layout.zeros(size)  # one buffer for all: fresh memory costs as much as a gradient
+    for first in range(0, len(pool), size):
         seen = []
-        for row, gradient in zip(rows, _gradients(control, list(pool[first : first + at_once]), first)):
+        for row, gradient in zip(rows, _gradients(control, list(pool[first : first + size]), first)):
             if not all(gradient.present):
                 row.zero_()
             layout.write(row, gradient.grads)
@@ -167,8 +183,11 @@ class _Seen:
 class _Scored:
     """Scores of a pool as its gradients pass; kicks wait until enough of them have come together."""
 
-    def __init__(self, control: ControlStep, found: Adjoint, trajectory: Trajectory, size: int) -> None:
+    def __init__(
+        self, control: ControlStep, found: Adjoint, trajectory: Trajectory, size: int, at_once: AtOnce
+    ) -> None:
         self.control, self.found, self.trajectory, self.size = control, found, trajectory, size
+        self.at_once = at_once
         self.sweep = Sweep(trajectory, found.first, found.history)
         self.curves = Curves.of(control, self.sweep)
         self.base, _ = self.curves.read(control, self.curves.reach.own[None])
@@ -197,7 +216,7 @@ class _Scored:
             self._check(rows, max(set(range(len(rows))) - set(odd), key=self.sizes[-1].tolist().__getitem__), first)
         response, largest = self.curves.read(self.control, rows)
         response -= self.base
-        for some in self.curves.reach.beyond(rows, largest):
+        for some in self.curves.reach.beyond(rows, largest, self.at_once.pairs):
             response.index_add_(0, *self.curves.correction(some))
             self._far(some, first)
         for i, whole in replaced.items():
@@ -219,7 +238,7 @@ class _Scored:
     def _far(self, some: Beyond, first: int) -> None:
         self._beyond.append(Beyond(some.row + first, some.where, some.g))
         self._waiting += len(some.row)
-        if self._waiting >= IN_CACHE:
+        if self._waiting >= self.at_once.pairs:
             self._write()
 
     def _write(self) -> None:
@@ -234,14 +253,13 @@ class _Scored:
     def _keep(self, writes: Writes) -> None:
         self._writes.append(writes)
         self.pairs += len(writes)
-        if sum(map(len, self._writes)) * len(self.found.horizons) >= PAIRS_AT_ONCE:
+        if sum(map(len, self._writes)) >= self.at_once.waiting:
             self._kick()
 
     def _kick(self) -> None:
-        joined, outcomes = Writes.joined(self._writes), len(self.found.horizons)
+        joined, outcomes, self._writes = Writes.joined(self._writes), len(self.found.horizons), []
         kicked = kick_responses(self.trajectory, self.found.history, joined, self.size, outcomes)
         self.response += kicked.mT
-        self._writes = []
 
     def result(self) -> PoolScores:
         if self._beyond:
@@ -335,7 +353,7 @@ def difference_scores(
 
 
 def example_direction(
-    control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch]
+    control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch], pairs: int = IN_CACHE
 ) -> Float[Tensor, " param"]:
     """∂F/∂ĝ for shares of a batch's gradient: the adjoint's, and beyond `curves.FAR` the slope of the exact response.
 
@@ -343,26 +361,32 @@ def example_direction(
     gradients have the size that examples give them; the derivative would hold only far below eps.
     """
     layout, reach = control.dynamics.layout, Reach.of(control)
-    lift = control.linear.absorb_transposed_(found.first.clone())
-    beyond: list[Beyond] = []
-    for gradient in _gradients(control, sample):
-        row = layout.join(gradient.grads)[None]
-        _reach_moments_(control, row, _clip_factors(control, gradient.norm[None]).to(row))
-        beyond.extend(reach.beyond(row, torch.addcmul(reach.square, row[0], row[0])))
-    wrote = _wrote(control, beyond)
-    pairs = wrote.writes.coordinate
-    if len(pairs):
-        where, place = places(pairs, len(control.raw))
-        # every pair is a row of its own, so that its response comes back by itself
-        alone = replace(wrote.writes, row=torch.arange(len(pairs), device=pairs.device))
-        response = kick_responses(trajectory, found.history, alone, len(pairs), 1)[0]
-        response += (found.first.theta[0][pairs] * wrote.dtheta).double()
-        dg = wrote.dg.double()
-        up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
-        up.index_add_(0, place, response * dg)
-        down.index_add_(0, place, dg * dg)
-        lift[0][where] = torch.where(down > 0, up / down, 0.0).to(lift)
+    lift, rows = control.linear.absorb_transposed_(found.first.clone()), layout.zeros(len(sample))
+    for row, gradient in zip(rows, _gradients(control, sample)):
+        row.copy_(layout.join(gradient.grads))
+        _reach_moments_(control, row[None], _clip_factors(control, gradient.norm[None]).to(row))
+    largest = torch.addcmul(reach.square, rows[0], rows[0])
+    for row in rows[1:]:
+        torch.maximum(largest, torch.addcmul(reach.square, row, row), out=largest)
+    for some in reach.beyond(rows, largest, pairs):
+        wrote = _wrote(control, [some])
+        if len(wrote.writes):
+            _fit_slopes_(lift[0], wrote, found, trajectory)
     for run in control.linear.runs:
         if not run.active or run.sign != 1.0:
             lift[..., run.where] *= run.sign if run.active else 0.0
     return clip_jacobian(control.linear.clip, control.raw, lift)[0]
+
+
+def _fit_slopes_(lift: Float[Tensor, " param"], wrote: _Wrote, found: Adjoint, trajectory: Trajectory) -> None:
+    """Least-squares lines through exact responses, in the place of the adjoint's slopes at their coordinates."""
+    pairs, dg = wrote.writes.coordinate, wrote.dg.double()
+    where, place = places(pairs, len(lift))
+    # every pair is a row of its own, so that its response comes back by itself
+    alone = replace(wrote.writes, row=torch.arange(len(pairs), device=pairs.device))
+    response = kick_responses(trajectory, found.history, alone, len(pairs), 1)[0]
+    response += (found.first.theta[0][pairs] * wrote.dtheta).double()
+    up, down = (torch.zeros(len(where), dtype=torch.float64, device=pairs.device) for _ in range(2))
+    up.index_add_(0, place, response * dg)
+    down.index_add_(0, place, dg * dg)
+    lift[where] = torch.where(down > 0, up / down, 0.0).to(lift)

@@ -135,6 +135,11 @@ class Trajectory:
         """x_time where it is in memory."""
         return self._states.get(time)
 
+    @property
+    def not_kept(self) -> int:
+        """Bytes of the states that are not in memory."""
+        return (len(self) + 1 - len(self._states)) * self._states[0].nbytes
+
     def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         """Steps start … stop−1, each with the state before it."""
         return self._from(self.state(start), start, stop)

@@ -38,6 +38,8 @@ class Forecast(LabelledResult):
     ...     forecast = recorder.forecast(batches[5], horizon=3, futures=2)
     >>> forecast.harmful(threshold=0.001), forecast.at, dict(forecast.response.sizes)
     (True, 3, {'future': 2, 'horizon': 3})
+    >>> forecast.largest_increase == float(forecast.response.mean("future").max())
+    True
     """
 
     kind = "forecast"

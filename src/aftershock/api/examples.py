@@ -1,0 +1,190 @@
+"""`rank_examples`: one adjoint sweep and one forward-mode pass, then every single example of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
+from ..core.changes import ControlStep, Edit, Perturb
+from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
+from ..core.memory import in_smaller_pieces
+from ..core.probe import Watch
+from ..core.scores import SAMPLE, example_direction
+from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
+from ..results.certificate import TRUST, Certificate, Finding
+from ..results.labelled import LabelledResult
+from ..results.provenance import provenance
+from .change import Change
+from .progress import progress
+from .ranking import SHOWN, common_factor, prepared, relative_error, reruns, sweep_back, to_rerun
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from .path import Path
+
+
+class ExampleRanking(LabelledResult):
+    """Every example's share of its batch's predicted response at one outcome, strongest first.
+
+    `data` has by example: `share` (calibrated by a common factor), `predicted`, `measured` where the example's part of
+    the gradient was added in an exact rerun, and where the example stands: `batch`, `index`. `held_out_error` is that
+    of the reruns spread over the ranking (`spread`), in sum, each predicted with the factor of all others.
+
+    >>> ranking = path.rank_examples(batches, probe, verify=2)
+    >>> int(ranking.data["batch"][0]), ranking.certificate.findings[0].subject
+    (5, 'examples')
+    """
+
+    kind = "example ranking"
+    wanted = ("share", "predicted", "measured", "batch", "index")
+
+    @property
+    def certificate(self) -> Certificate:
+        """How far the shares may be trusted: reruns spread over them are compared with what the others predict."""
+        known = self.data.where(self.data["measured"].notnull(), drop=True)
+        count = known.sizes["example"]
+        if not count:
+            sentence = "Not verified: pass verify=k to add k examples' gradients in exact reruns."
+            return Certificate((Finding("care", "examples", "reruns", 0.0, 1.0, sentence),))
+        error = float(self.data["held_out_error"])
+        if count == 1:
+            sentence = "Calibrated with one exact rerun, which cannot judge itself."
+            return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
+        level = TRUST.level(error)
+        sentence = (
+            f"Calibrated with {count} exact reruns. Those spread over the ranking, each predicted with the calibration "
+            f"of the others, are off by {error:.0%} in sum. The measured column is the truth."
+        )
+        return Certificate((Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence),))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.data.sizes['example']} examples ordered by the size of their share of the response at horizon "
+            f"{int(self.data['horizon'])} (one forward-mode pass), largest first:",
+            f"{'rank':>4}  {'batch':>6}  {'example':>8}  {'share':>12}  {'measured':>12}",
+        ]
+        known = self.data["measured"].notnull().values
+        for i in (i for i in range(len(known)) if i < SHOWN or known[i]):
+            row = self.data.isel(example=i)
+            real = f"{float(row['measured']):>+12.4g}" if known[i] else ""
+            lines.append(
+                f"{i + 1:>4}  {int(row['batch']):>6}  {int(row['index']):>8}  {float(row['share']):>+12.4g}  {real}"
+            )
+        return "\n".join([*lines, str(self.certificate)])
+
+
+def rank_examples(
+    path: Path,
+    pool: Iterable[Batch],
+    probe: Any,
+    *,
+    at: int,
+    horizon: int | None,
+    verify: int,
+    memory: str | int | None,
+) -> ExampleRanking:
+    """See `Path.rank_examples`."""
+    wanted = reruns(verify)
+    batches, watch = prepared(path, pool, probe, at, horizon)
+    limit = path.memory if memory is None else memory
+    sample = batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
+    few, outcome = len(sample), [watch.horizons]
+    plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(wanted > 0), limit)
+    control = path.control(watch.at)
+    weight = example_weight(control, batches[0])
+    direction = _direction(watch, control, sample, plan)
+    shares: list[Tensor] = []
+    with progress("ranking examples", len(batches)) as tick:
+        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
+            slope = in_smaller_pieces(
+                EXAMPLES_AT_ONCE,
+                lambda chunk: example_scores(control, direction, joined(group), f"batch {len(shares)} and on", chunk),  # noqa: B023
+                lambda chunk: chunk // 2 or None,
+                "a forward pass of single examples",
+            )
+            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
+                shares.append(part * (weight or 1 / len(part)))
+                tick()
+    share = torch.cat(shares)
+    order = share.abs().argsort(descending=True, stable=True)
+    batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
+    index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]
+    measured = torch.full_like(share, torch.nan)
+    top, spread = to_rerun(share[order].abs(), wanted)
+    rerun = torch.cat([top, spread])
+    chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
+    measured[rerun] = _measure_examples(path, control, batches, watch, chosen, weight, limit)
+    return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
+
+
+def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan: SweepPlan) -> Float[Tensor, " param"]:
+    """Along which an example's loss is differentiated; the sweep is gone with this call."""
+    swept = sweep_back(watch, control, sample, [watch.horizons], plan)
+    return in_smaller_pieces(
+        plan,
+        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.pairs),
+        SweepPlan.smaller,
+        "the slopes of examples",
+    )
+
+
+def _examples(
+    path: Path,
+    watch: Watch,
+    share: Float[Tensor, " example"],
+    measured: Float[Tensor, " example"],
+    spread: Int64[Tensor, " rerun"],
+    batch_of: Int64[Tensor, " example"],
+    index_of: Int64[Tensor, " example"],
+) -> xr.Dataset:
+    """Shares are small, so that what curvature adds is common to them as a factor: the reruns' median one."""
+    import xarray as xr
+
+    known, judged = measured.isfinite(), torch.zeros_like(measured, dtype=torch.bool)
+    judged[spread] = True
+    factor, held = common_factor(share[known], measured[known])
+    judging = judged[known] if len(held) > 1 else judged[known] & False
+    return xr.Dataset(
+        {
+            "share": ("example", (factor * share).numpy()),
+            "predicted": ("example", share.numpy()),
+            "measured": ("example", measured.numpy()),
+            "batch": ("example", batch_of.numpy()),
+            "index": ("example", index_of.numpy()),
+            "spread": ("example", judged.numpy()),
+            "held_out_error": relative_error(held[judging], measured[known][judging]),
+            "at": watch.at,
+            "horizon": watch.horizons,
+            "probe": watch.probe.name,
+        },
+        attrs={**provenance(path.trajectory), "check": str(path.check())},
+    )
+
+
+def _measure_examples(
+    path: Path,
+    control: ControlStep,
+    batches: Sequence[Batch],
+    watch: Watch,
+    chosen: Sequence[tuple[int, int]],
+    weight: float | None,
+    memory: str | int | None,
+) -> Float[Tensor, " example"]:
+    """The exact response to adding each chosen example's share of its batch's gradient to the control's."""
+    if not chosen:
+        return torch.zeros(0, dtype=torch.float64)
+    loss, edits = path.point.loss, list[Edit]()
+    for b, i in chosen:
+        one = take_examples(batches[b], slice(i, i + 1))
+        state, step = control.before, control.step
+        found = loss.gradient(state.theta, state.buffers, one, step.random, f"example {i} of batch {b}")
+        edits.append(Perturb(loss.layout.join(found.grads) * (weight or 1 / example_count(batches[b]))))
+    last = replace(watch, only=(watch.horizons,))
+    return Change(path, watch.at, "example", tuple(edits)).numbers(last, memory=memory)[:, -1]

@@ -1,0 +1,202 @@
+"""What rankings need in memory: a sweep back from every outcome, then gradients of a pool and their kicks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import OutOfMemory
+from .contributions import LANCZOS
+from .footprint import Curvature, Footprint, room
+from .kicks import IN_CACHE, PAIRS_AT_ONCE
+from .memory import readable
+from .planning import LANE_SHARE, Load, plan_history, plan_lanes, plan_reruns, rollout_bytes
+from .probe import Watch
+from .scores import AtOnce
+from .trajectory import Trajectory
+from .waiting import SUMS
+
+# gradients of a pool held at once: their product with the adjoints then reads those once a chunk
+POOL_AT_ONCE, POOL_ON_CPU = 128, 64
+# of what else is held, for pairs of a batch and a coordinate on a CPU, which gains nothing from many of them: how many
+# there will be is not known, so that they must not matter
+PAIRS_SHARE = 0.1
+FEWEST_PAIRS = 2**12
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Where a sweep is kept, how much of the pool is held at once, and the peak beside the model and the path."""
+
+    place: torch.device
+    at_once: AtOnce
+    peak: int
+    spare: int = 0  # beside what is held while the pool is read
+
+    def __str__(self) -> str:
+        size = self.at_once
+        return (
+            f"{readable(self.peak)}: the sweep kept on {self.place}, {size.gradients} gradients of the pool at once, "
+            f"kicks of {size.waiting:,} pairs"
+        )
+
+    def elsewhere(self) -> SweepPlan | None:
+        """The sweep kept in host memory, and fewer kicks at once; None where it is."""
+        host, few = torch.device("cpu"), replace(self.at_once, waiting=FEWEST_PAIRS)
+        found = replace(self, place=host, at_once=few)
+        return None if found == self else found
+
+    def smaller(self) -> SweepPlan | None:
+        """Half as much of the pool at once; None where it is one gradient and few pairs."""
+        size = self.at_once
+        half = AtOnce(max(1, size.gradients // 2), *(max(FEWEST_PAIRS, n // 2) for n in (size.pairs, size.waiting)))
+        done = half.gradients == size.gradients and half.waiting >= size.waiting
+        return None if done else replace(self, at_once=half)
+
+
+def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory: str | int | None) -> SweepPlan:
+    """The plan of a sweep that exact reruns follow; where neither fits, what the sweep lacks is told, which is more."""
+    try:
+        rerun = plan_reruns(watch, count, memory) if count else 0
+    except OutOfMemory:
+        sweep()
+        raise
+    plan = sweep()
+    return replace(plan, peak=max(plan.peak, rerun))
+
+
+def plan_ranking(
+    watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None, least: int = 1
+) -> SweepPlan:
+    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory.
+
+    least: gradients of the pool that must be there at once.
+    """
+    trajectory = watch.trajectory
+    place = plan_history(trajectory, sum(horizons) + 2 * watch.horizons, memory)
+    needs = _Needs(watch, place)
+    available = room(trajectory, memory)
+    most = min(pool, POOL_ON_CPU if trajectory.device.type == "cpu" else POOL_AT_ONCE)
+    fits = (n for n in range(most, least - 1, -1) if needs.peak(horizons, n) <= available)
+    count = next(fits, None)
+    if count is None:
+        raise OutOfMemory(_advice(needs, watch, horizons, available, least))
+    spare = available - needs.held(horizons, count)
+    return SweepPlan(place, needs.at_once(horizons, count, spare), needs.peak(horizons, count), spare)
+
+
+def widen(plan: SweepPlan, trajectory: Trajectory) -> None:
+    """After the sweep and before the pool: gradients of a large model on more lanes, in what the plan leaves."""
+    plan_lanes(trajectory, plan.at_once.gradients, POOL_AT_ONCE, plan.spare)
+
+
+class _Needs:
+    """Bytes at the peak of each stage, beside the model and the path."""
+
+    def __init__(self, watch: Watch, place: torch.device) -> None:
+        trajectory = watch.trajectory
+        self.watch, self.trajectory, self.beside = watch, trajectory, place == trajectory.device
+        self.f, self.c = Footprint.of(trajectory), Curvature.of(trajectory)
+        made = sum(trajectory.kept(time) is None for time in (watch.at, watch.at + 1))
+        self.control = self.f.vector * (1 + 3 * made)
+        self.clips = any(step.clip.binds for step in trajectory.steps)
+
+    def peak(self, horizons: Sequence[int], count: int) -> int:
+        """With so many gradients of the pool at once."""
+        f, pairs = self.f, self.pairs(horizons, count) * self.per_pair(horizons)
+        gradients = count * (f.row + f.vector) if f.together else f.gradient
+        pool = self.held(horizons, count) + max(gradients, pairs)
+        return max(self.started(len(horizons)), self.swept(horizons), self.curves(horizons), pool)
+
+    def started(self, outcomes: int) -> int:
+        """Slopes of the probe on the way of the mean displacement, which is there twice."""
+        row, f = rollout_bytes(self.trajectory, Load(semilinear=1)), self.f
+        mean = 8 * f.vector + f.gradient + f.update
+        return self.control + max(mean, (3 + outcomes) * f.vector + max(row, f.gradient + 3 * f.vector))
+
+    def swept(self, horizons: Sequence[int]) -> int:
+        """The end of the sweep: cotangents, their history, and what their products are of."""
+        f, c, rows = self.f, self.c, len(horizons)
+        states = 0 if self.trajectory.spacing == 1 else 6 * f.vector
+        work = c.graph + f.vector * rows * (1 + self.clips) + max(c.product, f.piece)
+        return self.control + states + 3 * rows * f.vector + self.history(horizons) + max(c.build, work)
+
+    def history(self, horizons: Sequence[int]) -> int:
+        return self.f.vector * sum(h - 1 for h in horizons) * self.beside
+
+    def curves(self, horizons: Sequence[int]) -> int:
+        """While they are drawn: three points of every outcome, and the moments after states that are not kept."""
+        times = range(self.watch.at + 2, self.watch.at + max(horizons) + 1)
+        copied = 2 * sum(self.trajectory.kept(time) is None for time in times) * self.beside
+        made = 3 * (self.trajectory.spacing > 1)
+        vectors, pieces = 6 * len(horizons) + 6 + copied + made, 1 + 2.3 / len(horizons)
+        return self.control + vectors * self.f.vector + int(pieces * self.f.counting) + self.history(horizons)
+
+    def held(self, horizons: Sequence[int], count: int) -> int:
+        """While gradients of the pool are read: cotangents, curves, how far they reach, and the gradients."""
+        return self.control + (6 * len(horizons) + 4 + count) * self.f.vector + self.history(horizons)
+
+    def per_pair(self, horizons: Sequence[int]) -> int:
+        """Of a batch and a coordinate beyond its curve: where it is, its write, and numbers by outcome."""
+        return 200 + 32 * len(horizons)
+
+    def pairs(self, horizons: Sequence[int], count: int) -> int:
+        few = int(PAIRS_SHARE * self.held(horizons, count)) // self.per_pair(horizons)
+        return max(FEWEST_PAIRS, min(few, IN_CACHE))
+
+    def at_once(self, horizons: Sequence[int], count: int, spare: int) -> AtOnce:
+        pairs = self.pairs(horizons, count)
+        if self.trajectory.device.type == "cpu" and self.trajectory.spacing == 1:
+            return AtOnce(count, pairs, pairs)
+        # a GPU starts few kernels, and a path that replays its states does so for many pairs at once
+        left = int((1 - LANE_SHARE) * spare) // self.per_pair(horizons)
+        many = max(pairs, min(left, PAIRS_AT_ONCE // len(horizons)))
+        return AtOnce(count, pairs if self.trajectory.device.type == "cpu" else many, many)
+
+
+def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> SweepPlan:
+    """Every step's contribution by one sweep of so many rows from the last state."""
+    trajectory, steps = watch.trajectory, watch.last
+    place = plan_history(trajectory, outcomes * steps, memory, sums=outcomes * SUMS)
+    f, c, available = Footprint.of(trajectory), Curvature.of(trajectory), room(trajectory, memory)
+    v, beside = f.vector, place == trajectory.device
+    readout = c.graph + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
+    states = 0 if trajectory.spacing == 1 else 9 * v
+    clipped = outcomes * v * any(step.clip.binds for step in trajectory.steps)
+    held = (4 + SUMS) * outcomes * v + outcomes * steps * v * beside + states
+    step = max(c.build, c.graph + outcomes * v + clipped + c.product, c.graph + 3 * v + f.update, c.graph + 4 * v)
+    pairs = max(FEWEST_PAIRS, min(int(PAIRS_SHARE * held) // (120 + 8 * outcomes), PAIRS_AT_ONCE))
+    peak = max(readout, held + step + int(PAIRS_SHARE * held) // 2)
+    if peak > available and trajectory.device.type == "cpu":
+        raise OutOfMemory(
+            f"the sweep over {steps} steps needs {readable(peak)} beside the model and the path, and "
+            f"{readable(available)} may be used. What would fit: {_earlier(peak, available, outcomes * v, steps)}"
+            f'memory="{readable(math.ceil(1.02 * peak))}"'
+        )
+    return SweepPlan(place, AtOnce(1, pairs, pairs), peak)
+
+
+def _earlier(peak: int, available: int, step: int, steps: int) -> str:
+    """An outcome that fits, where there is one."""
+    outcome = steps - math.ceil((peak - available) / step)
+    return f"outcome={outcome} (now {steps}), " if outcome > 0 else ""
+
+
+def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int) -> str:
+    """What is missing, and what would fit."""
+    need = needs.peak(horizons, least)
+    fits = [f'memory="{readable(math.ceil(1.02 * need))}"']
+    if len(horizons) > 1:
+        if needs.peak(horizons[-1:], 1) <= available:
+            fits.append('one outcome (by="response")')
+        shorter = [h for h in horizons if needs.peak(range(1, h + 1), 1) <= available]
+        if shorter:
+            fits.append(f"horizon={max(shorter)} (now {watch.horizons})")
+    batches = "one batch" if least == 1 else f"{least} batches"
+    return (
+        f"ranking {batches} at a time needs {readable(need)} beside the model and the path, and "
+        f"{readable(available)} may be used. What would fit: {', '.join(fits)}"
+    )
