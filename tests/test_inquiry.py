@@ -96,6 +96,22 @@ def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back
     assert len(found.group_placebos) == 8
 
 
+def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a run that has only begun, whose early steps all matter: any three of them are worth as much."""
+    guilty = frozenset((2, 5, 7))
+
+    def left(out: frozenset[int]) -> float:
+        return 0.15 if out & guilty else 0.9
+
+    each = asked_of(left, [2, 5, 7, 9], monkeypatch)
+    assert sorted(each.blamed) == [2, 5, 7]
+    assert len(each.several) >= 4
+    nobody = asked_of(lambda out: 0.3 if len(out) == 3 else left(out), [2, 5, 7, 9], monkeypatch)
+    assert nobody.blamed == ()
+
+
 def test_each_round_asks_anew_who_does_most_beside_those_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone 9 and 3 do more than 7, which acts only beside 5; without all three of them nothing is left."""
     alone = {5: 0.6, 9: 0.65, 3: 0.7, 7: 0.95}

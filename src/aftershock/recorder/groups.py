@@ -44,6 +44,15 @@ def look_further(
         _compare_group(runs, found, instead, len(innocent), draw, replaced=True)
 
 
+def compare_several(runs: Runs, found: Inquiry, placebos: int, draw: random.Random) -> None:
+    """Where each of several steps removes the event, leave out as many others at once: if that removes it, too, a run
+    is changed by anything that is large enough, and none of them did it."""
+    several = [i for i in found.alone if i != runs.event.step]
+    if len(several) > 1:
+        others = [i for i in runs.before if i not in {*several, *(i for t in found.suspects for i in t.steps)}]
+        found.several = _other_groups(runs, runs.placebo, others, len(several), placebos, draw)
+
+
 def _greedy(runs: Runs, alone: Sequence[Trial], least: float) -> Trial | None:
     """Steps left out one on top of the other: in each round that which leaves least beside those that are left out
     already, until half is gone and no further one removes more. None where the first does not do more than any placebo.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
-from .groups import look_further
+from .groups import compare_several, look_further
 from .trials import Inquiry, Runs, Trial
 
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
@@ -96,6 +96,7 @@ def _decide(
         found.suspects += [runs.accused((i,)) for i in reserve if i not in known]
     if _guilty(found, event):
         _among_kin(runs, found, len(innocent), draw)
+        compare_several(runs, found, len(innocent), draw)
         if not found.blamed:
             look_further(runs, found, repeated, innocent, draw, groups=groups)
     elif not (own_batch and any(t.removes for t in (*found.suspects, *([found.own] if found.own else [])))):

@@ -46,6 +46,7 @@ class Inquiry:
     replaced: list[Trial] = field(default_factory=list)  # suspects that were given batches like their own instead
     replaced_placebos: list[Trial] = field(default_factory=list)
     kin: bool = False  # whoever is judged by batches like its own is of a rare kind of data, beside others of that kind
+    several: list[Trial] = field(default_factory=list)  # as many other steps at once, where each of several removes it
     own: Trial | None = None  # without several steps whose batches are high by themselves
     group: Trial | None = None
     group_back: float = math.nan  # what is left of the event, at least, with one step of the group back
@@ -69,9 +70,14 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
+        alone = () if self.several and changing(self.several) > BARS.specific else self.alone
+        return *alone, *self.blamed_by_replacing
+
+    @property
+    def alone(self) -> tuple[int, ...]:
+        """Steps of which each alone removes it when it is left out, and no placebo does as much."""
         judged = {t.steps for t in self.replaced}  # by what batches like their own do
-        alone = [t for t in self.suspects if t.steps not in judged]
-        return *_special(alone, self.placebos), *self.blamed_by_replacing
+        return _special([t for t in self.suspects if t.steps not in judged], self.placebos)
 
     @property
     def cleared(self) -> list[Trial]:
