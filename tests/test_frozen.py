@@ -284,7 +284,10 @@ def test_a_normal_matrix_has_condition_one(memory: FrozenMemory) -> None:
     symmetric = replace(memory, b_m=memory.d_m, b_v=memory.d_v)
     matrix = dense(symmetric)
     np.testing.assert_array_equal(matrix, matrix.T)
-    assert float(symmetric.modes()["condition"]) == pytest.approx(1.0, abs=1e-9)
+    # vectors of eigenvalues that are close are known to a rounding over their distance
+    gap = np.diff(np.linalg.eigvalsh(matrix)).min()
+    known = 1e-9 + 10 * np.finfo(float).eps / max(gap, 1e-9)
+    assert float(symmetric.modes()["condition"]) == pytest.approx(1.0, abs=known)
     a = symmetric.beta1
     rotating = replace(symmetric, a=a, beta2=a, b_m=-symmetric.d_m, b_v=-symmetric.d_v)
     assert float(rotating.modes()["condition"]) == pytest.approx(1.0, abs=1e-9)

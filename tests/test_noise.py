@@ -164,9 +164,12 @@ def test_a_tiny_change_that_float64_does_carry_is_no_noise() -> None:
 
 def test_noise_is_shown_on_the_page(tmp_path: Any) -> None:
     point, batches, probe = run("float32")
-    some = torch.zeros(point.loss.layout.size)
-    some[7:57] = 1e-7
-    response = point.follow(batches).perturb(some).response(probe, answers=("exact",))
+    path, some = point.follow(batches), torch.zeros(point.loss.layout.size)
+    for size in (1e-7, 3e-7, 1e-6):  # which of them moves the loss by a rounding depends on the CPU
+        some[7:57] = size
+        response = path.perturb(some).response(probe, answers=("exact",))
+        if response.exact.any():
+            break
     assert response.noise.any()
     page = response.report(tmp_path / "page.html").read_text()
     assert "can be told from rounding" in page

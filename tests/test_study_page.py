@@ -141,11 +141,11 @@ def test_every_figure_is_drawn_and_every_choice_can_be_made(opened: Any, results
         assert opened.locator(f"#plot-{name} svg.main-svg").first.is_visible()
     choose(opened, "curves", "setting", "CNN–ReLU")
     systems = opened.locator(".chooser:has(#plot-curves) select[name='system'] option").all_text_contents()
-    assert systems == [f"cnn-7-{i}" for i in range(4)]
-    choose(opened, "curves", "system", "cnn-7-3")
-    choose(opened, "curves", "candidate", "candidate 4")
+    assert systems == [f"cnn-7-{i}" for i in range(2)]
+    choose(opened, "curves", "system", "cnn-7-1")
+    choose(opened, "curves", "candidate", "candidate 3")
     choose(opened, "curves", "scale", "α = 0.25")
-    at = {"system": "cnn-7-3", "change": 4, "scale": 0.25}
+    at = {"system": "cnn-7-1", "change": 3, "scale": 0.25}
     exact = results["cnn"]["exact"].sel(at).values
     np.testing.assert_allclose(shown(opened, "curves", 0), exact, rtol=1e-3)
     np.testing.assert_allclose(shown(opened, "curves", 1), exact * (1 + slopes(6)[3] / 4), rtol=1e-3)

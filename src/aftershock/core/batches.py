@@ -144,8 +144,12 @@ def _same_leaf(x: Any, y: Any) -> bool:
 
 
 def same_value(x: Any, y: Any) -> bool:
-    """Whether two leaves that are no tensors say that they are equal; an array of answers is no yes."""
-    return x is y or (type(x) is type(y) and (x == y) is True)
+    """Whether two leaves that are no tensors say that they are equal; an array of answers is no yes, and neither is an
+    object that cannot be compared."""
+    try:
+        return x is y or (type(x) is type(y) and (x == y) is True)
+    except Exception:  # a dataclass of tensors: whatever its comparison raises
+        return False
 
 
 def _joinable(a: Batch, b: Batch) -> bool:
