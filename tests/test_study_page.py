@@ -148,7 +148,7 @@ def test_every_figure_is_drawn_and_every_choice_can_be_made(opened: Any, results
     at = {"system": "cnn-7-1", "change": 3, "scale": 0.25}
     exact = results["cnn"]["exact"].sel(at).values
     np.testing.assert_allclose(shown(opened, "curves", 0), exact, rtol=1e-3)
-    np.testing.assert_allclose(shown(opened, "curves", 1), exact * (1 + slopes(6)[3] / 4), rtol=1e-3)
+    np.testing.assert_allclose(shown(opened, "curves", 1), exact * (1 + slopes(6)[1] / 4), rtol=1e-3)
     choose(opened, "ranking", "score", "Gradient norm")
     assert "median ρ = -1.000" in opened.locator("#plot-ranking .legendtext").all_text_contents()
     choose(opened, "present", "candidates", "CNN–ReLU; matched")
