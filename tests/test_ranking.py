@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.api.ranking import SUMMARIES, to_rerun
+from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import adjoint, example_direction
-from aftershock.errors import ExamplesCouple, InvalidInput
+from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
 
 from .cases import Case, classes, cross_entropy, make, mlp
 from .oracles import KickOracle
@@ -141,6 +141,35 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     last = path.rank(pool[:2], probe, by="response", verify=2)
     assert "fewer than two of them stayed finite" in str(last)
     assert last.certificate.level == "care"
+
+
+def test_reruns_that_change_nothing_judge_nothing() -> None:
+    """The control's own batch in the pool: its exact response is zero, and no error is relative to that."""
+    case = make("tanh_mlp")
+    batches, probe = case.batches(4), case.batch()
+    path, other = case.point().follow(batches), case.batches(3)
+    ranking = path.rank([batches[0], other[0]], probe, verify=2)
+    assert not ranking.data["measured"].sel(change="batch 0").any()
+    assert "those beside the strongest change nothing at all" in str(ranking)
+    assert ranking.certificate.level == "care"
+    both = path.rank([batches[0], *other[:2]], probe, verify=3)
+    assert both.data["spread"].sum() == 2
+    assert "(NRMSE, median of 1)" in str(both)
+    assert np.isfinite(float(both.data["held_out_error"]))
+    blank = other[0][0].clone(), other[0][1]  # all but one example have no loss
+    case.loss_fn = lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * (b[0][:, 0] != 0)).mean()
+    blank[0][1:, 0] = 0.0
+    shares = case.path(3).rank_examples([blank], probe, verify=2)
+    assert "none of those spread over the ranking stayed finite and changed anything" in str(shares)
+    assert shares.certificate.level == "care"
+
+
+def test_a_file_of_another_time_is_no_ranking(tmp_path: Path) -> None:
+    case = make("tanh_mlp")
+    ranking = case.path(3).rank(case.batches(2), case.batch(), verify=2)
+    Ranking(ranking.data.drop_vars("spread")).save(tmp_path / "old.zarr")
+    with pytest.raises(InvalidFile, match="spread"):
+        Ranking.load(tmp_path / "old.zarr")
 
 
 # --- what is printed and kept
