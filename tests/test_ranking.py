@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
+from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import adjoint, example_direction
 from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
@@ -284,6 +285,19 @@ def test_shares_of_untouched_rows_are_useful_where_the_tangent_is_absurd(clip: f
     assert np.median(abs(np.array(tangent) - measured)) > 1e3 * np.median(abs(measured))
     assert np.median(abs(predicted - measured)) < 0.6 * np.median(abs(measured))
     assert np.corrcoef(predicted, measured)[0, 1] > 0.9
+
+
+def test_a_path_that_replays_does_so_once_for_all_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    for state in case.optimizer.state.values():
+        state["exp_avg_sq"].mul_(1e-6)  # no curve covers a gradient that is large beside √v
+    path, pool, probe = case.point().follow(case.batches(5), keep="checkpoints"), case.batches(4), case.batch()
+    passes, real = list[int](), scores.kick_responses
+    monkeypatch.setattr(scores, "kick_responses", lambda *given: passes.append(len(given[2])) or real(*given))
+    monkeypatch.setattr(sweep_plans, "FEWEST_PAIRS", 8)
+    path.rank_examples(pool, probe, verify=0)
+    assert len(passes) == 1
+    assert passes[0] > 2 * sweep_plans.plan_ranking(path.watch(0, probe), [5], 4, None).at_once.pairs
 
 
 def test_convolutions_and_text_rank_by_example() -> None:

@@ -60,8 +60,8 @@ class ExampleRanking(LabelledResult):
             return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
         if math.isnan(error):
             sentence = (
-                f"Calibrated with {count} exact reruns: none of those spread over the ranking stayed finite and changed "
-                "anything, so the error on others is not known."
+                f"Calibrated with {count} exact reruns: none of those spread over the ranking stayed finite and "
+                "changed anything, so the error on others is not known."
             )
             return Certificate((Finding("care", "examples", "reruns", float(count), 2.0, sentence),))
         level = TRUST.level(error)
@@ -136,7 +136,7 @@ def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan
     swept = sweep_back(watch, control, sample, [watch.horizons], plan)
     return in_smaller_pieces(
         plan,
-        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.pairs),
+        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.waiting),
         SweepPlan.smaller,
         "the slopes of examples",
     )
