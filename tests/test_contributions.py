@@ -146,15 +146,13 @@ def test_several_edits_of_a_path_that_replays_are_kicked_once(monkeypatch: pytes
     case = make("tanh_mlp")
     for state in case.optimizer.state.values():
         state["exp_avg_sq"].mul_(1e-6)
-    path, probe = case.point().follow(case.batches(3), keep="checkpoints"), case.batch()
+    path, probe = case.point().follow(case.batches(4), keep="checkpoints"), case.batch()
     watch, cpu, passes = path.watch(0, probe), torch.device("cpu"), list[int]()
     real = contributions_module.pass_by
     monkeypatch.setattr(contributions_module, "pass_by", lambda *given: passes.append(len(given[1])) or real(*given))
-    made = {name: EDITS[name] for name in ("zero", "skip")}
+    made = {"skip": EDITS["skip"], **{f"zero {i}": EDITS["zero"] for i in range(15)}}
     together = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: made, cpu)
     assert path.trajectory.spacing > 1
-    assert passes == [2]
-    for name, edit in made.items():
-        only = {name: edit}
-        alone = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: only, cpu)  # noqa: B023
-        torch.testing.assert_close(together[name], alone[name])
+    assert passes == [len(made)]
+    alone = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: {"skip": made["skip"]}, cpu)
+    torch.testing.assert_close(together["skip"], alone["skip"])
