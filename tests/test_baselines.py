@@ -121,6 +121,22 @@ def test_ours_are_the_engines_answers(name: str) -> None:
     np.testing.assert_allclose(table["score"].sel({"answer": "exact_one_step"}).values, exact, rtol=1e-12, atol=1e-16)
 
 
+def test_frozen_dynamics_after_a_skip_are_powers_of_one_matrix() -> None:
+    """Counts are behind then: Full ISO has its own bias corrections, A_{t+1}^{h−1} δx_1 the control's."""
+    system = System("tanh_mlp")
+    d, c, a = system.layout.size, system.dense_readouts()[:, : system.layout.size], system.dense_transition(1)
+    before, after = (system.path.trajectory.state(time) for time in (0, 1))
+    parts = [getattr(before, name) - getattr(after, name) for name in ("theta", "m", "v")]
+    dx = torch.cat([system.layout.compact(part) for part in parts])
+    expected = []
+    for readout in c:
+        expected.append(float(readout @ dx[:d]))
+        dx = a @ dx
+    table = scores(system.path.skip(), system.probe)["response"].isel(change=0)
+    np.testing.assert_allclose(table.sel(answer="frozen_dynamics"), expected, rtol=1e-9)
+    assert abs(table.sel(answer="full_iso")[1] / expected[1] - 1) > 1e-6
+
+
 def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Hessian products by row, gradients, graphs and forward passes."""
     count = {"products": 0, "gradient": 0, "__init__": 0, "value": 0}

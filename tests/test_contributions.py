@@ -10,6 +10,7 @@ import torch
 import xarray as xr
 
 from aftershock.api.contributions import EDITS, Calibrated, Contributions
+from aftershock.core import contributions as contributions_module
 from aftershock.core.contributions import BentReadout, contributions
 
 from .cases import make
@@ -138,3 +139,20 @@ def test_reruns_that_diverge_calibrate_nothing_and_are_counted() -> None:
     assert float(found.data["factor"]) == pytest.approx(1.0)
     assert "1 of the reruns diverged" in str(found)
     assert "nan" not in str(found)
+
+
+def test_several_edits_of_a_path_that_replays_are_kicked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where v is tiny, every coordinate of every edit waits for exact kicks."""
+    case = make("tanh_mlp")
+    for state in case.optimizer.state.values():
+        state["exp_avg_sq"].mul_(1e-6)
+    path, probe = case.point().follow(case.batches(4), keep="checkpoints"), case.batch()
+    watch, cpu, passes = path.watch(0, probe), torch.device("cpu"), list[int]()
+    real = contributions_module.pass_by
+    monkeypatch.setattr(contributions_module, "pass_by", lambda *given: passes.append(len(given[1])) or real(*given))
+    made = {"skip": EDITS["skip"], **{f"zero {i}": EDITS["zero"] for i in range(15)}}
+    together = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: made, cpu)
+    assert path.trajectory.spacing > 1
+    assert passes == [len(made)]
+    alone = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: {"skip": made["skip"]}, cpu)
+    torch.testing.assert_close(together["skip"], alone["skip"])

@@ -73,6 +73,9 @@ def test_the_papers_construction(name: str) -> None:
         assert float(matched.gamma[i]) == pytest.approx(root, rel=1e-7)
         assert first_step_by_hand(case, path, probe, matched.xi[i]) == pytest.approx(sign * mu, rel=TOLERANCE)
     assert matched.cv < TOLERANCE
+    kept = matched.xi.clone()
+    matched.xi.zero_()  # a copy: the result stays as it is
+    assert torch.equal(matched.xi, kept)
 
 
 def test_later_responses_differ_and_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

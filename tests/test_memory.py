@@ -12,12 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
-from aftershock.core.memory import budget, free, readable
+from aftershock.core.memory import budget, free, in_smaller_pieces, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
 from aftershock.core.sweeps import adjoint_sweep
 from aftershock.core.trajectory import Trajectory
-from aftershock.errors import InvalidInput
+from aftershock.errors import InvalidInput, OutOfMemory
 
 from .cases import make
 
@@ -42,6 +42,16 @@ def test_budgets() -> None:
         with pytest.raises(InvalidInput):
             budget(bad, cpu)
     assert readable(1536) == "1.5 KiB"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemory])
+def test_smaller_pieces_are_tried_whoever_says_that_memory_ran_out(error: type[Exception]) -> None:
+    def work(size: int) -> int:
+        if size > 2:
+            raise error("one row alone does not fit")
+        return size
+
+    assert in_smaller_pieces(8, work, lambda size: size // 2 or None, "rows") == 2
 
 
 @pytest.mark.parametrize("name", ["tanh_mlp", "dropout", "two_groups"])

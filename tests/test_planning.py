@@ -413,6 +413,20 @@ def test_a_ranking_is_cut_to_fit() -> None:
             np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(expected)))
 
 
+def test_pairs_that_wait_stay_within_the_budget_and_are_no_more_than_can_come() -> None:
+    path, _, probe = with_pool("mlp", 1, "checkpoints")
+    watch, waiting = path.watch(0, probe), list[int]()
+    assert path.trajectory.spacing > 1
+    for memory in ("64MiB", "128MiB", "512MiB", "8GiB"):
+        plan = sweep_plans.plan_ranking(watch, [4], 12, memory)
+        needs, count = sweep_plans._Needs(watch, plan.place), plan.at_once.gradients
+        held = needs.held([4], count) + needs.gradients(count)
+        assert held + plan.at_once.waiting * needs.per_pair([4]) <= budget(memory, CPU), memory
+        waiting.append(plan.at_once.waiting)
+    assert waiting == sorted(waiting)
+    assert waiting[-1] == 12 * path.point.loss.layout.size
+
+
 def nothing_fits(*work: object) -> int:
     raise OutOfMemory("no rerun")
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.api.ranking import SUMMARIES, to_rerun
+from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
+from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import adjoint, example_direction
-from aftershock.errors import ExamplesCouple, InvalidInput
+from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
 
 from .cases import Case, classes, cross_entropy, make, mlp
 from .oracles import KickOracle
@@ -143,6 +144,35 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     assert last.certificate.level == "care"
 
 
+def test_reruns_that_change_nothing_judge_nothing() -> None:
+    """The control's own batch in the pool: its exact response is zero, and no error is relative to that."""
+    case = make("tanh_mlp")
+    batches, probe = case.batches(4), case.batch()
+    path, other = case.point().follow(batches), case.batches(3)
+    ranking = path.rank([batches[0], other[0]], probe, verify=2)
+    assert not ranking.data["measured"].sel(change="batch 0").any()
+    assert "those beside the strongest change nothing at all" in str(ranking)
+    assert ranking.certificate.level == "care"
+    both = path.rank([batches[0], *other[:2]], probe, verify=3)
+    assert both.data["spread"].sum() == 2
+    assert "(NRMSE, median of 1)" in str(both)
+    assert np.isfinite(float(both.data["held_out_error"]))
+    blank = other[0][0].clone(), other[0][1]  # all but one example have no loss
+    case.loss_fn = lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * (b[0][:, 0] != 0)).mean()
+    blank[0][1:, 0] = 0.0
+    shares = case.path(3).rank_examples([blank], probe, verify=2)
+    assert "none of those spread over the ranking stayed finite and changed anything" in str(shares)
+    assert shares.certificate.level == "care"
+
+
+def test_a_file_of_another_time_is_no_ranking(tmp_path: Path) -> None:
+    case = make("tanh_mlp")
+    ranking = case.path(3).rank(case.batches(2), case.batch(), verify=2)
+    Ranking(ranking.data.drop_vars("spread")).save(tmp_path / "old.zarr")
+    with pytest.raises(InvalidFile, match="spread"):
+        Ranking.load(tmp_path / "old.zarr")
+
+
 # --- what is printed and kept
 
 
@@ -255,6 +285,19 @@ def test_shares_of_untouched_rows_are_useful_where_the_tangent_is_absurd(clip: f
     assert np.median(abs(np.array(tangent) - measured)) > 1e3 * np.median(abs(measured))
     assert np.median(abs(predicted - measured)) < 0.6 * np.median(abs(measured))
     assert np.corrcoef(predicted, measured)[0, 1] > 0.9
+
+
+def test_a_path_that_replays_does_so_once_for_all_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    for state in case.optimizer.state.values():
+        state["exp_avg_sq"].mul_(1e-6)  # no curve covers a gradient that is large beside √v
+    path, pool, probe = case.point().follow(case.batches(5), keep="checkpoints"), case.batches(4), case.batch()
+    passes, real = list[int](), scores.kick_responses
+    monkeypatch.setattr(scores, "kick_responses", lambda *given: passes.append(len(given[2])) or real(*given))
+    monkeypatch.setattr(sweep_plans, "FEWEST_PAIRS", 8)
+    path.rank_examples(pool, probe, verify=0)
+    assert len(passes) == 1
+    assert passes[0] > 2 * sweep_plans.plan_ranking(path.watch(0, probe), [5], 4, None).at_once.pairs
 
 
 def test_convolutions_and_text_rank_by_example() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.core import rows as rows_module
+from aftershock.core import sweeps
 from aftershock.core.batches import same_batch
 from aftershock.core.exact_rows import ExactRows
+from aftershock.core.mapping import mapped_over
 from aftershock.core.probe import Reader, own_loss
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rollout import Rows, rollout
@@ -376,3 +379,33 @@ def copied(state: JointState) -> JointState:
 def same(a: JointState, b: JointState) -> bool:
     tensors = [(a.theta, b.theta), (a.m, b.m), (a.v, b.v), *((x, b.buffers[n]) for n, x in a.buffers.items())]
     return a.counts == b.counts and all(torch.equal(x, y) for x, y in tensors)
+
+
+# --- what rows do not cost
+
+
+def test_rows_that_are_not_behind_take_no_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    path, probe, seen = case.path(3), case.batch(), list[object]()
+    late = sweeps.late_runs_of
+    monkeypatch.setattr(sweeps, "late_runs_of", lambda *given: seen.append(given) or late(*given))
+    path.replace(case.batches(2)).response(probe)
+    assert not seen
+    path.skip().response(probe)
+    assert seen
+
+
+def test_a_warning_of_the_model_is_shown_once() -> None:
+    """Calls for many rows leave one warning of torch's out, and Python's memory of the others alone."""
+
+    def work(x: Tensor) -> Tensor:
+        warnings.warn("the model's own", stacklevel=1)
+        return 2 * x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *where, **more: shown.append(str(message))
+        shown = list[str]()
+        for _ in range(5):
+            mapped_over((0,), work)(torch.ones(3))
+    assert shown == ["the model's own"]

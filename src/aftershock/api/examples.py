@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class ExampleRanking(LabelledResult):
     """
 
     kind = "example ranking"
-    wanted = ("share", "predicted", "measured", "batch", "index")
+    wanted = ("share", "predicted", "measured", "batch", "index", "held_out_error")
 
     @property
     def certificate(self) -> Certificate:
@@ -57,6 +58,12 @@ class ExampleRanking(LabelledResult):
         if count == 1:
             sentence = "Calibrated with one exact rerun, which cannot judge itself."
             return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
+        if math.isnan(error):
+            sentence = (
+                f"Calibrated with {count} exact reruns: none of those spread over the ranking stayed finite and "
+                "changed anything, so the error on others is not known."
+            )
+            return Certificate((Finding("care", "examples", "reruns", float(count), 2.0, sentence),))
         level = TRUST.level(error)
         sentence = (
             f"Calibrated with {count} exact reruns. Those spread over the ranking, each predicted with the calibration "
@@ -129,7 +136,7 @@ def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan
     swept = sweep_back(watch, control, sample, [watch.horizons], plan)
     return in_smaller_pieces(
         plan,
-        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.pairs),
+        lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.waiting),
         SweepPlan.smaller,
         "the slopes of examples",
     )
@@ -150,7 +157,7 @@ def _examples(
     known, judged = measured.isfinite(), torch.zeros_like(measured, dtype=torch.bool)
     judged[spread] = True
     factor, held = common_factor(share[known], measured[known])
-    judging = judged[known] if len(held) > 1 else judged[known] & False
+    judging = judged[known] & (measured[known] != 0) & (len(held) > 1)
     return xr.Dataset(
         {
             "share": ("example", (factor * share).numpy()),

@@ -18,7 +18,8 @@ class Estimate:
 
     gradients: float  # the work in plain gradients
     seconds: float
-    memory: int  # bytes at the peak, beside the model and the path
+    # bytes at the peak, beside the model and the path; the pairs of a ranking that wait (`SweepPlan`) are not known yet
+    memory: int
     chunks: int
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ class Ranking(LabelledResult):
     `response`, the prediction plus `offset`, by which reruns differed from their predictions in the mean. `score`
     sorts them.
     `held_out_error` is the median NRMSE of the reruns that are spread over the ranking (`spread`), each predicted with
-    the calibration of all others.
+    the calibration of all others; one without any response, as of the control's own batch, has none.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
 
     >>> ranking = path.rank(batches, probe, verify=2)
@@ -57,7 +57,7 @@ class Ranking(LabelledResult):
     """
 
     kind = "ranking"
-    wanted = ("response", "predicted", "measured", "score")
+    wanted = ("response", "predicted", "measured", "score", "spread")
 
     @property
     def order(self) -> list[str]:
@@ -118,20 +118,33 @@ def _findings(ranking: Ranking) -> list[Finding]:
     error = float(data["held_out_error"])
     calibrated = f"Calibrated with exact reruns of {', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
     if math.isnan(error):
-        finite = int((abs(data["measured"]) < math.inf).any("horizon").sum())
-        why = "none but the strongest stayed finite" if finite > 1 else "fewer than two of them stayed finite"
-        why = "one rerun cannot judge itself" if count == 1 else why
+        finite = (abs(data["measured"]) < math.inf).any("horizon")
+        why = "none but the strongest stayed finite"
+        if count == 1:
+            why = "one rerun cannot judge itself"
+        elif int(finite.sum()) < 2:
+            why = "fewer than two of them stayed finite"
+        elif bool((finite & data["spread"]).any()):
+            why = "those beside the strongest change nothing at all, so that there is no error relative to them"
         sentence = f"{calibrated}: {why}, so the error on others is not known."
         return [Finding("care", "ranking", "reruns", float(count), 2.0, sentence)]
     level = TRUST.level(error)
     word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
     sentence = (
         f"{calibrated}: {word}. Reruns spread over the ranking, each predicted with the calibration of the others, "
-        f"are off by {error:.2g} (NRMSE, median of {int(data['spread'].sum())}); without calibration by "
+        f"are off by {error:.2g} (NRMSE, median of {int(_judges(data).sum())}); without calibration by "
         f"{float(data['raw_error']):.2g}. "
         "The measured column is the truth."
     )
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
+
+
+def _judges(data: xr.Dataset) -> xr.DataArray:
+    """Which reruns tell how far predictions are off: spread over the ranking, finite somewhere, and not nothing, as
+    the control's own batch is."""
+    measured = data["measured"]
+    judges: xr.DataArray = data["spread"] & ((abs(measured) < math.inf) & (measured != 0)).any("horizon")
+    return judges
 
 
 def _curve_findings(error: float) -> list[Finding]:
@@ -254,7 +267,8 @@ def _calibrated(
     others = (known.sum("change") - known.fillna(0.0)) / (seen.sum("change") - seen).clip(min=1)
     judged = xr.zeros_like(measured["change"], dtype=bool)
     judged[spread.tolist()] = True
-    judging = known["change"][judged.sel(change=known["change"]).values] if count > 1 else known["change"]
+    judges = _judges(xr.Dataset({"measured": measured, "spread": judged}))
+    judging = judges["change"][judges.values] if count > 1 else known["change"]
     truth, plain = measured.sel(change=judging), predicted.sel(change=judging)
     held_out = nrmse(truth, plain + others.sel(change=judging)).median() if count > 1 else torch.nan
     data = xr.Dataset(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_ours: list[object] = []  # the filter, once it was set
+
 
 def mapped_over(
     dims: tuple[Any, ...], work: Callable[..., Any], *, randomness: str = "same", chunk: int | None = None
@@ -20,8 +22,15 @@ def mapped_over(
     mapped = torch.func.vmap(work, in_dims=dims, randomness=randomness, chunk_size=chunk)
 
     def silent(*given: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
-            return mapped(*given)
+        _leave_out()
+        return mapped(*given)
 
     return silent
+
+
+def _leave_out() -> None:
+    """The filter first in line, set only where it is not: every change of the filters makes Python forget which
+    warnings it has shown, and one that the model gives at each step would be shown each time."""
+    if not _ours or warnings.filters[:1] != _ours:
+        warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
+        _ours[:] = warnings.filters[:1]

@@ -67,7 +67,7 @@ def in_smaller_pieces(
     while trying is not None:
         try:
             return work(trying)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfMemory):  # ours: a part of it has no smaller piece of its own
             pass  # what it held is gone before the next try
         torch.cuda.empty_cache()
         trying = smaller(trying)

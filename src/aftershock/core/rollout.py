@@ -30,7 +30,7 @@ class Rows:
     steps: the steps of each exact row where they differ from the path's (another learning rate, another batch,
         no step at all); None for a row that takes the path's own.
     semilinear_lags, linear_lags: of every predicted row, by how many steps each parameter's count is behind the
-        control's; empty where none is.
+        control's; zeros where it is not, and empty where none is.
     control: the control's state at which they start, where it is known.
     distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
     owned: the states belong to nobody else and may be written to.

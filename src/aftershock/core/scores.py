@@ -20,7 +20,7 @@ from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, total
 from .dynamics import Linearized
-from .kicks import IN_CACHE, History, Writes, count_responses, kick_responses, places, taken_out
+from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, kick_responses, places, taken_out
 from .linear_step import displacement
 from .loss import Gradient
 from .operators import readout
@@ -353,12 +353,14 @@ def difference_scores(
 
 
 def example_direction(
-    control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch], pairs: int = IN_CACHE
+    control: ControlStep, found: Adjoint, trajectory: Trajectory, sample: Sequence[Batch], pairs: int = PAIRS_AT_ONCE
 ) -> Float[Tensor, " param"]:
     """∂F/∂ĝ for shares of a batch's gradient: the adjoint's, and beyond `curves.FAR` the slope of the exact response.
 
     There the slope is that of a least-squares line through the exact responses of a sample of batches, whose
     gradients have the size that examples give them; the derivative would hold only far below eps.
+
+    pairs: of a batch and a coordinate, at once; a path that replays its states does so for each so many.
     """
     layout, reach = control.dynamics.layout, Reach.of(control)
     lift, rows = control.linear.absorb_transposed_(found.first.clone()), layout.zeros(len(sample))

@@ -29,12 +29,17 @@ FEWEST_PAIRS = 2**12
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Where a sweep is kept, how much of the pool is held at once, and the peak beside the model and the path."""
+    """Where a sweep is kept, how much of the pool is held at once, and the peak beside the model and the path.
+
+    peak: without pairs beyond their curves that wait for a replay of the path, or on a GPU: how many there will be is
+        not known before the gradients are, and they have at most a part of `spare`.
+    spare: what the budget leaves while the pool is read.
+    """
 
     place: torch.device
     at_once: AtOnce
     peak: int
-    spare: int = 0  # beside what is held while the pool is read
+    spare: int = 0
 
     def __str__(self) -> str:
         size = self.at_once
@@ -84,8 +89,8 @@ def plan_ranking(
     count = next(fits, None)
     if count is None:
         raise OutOfMemory(_advice(needs, watch, horizons, available, least))
-    spare = available - needs.held(horizons, count)
-    return SweepPlan(place, needs.at_once(horizons, count, spare), needs.peak(horizons, count), spare)
+    spare = max(0, available - needs.held(horizons, count) - needs.gradients(count))
+    return SweepPlan(place, needs.at_once(horizons, count, pool, spare), needs.peak(horizons, count), spare)
 
 
 def widen(plan: SweepPlan, trajectory: Trajectory) -> None:
@@ -106,10 +111,13 @@ class _Needs:
 
     def peak(self, horizons: Sequence[int], count: int) -> int:
         """With so many gradients of the pool at once."""
-        f, pairs = self.f, self.pairs(horizons, count) * self.per_pair(horizons)
-        gradients = count * (f.row + f.vector) if f.together else f.gradient
-        pool = self.held(horizons, count) + max(gradients, pairs)
+        pairs = self.pairs(horizons, count) * self.per_pair(horizons)
+        pool = self.held(horizons, count) + max(self.gradients(count), pairs)
         return max(self.started(len(horizons)), self.swept(horizons), self.curves(horizons), pool)
+
+    def gradients(self, count: int) -> int:
+        """While so many are computed."""
+        return count * (self.f.row + self.f.vector) if self.f.together else self.f.gradient
 
     def started(self, outcomes: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
@@ -147,13 +155,14 @@ class _Needs:
         few = int(PAIRS_SHARE * self.held(horizons, count)) // self.per_pair(horizons)
         return max(FEWEST_PAIRS, min(few, IN_CACHE))
 
-    def at_once(self, horizons: Sequence[int], count: int, spare: int) -> AtOnce:
+    def at_once(self, horizons: Sequence[int], count: int, pool: int, spare: int) -> AtOnce:
         pairs = self.pairs(horizons, count)
         if self.trajectory.device.type == "cpu" and self.trajectory.spacing == 1:
             return AtOnce(count, pairs, pairs)
         # a GPU starts few kernels, and a path that replays its states does so for many pairs at once
         left = int((1 - LANE_SHARE) * spare) // self.per_pair(horizons)
-        many = max(pairs, min(left, PAIRS_AT_ONCE // len(horizons)))
+        most = pool * self.trajectory.dynamics.layout.size  # every batch at every coordinate
+        many = max(pairs, min(left, PAIRS_AT_ONCE // len(horizons), most))
         return AtOnce(count, pairs if self.trajectory.device.type == "cpu" else many, many)
 
 

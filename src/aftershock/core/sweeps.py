@@ -76,6 +76,8 @@ def _late_pieces(
     """
     layout, hypers, counts, present = at.linear.layout, at.step.hypers, at.linear.before.counts, at.graph.present
     for i, lag in enumerate(lags):
+        if not any(lag):
+            continue
         row = dx[i]
         for now, late in late_runs_of(layout, hypers, counts, present, lag):
             for w in blocks(now.where, row.theta):

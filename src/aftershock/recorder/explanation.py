@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from ..errors import InvalidInput, MissingPackage
+from ..results.certificate import TRUST
 from ..results.files import load_dataset, write_whole
 from ..results.labelled import LabelledResult
 from . import certificate as trust
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..results.certificate import Certificate
 
 SHOWN = 10
-OFF_SCALE = 10.0  # times the event: a prediction beyond it has no size
+OFF_SCALE = TRUST.off_scale  # times the event: a prediction beyond it has no size
 COLUMNS = {"step": ">8", "delay": ">5", "role": "<8", "predicted": ">10", "measured": ">10", "left": ">6"}
 HEADS = {name: name for name in COLUMNS}
 

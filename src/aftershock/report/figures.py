@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..api.response import Response
 
 SHOWN = 8  # changes in one picture: more curves than these cannot be told apart
-OFF_SCALE = 10.0  # times the frame: a prediction beyond it has no size that could be drawn
+OFF_SCALE = TRUST.off_scale  # times the frame: a prediction beyond it has no size that could be drawn
 FRAME = 1.6  # approximations may leave the frame at this many times the true peak, so that it stays readable
 
 

@@ -62,8 +62,12 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     endpoint         tangents from the exact δx_1, read by the real probe; semilinear: the engine's own answer
 
     A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and `reason[answer]`
-    says why. `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`:
-    its diagonal is Full ISO, and `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
+    says why. After a skip, whose counts are behind, Φ of full_iso is of steps with its own bias corrections, and each
+    step adds what those do at the control's moments (`core.sweeps.recount_`), which is no part of δx: so do `endpoint`
+    and what is made of full_iso's δθ_h. initial_theta, clamped_theta and frozen_dynamics know A alone.
+
+    `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`: its diagonal is Full ISO, and
+    `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
 
     Costs 6·N·(H−1) − 3·N Hessian products in all, through one graph per step: less than 1.2 × those of the five
     distinct propagations (full, initial θ, clamped θ, frozen, endpoint); N + H gradients; 2·N·H forward passes.
@@ -174,12 +178,13 @@ class _Sweep:
         del linear
         exact = at.graph.products(self.exact.theta)
         transit_with_(at, kinds[3], exact.clone())
+        frozen = kinds[0].clone()  # A alone, before a row behind in its counts takes its own bias corrections
         recount_(at, rows.linear, rows.linear_lags)
         at.linear.absorb_exactly_(rows.semilinear, exact, at.step.max_norm)
         recount_exactly_(at, rows.semilinear, rows.semilinear_lags)
         del exact
-        self._freeze(at, kinds[0].clone())
-        del at, moment
+        self._freeze(at, frozen)
+        del at, moment, frozen
         yield from rollout(trajectory, begin + 1, rows, self.watch.last)
 
     def _freeze(self, at: Linearized, dx: Tangent) -> None:

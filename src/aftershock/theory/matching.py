@@ -57,8 +57,8 @@ class Matched(LabelledResult):
 
     @property
     def xi(self) -> Float[Tensor, "change d"]:
-        """On the CPU, whatever device the path is on."""
-        return torch.from_numpy(self.data["xi"].values)
+        """On the CPU, whatever device the path is on: a copy, which may be written to."""
+        return torch.tensor(self.data["xi"].values)
 
     @property
     def target(self) -> float:
