@@ -141,10 +141,24 @@ def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
     assert "spike" not in found.verdict
 
 
+def test_a_spike_whose_window_a_slow_rise_joined_is_explained_as_a_spike(tmp_path: Path) -> None:
+    """A rise that is told four steps after the spike, from far below it."""
+    said = "the loss has risen slowly: its running median is 0.2, 6.0 robust σ above 1e-06"
+    rise: Any = SimpleNamespace(
+        begin=lambda window: None, fires=lambda seen: said if seen.step == SPIKE + 4 else None, end=lambda: None
+    )
+    found = explained(run(tmp_path, SPIKE + 12, bad, triggers=[AtStep(SPIKE), rise]), None)
+    assert f"; step {SPIKE + 4}: {said}" in found.data.attrs["reason"]
+    assert (found.data.attrs["rise"], found.kind, found.blamed) == (None, "own batch", (SPIKE,))
+
+
 def test_what_a_drift_says_can_be_read_again() -> None:
-    reason = "the loss is 3, 9.1 robust σ above its median; the loss has risen slowly: its running median is 0.236, "
-    assert risen(f"{reason}6.0 robust σ above 0.02708; step 9: x") == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
-    assert risen(reason[:40]) is None
+    rise = "the loss has risen slowly: its running median is 0.236, 6.0 robust σ above 0.02708"
+    spike = "the loss is 3, 9.1 robust σ above its median"
+    for reason in (rise, f"{rise}; step 9: {spike}"):
+        assert risen(reason) == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
+    for reason in (spike, f"{spike}; {rise}", f"{rise}; {spike}", f"{spike}; step 305: {rise}"):
+        assert risen(reason) is None  # the step that is explained was seen for something else, too
     event = Event.of([0.3] * 9, 8, known=(0.1, 0.01))
     assert (event.usual, event.onset, event.is_one) == (0.1, 3, True)
 
