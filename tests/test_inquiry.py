@@ -335,6 +335,17 @@ def test_a_hundredth_of_a_blow_up_is_no_end_of_it() -> None:
     assert not Trial((3,), {}, 0.03, blows_up=True).removes
 
 
+def test_an_event_above_losses_of_zero_can_be_removed() -> None:
+    """As of a hinge loss that every example satisfies: no rise above zero is a blow-up that is below the event."""
+    event = Event.of([0.0] * STEP + [1.0, 0.5] + [0.0] * 8, STEP)
+    quiet = dict.fromkeys(range(STEP - 1, len(event.values)), 0.0)
+    assert event.prevented(quiet | {STEP: 1e-9})
+    assert not event.prevented(quiet | {STEP: 0.1})
+    for high in (1e-9, 0.1, 2.0):
+        assert not event.blows_up(quiet | {STEP: high})
+    assert event.blows_up(quiet | {STEP: 1e4})
+
+
 def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
     bar = 0.2 * SPIKE
     rest = dict.fromkeys(range(5, len(LOSSES)), 1.0)
@@ -390,6 +401,31 @@ def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: 
     assert asked_of(left, [3, 4], monkeypatch, groups=False).group is None
     nothing = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
     assert nothing.group is None  # no suspect does more than a placebo: nothing speaks for a group of them
+
+
+def test_a_group_that_others_acquitted_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most pairs remove the event as 3 and 4 do; those that would be drawn the second time keep it."""
+    asked = dict[frozenset[int], None]()
+
+    def left(out: frozenset[int]) -> float:
+        if len(out) == 1:
+            return 0.8 if out & {3} else 0.9
+        asked[out] = None
+        return 0.05 if out == {3, 4} or len(asked) <= 3 else 0.9
+
+    found = asked_of(left, [3, 4], monkeypatch)
+    assert (found.blamed, found.group) == ((), None)
+
+
+@pytest.mark.parametrize(("held", "group", "named"), [(0.48, 0.31, True), (0.48, 0.1, False), (0.3, 0.45, True)])
+def test_a_setting_that_removes_half_gives_way_to_a_group_that_leaves_clearly_less(
+    held: float, group: float, named: bool
+) -> None:
+    together = Trial((8, 28), {}, group)
+    inquiry = Inquiry([], [], group=together, group_placebos=[Trial((1, 2), {}, 0.9)] * 8)
+    change: Any = SimpleNamespace(kind="restart", brief=False, at=24)
+    f: Any = SimpleNamespace(changes=[change], _removing=[(held, 0)], inquiry=inquiry)
+    assert (Findings.hyperparameter(f, ("restart",)) == 0) is named
 
 
 # --- the explained step itself

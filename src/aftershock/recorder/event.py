@@ -18,6 +18,7 @@ class Bars:
 
     gone: float = USUAL  # robust σ above the usual value, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone, where that is ordinary (`ordinary`)
+    nothing: float = 1e-3  # of the event: what is ordinary beside a usual value of zero that does not scatter
     # Times the ordinary height: a run that rises beyond it blows up, whatever share of the event that is. One that fits
     # its data rises a thousandfold when it loses what it has learnt; that is no blow-up yet.
     blown: float = 1e6
@@ -86,8 +87,9 @@ class Event:
     @property
     def ordinary(self) -> float:
         """How high above the usual nobody would call an event: no trigger tells it, or it is within twice the usual. A
-        share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too."""
-        return max(THRESHOLD * self.sigma, abs(self.usual))
+        share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too. Only where
+        the usual value is exactly zero, as a hinge loss may be, nothing else is there to go by."""
+        return max(THRESHOLD * self.sigma, abs(self.usual)) or BARS.nothing * self.peak
 
     @property
     def gone(self) -> float:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
-CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
 
 
@@ -104,14 +103,15 @@ class Findings:
 
     def hyperparameter(self, kinds: tuple[str, ...]) -> int | None:
         """The change, of these kinds, with which at least half of the event goes. One that lasts is a condition of
-        whatever comes after it: where a batch did what others did not at the new value, that is the cause."""
+        whatever comes after it: where a batch did what others did not at the new value, that is the cause; several
+        steps, which undo part of the change, only where they leave clearly less than the former value does."""
         removes = [(left, i) for left, i in self._removing if self.changes[i].kind in kinds]
         if not removes:
             return None
         left, best = min(removes)
         change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
-        clearer = group is not None and left <= group.left - CLEARER  # several steps at the new value undo part of it
-        return best if not guilty or change.brief or change.at in guilty or clearer else None
+        as_well = group is not None and group.left > BARS.clear * left
+        return best if not guilty or change.brief or change.at in guilty or as_well else None
 
     @property
     def condition(self) -> int | None:

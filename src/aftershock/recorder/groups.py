@@ -29,7 +29,8 @@ def look_further(
     group, instead = _first(runs.accused, repeated), None
     if group is None:
         greedy = _greedy(runs, alone, least) if groups else None
-        if greedy is not None and greedy.left <= BARS.slight and _gone_without(runs, found, greedy, innocent, draw):
+        gone = greedy is not None and greedy.left <= BARS.slight
+        if greedy is not None and gone and _gone_without(runs, found, greedy, innocent, draw):
             return
         doing = [t for t in alone[:LARGEST] if t.left < least and t.steps[0] < event.onset]
         if not found.replaced:
@@ -37,7 +38,7 @@ def look_further(
         if found.blamed_by_replacing:
             return
         instead = _first(runs.replaced, repeated)
-        group = greedy if instead is None else None
+        group = greedy if instead is None and not gone else None  # one that other groups acquitted is not tried again
     if group is not None:
         _compare_group(runs, found, group, len(innocent), draw)
     elif instead is not None:
