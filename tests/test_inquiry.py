@@ -15,13 +15,14 @@ from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
 from aftershock.core.rows import row_gradients
-from aftershock.recorder import explain, reruns, suspects, trials
+from aftershock.recorder import explain, groups, reruns, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
+from aftershock.recorder.verdict import several
 
 from .test_agreement import plain, running, squares
 
@@ -109,7 +110,45 @@ def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_
     assert sorted(each.blamed) == [2, 5, 7]
     assert len(each.several) >= 4
     nobody = asked_of(lambda out: 0.3 if len(out) == 3 else left(out), [2, 5, 7, 9], monkeypatch)
-    assert nobody.blamed == ()
+    assert (nobody.blamed, nobody.acquitted) == ((), True)
+    told = {"several_acquitted": True, "several": len(nobody.several), "several_change": 2}
+    assert f"too, in 2 of {len(nobody.several)} cases: none of them is special." in several(told)
+    assert several({"several_acquitted": False}) == ""
+
+
+def test_one_of_few_other_groups_acquits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run here takes the whole window, and four other groups are enough unless one of them changes the event."""
+    asked = dict[frozenset[int], None]()
+
+    def left(out: frozenset[int]) -> float:
+        if len(out) == 1:
+            return 0.15 if out & {2, 5, 7} else 0.9
+        asked[out] = None
+        return 0.3 if len(asked) == 1 else 0.9
+
+    monkeypatch.setattr(trials, "MOST", 1)
+    found = asked_of(left, [2, 5, 7, 9], monkeypatch)
+    assert (sorted(found.blamed), len(found.several)) == ([2, 5, 7], 8)
+
+
+def test_what_is_left_with_one_of_a_group_back_is_of_the_group_that_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 and 7 do it, and 9 hardly anything: with 5 back and 9 in it still, more is left than with 5 back alone."""
+    steps = {(5, 7, 9): 0.2, (7, 9): 0.95, (5, 9): 0.9, (5, 7): 0.25, (7,): 0.6, (5,): 0.55, (9,): 0.9}
+    runs: Any = SimpleNamespace(
+        accused=lambda out: Trial(out, {}, steps[out]), at_least=lambda out: Trial(out, {}, steps[out]).left
+    )
+    group, back = groups._needed(runs, Trial((5, 7, 9), {}, 0.2))
+    assert (group.steps, back) == ((5, 7), 0.55)
+
+
+def test_one_step_that_was_left_out_is_not_told_as_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 and 7 saw one batch, and 7 is not needed; 5 alone removes half, not clearly more than placebos do."""
+
+    def left(out: frozenset[int]) -> float:
+        return 0.46 if 5 in out else 0.9
+
+    found = asked_of(left, [5, 7], monkeypatch, repeated=[(5, 7)])
+    assert (found.blamed, found.replaced, found.group) == ((), [], None)
 
 
 def test_each_round_asks_anew_who_does_most_beside_those_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class Event:
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
 
-    def _so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
+    def so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
         """Of the whole event, what a run has of it until now: it can only become more."""
         return self._share(run, without, max(run), self.last)
 
@@ -171,7 +171,7 @@ class Event:
 
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""
-        return max(run) >= self.step and self._so_far(run, without) > BARS.half
+        return max(run) >= self.step and self.so_far(run, without) > BARS.half
 
     def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """May a run end of which one wants to know whether it keeps the event? Its own event is there, and over or
@@ -182,7 +182,7 @@ class Event:
         if max(run) < max(self.step, self.highest) or not self.stays(run, without):
             return False
         calm = max(self._stretch(run, without, max(run))[-SETTLED:]) <= self.level
-        return calm or self._so_far(run, without) >= 1 / BARS.half
+        return calm or self.so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
         """Values from the onset to `last`: the path's where the run has none."""
