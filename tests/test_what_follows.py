@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.recorder import certificate
-from aftershock.recorder.event import Event
+from aftershock.recorder.event import Event, percent
 from aftershock.recorder.triggers import AtStep, Drift, risen
 from aftershock.recorder.unrecorded import after
 
@@ -88,6 +88,37 @@ def test_a_window_that_was_closed_is_no_window_that_still_records(tmp_path: Path
     assert "2 of 8 steps after the spike are recorded: the window closed then." in str(explained(recorder).certificate)
     whole = {"after": 8, "after_wanted": 8, "after_ends": "closed"}
     assert after(whole) == ""
+
+
+def test_no_step_after_a_spike_is_said_where_none_was_wanted(tmp_path: Path) -> None:
+    recorder = run(tmp_path, SPIKE + 30, bad, triggers=[AtStep(SPIKE)], after=0, window=12)
+    assert "0 of 1 steps after the spike are recorded" in str(explained(recorder).certificate)
+
+
+def test_a_model_that_was_put_into_another_mode_closes_no_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp(6, 16, 1, activation=nn.GELU).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, squares, tmp_path, window=24, triggers=[]) as recorder:
+        for i in range(SPIKE + 12):
+            model.train(i <= SPIKE + 3)
+            x = torch.randn(16, 6, dtype=torch.float64)
+            batch = bad(i, x, torch.tanh(x.sum(1, keepdim=True)))
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    told = "3 of 16 steps after the spike are replayed: the next ran in another mode"
+    assert told in str(explained(recorder).certificate)
+
+
+def test_what_diverges_is_no_share() -> None:
+    assert [percent(left) for left in (0.001, 0.25, math.inf)] == [
+        "less than 1%",
+        "25%",
+        "infinitely much (it diverges)",
+    ]
 
 
 def test_the_scatter_is_of_one_step_and_not_of_every_number() -> None:
@@ -169,3 +200,5 @@ def test_an_own_batch_beside_hardly_any_other_step_says_so(tmp_path: Path) -> No
     assert found.kind == "own batch"
     assert found.verdict.startswith("The window is short: only ")
     assert "record with a larger window= next time" in found.verdict
+    longer = ak.explain(run(tmp_path / "longer", SPIKE + 9, bad), step=SPIKE, window=6, treatments=False)
+    assert "what others do not do; more is recorded, pass a larger window=." in longer.verdict

@@ -197,4 +197,6 @@ def _excess(values: Sequence[float], level: float) -> float:
 
 def percent(left: float) -> str:
     """A share that is left of an event: not nothing."""
+    if math.isinf(left):
+        return "infinitely much (it diverges)"
     return "less than 1%" if left < 0.01 else f"{left:.0%}"

@@ -257,7 +257,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "loss_usual": [f.by_loss.usual, f.by_loss.sigma],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
-        "after_wanted": min(AFTER, f.flight.run.get("after", AFTER)),
+        "after_wanted": max(1, min(AFTER, f.flight.run.get("after", AFTER))),
         "after_ends": _ends(f),
         "not_finite": next((n for n, r in sorted(f.flight.records.items()) if n > f.explained and not r.finite), None),
         "ranked_by": f.main,
@@ -288,6 +288,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "finite_with": f.finite_with,
         "rise": None if f.rise is None else f.rise[0],
         "rose_before": f.rose_before,
+        "more_recorded": records[0].step > min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "starts_here": records[0].step == min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "data": "" if f.data is None else f.data.sentence,
         "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),
@@ -308,11 +309,14 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
 
 
 def _ends(f: Findings) -> str:
-    """Why no step after the event's last one belongs to it: that is not finite, the window was closed, or it still
-    records."""
-    following = f.flight.records.get(f.replayed.records[-1].step + 1)
+    """Why no step after the event's last one belongs to it: that is not finite or ran in another way, the window was
+    closed, or it still records."""
+    last = f.replayed.records[-1]
+    following = f.flight.records.get(last.step + 1)
     if following is not None and not following.finite:
         return "not finite"
+    if following is not None and following.forward != last.forward:
+        return "other forward"
     return "open" if f.flight.trigger is None or f.flight.folder.name == "ring" else "closed"
 
 
