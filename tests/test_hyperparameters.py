@@ -13,7 +13,7 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.core.adamw import Hyper
-from aftershock.recorder.hyperparameters import HyperChange, hyperparameters
+from aftershock.recorder.hyperparameters import HyperChange, hyperparameters, one_of_each
 from aftershock.recorder.records import Forward, Record
 
 from .cases import cross_entropy, mlp
@@ -183,3 +183,20 @@ def test_a_clip_that_changes_is_recorded_replayed_and_named(tmp_path: Path) -> N
     assert "to the bit" in str(found.certificate)
     assert (found.kind, found.hyperparameter) == ("hyperparameter", "clip")
     assert "clip changed from 0.001 to off at step 76" in found.verdict
+
+
+def test_what_changes_all_the_time_does_not_keep_another_from_being_asked() -> None:
+    clip: list[float | None] = [None if i % 4 == 3 else 1.0 for i in range(N)]
+    rate = [1e-3 * (2 if i == 9 else 1) for i in range(N)]
+    found = hyperparameters(records(lr=[rate], clip=clip))
+    assert [change.name for change in found[:3]] == ["clip"] * 3
+    names = [change.name for change in one_of_each(found)]
+    assert (names[:3], sorted(names)) == (["clip", "lr", "clip"], sorted(change.name for change in found))
+
+
+def test_an_excursion_is_told_at_the_steps_of_its_extreme_value() -> None:
+    """The former value, 1, comes back some steps before and after; clip is 60 at one of them."""
+    clip: list[float | None] = [1.0] * 4 + [1.25, 1.3, 1.2, 60.0, 1.3, 1.25] + [1.0] * (N - 10)
+    (found,) = hyperparameters(records(clip=clip))
+    assert found.sentence == "clip was 60 instead of 1 at step 107"
+    assert (found.at, found.until) == (4, 10)

@@ -15,13 +15,14 @@ from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
 from aftershock.core.rows import row_gradients
-from aftershock.recorder import explain, reruns, suspects, trials
+from aftershock.recorder import explain, groups, reruns, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
+from aftershock.recorder.verdict import several
 
 from .test_agreement import plain, running, squares
 
@@ -109,7 +110,45 @@ def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_
     assert sorted(each.blamed) == [2, 5, 7]
     assert len(each.several) >= 4
     nobody = asked_of(lambda out: 0.3 if len(out) == 3 else left(out), [2, 5, 7, 9], monkeypatch)
-    assert nobody.blamed == ()
+    assert (nobody.blamed, nobody.acquitted) == ((), True)
+    told = {"several_acquitted": True, "several": len(nobody.several), "several_change": 2}
+    assert f"too, in 2 of {len(nobody.several)} cases: none of them is special." in several(told)
+    assert several({"several_acquitted": False}) == ""
+
+
+def test_one_of_few_other_groups_acquits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run here takes the whole window, and four other groups are enough unless one of them changes the event."""
+    asked = dict[frozenset[int], None]()
+
+    def left(out: frozenset[int]) -> float:
+        if len(out) == 1:
+            return 0.15 if out & {2, 5, 7} else 0.9
+        asked[out] = None
+        return 0.3 if len(asked) == 1 else 0.9
+
+    monkeypatch.setattr(trials, "MOST", 1)
+    found = asked_of(left, [2, 5, 7, 9], monkeypatch)
+    assert (sorted(found.blamed), len(found.several)) == ([2, 5, 7], 8)
+
+
+def test_what_is_left_with_one_of_a_group_back_is_of_the_group_that_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 and 7 do it, and 9 hardly anything: with 5 back and 9 in it still, more is left than with 5 back alone."""
+    steps = {(5, 7, 9): 0.2, (7, 9): 0.95, (5, 9): 0.9, (5, 7): 0.25, (7,): 0.6, (5,): 0.55, (9,): 0.9}
+    runs: Any = SimpleNamespace(
+        accused=lambda out: Trial(out, {}, steps[out]), at_least=lambda out: Trial(out, {}, steps[out]).left
+    )
+    group, back = groups._needed(runs, Trial((5, 7, 9), {}, 0.2))
+    assert (group.steps, back) == ((5, 7), 0.55)
+
+
+def test_one_step_that_was_left_out_is_not_told_as_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 and 7 saw one batch, and 7 is not needed; 5 alone removes half, not clearly more than placebos do."""
+
+    def left(out: frozenset[int]) -> float:
+        return 0.46 if 5 in out else 0.9
+
+    found = asked_of(left, [5, 7], monkeypatch, repeated=[(5, 7)])
+    assert (found.blamed, found.replaced, found.group) == ((), [], None)
 
 
 def test_each_round_asks_anew_who_does_most_beside_those_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +374,17 @@ def test_a_hundredth_of_a_blow_up_is_no_end_of_it() -> None:
     assert not Trial((3,), {}, 0.03, blows_up=True).removes
 
 
+def test_an_event_above_losses_of_zero_can_be_removed() -> None:
+    """As of a hinge loss that every example satisfies: no rise above zero is a blow-up that is below the event."""
+    event = Event.of([0.0] * STEP + [1.0, 0.5] + [0.0] * 8, STEP)
+    quiet = dict.fromkeys(range(STEP - 1, len(event.values)), 0.0)
+    assert event.prevented(quiet | {STEP: 1e-9})
+    assert not event.prevented(quiet | {STEP: 0.1})
+    for high in (1e-9, 0.1, 2.0):
+        assert not event.blows_up(quiet | {STEP: high})
+    assert event.blows_up(quiet | {STEP: 1e4})
+
+
 def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
     bar = 0.2 * SPIKE
     rest = dict.fromkeys(range(5, len(LOSSES)), 1.0)
@@ -390,6 +440,31 @@ def test_a_group_is_nothing_special_where_other_groups_do_the_same(monkeypatch: 
     assert asked_of(left, [3, 4], monkeypatch, groups=False).group is None
     nothing = asked_of(lambda out: 0.3 if len(out) > 1 else 0.9, [3, 4], monkeypatch)
     assert nothing.group is None  # no suspect does more than a placebo: nothing speaks for a group of them
+
+
+def test_a_group_that_others_acquitted_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most pairs remove the event as 3 and 4 do; those that would be drawn the second time keep it."""
+    asked = dict[frozenset[int], None]()
+
+    def left(out: frozenset[int]) -> float:
+        if len(out) == 1:
+            return 0.8 if out & {3} else 0.9
+        asked[out] = None
+        return 0.05 if out == {3, 4} or len(asked) <= 3 else 0.9
+
+    found = asked_of(left, [3, 4], monkeypatch)
+    assert (found.blamed, found.group) == ((), None)
+
+
+@pytest.mark.parametrize(("held", "group", "named"), [(0.48, 0.31, True), (0.48, 0.1, False), (0.3, 0.45, True)])
+def test_a_setting_that_removes_half_gives_way_to_a_group_that_leaves_clearly_less(
+    held: float, group: float, named: bool
+) -> None:
+    together = Trial((8, 28), {}, group)
+    inquiry = Inquiry([], [], group=together, group_placebos=[Trial((1, 2), {}, 0.9)] * 8)
+    change: Any = SimpleNamespace(kind="restart", brief=False, at=24)
+    f: Any = SimpleNamespace(changes=[change], _removing=[(held, 0)], inquiry=inquiry)
+    assert (Findings.hyperparameter(f, ("restart",)) == 0) is named
 
 
 # --- the explained step itself

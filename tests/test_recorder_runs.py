@@ -140,6 +140,8 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert in_use(tmp_path)
     lock(host="elsewhere", pid=1)
     assert in_use(tmp_path)
+    lock(namespace="pid:[1]", pid=dead_process())  # of another container on a machine of the same name
+    assert in_use(tmp_path)
     for wrong in ({"pid": dead_process()}, {"pid": "x"}, {"pid": 10**30}, {"pid": None}):
         lock(**wrong)
         assert not in_use(tmp_path)

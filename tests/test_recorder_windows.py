@@ -268,3 +268,11 @@ def test_a_slow_divergence_fires_once() -> None:
     drift = Drift()
     drift.begin(64)
     assert sum(bool(drift.fires(Fake(2.0 + max(0, i - 300) * 1e-2))) for i in range(2000)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("told", [{"clip": torch.tensor(0.5)}, {}])
+def test_a_clip_may_be_a_tensor(tmp_path: Path, told: dict[str, Any]) -> None:
+    live = Live(tmp_path, clip=None if told else torch.tensor(0.5))
+    with live.recorder:
+        live.step(9, **told)
+    assert {record.clip for record in open_flight(tmp_path).records.values()} == {0.5}

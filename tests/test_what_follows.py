@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.recorder import certificate
-from aftershock.recorder.event import Event
+from aftershock.recorder.event import Event, percent
 from aftershock.recorder.triggers import AtStep, Drift, risen
 from aftershock.recorder.unrecorded import after
 
@@ -90,6 +90,37 @@ def test_a_window_that_was_closed_is_no_window_that_still_records(tmp_path: Path
     assert after(whole) == ""
 
 
+def test_no_step_after_a_spike_is_said_where_none_was_wanted(tmp_path: Path) -> None:
+    recorder = run(tmp_path, SPIKE + 30, bad, triggers=[AtStep(SPIKE)], after=0, window=12)
+    assert "0 of 1 steps after the spike are recorded" in str(explained(recorder).certificate)
+
+
+def test_a_model_that_was_put_into_another_mode_closes_no_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp(6, 16, 1, activation=nn.GELU).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, squares, tmp_path, window=24, triggers=[]) as recorder:
+        for i in range(SPIKE + 12):
+            model.train(i <= SPIKE + 3)
+            x = torch.randn(16, 6, dtype=torch.float64)
+            batch = bad(i, x, torch.tanh(x.sum(1, keepdim=True)))
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    told = "3 of 16 steps after the spike are replayed: the next ran in another mode"
+    assert told in str(explained(recorder).certificate)
+
+
+def test_what_diverges_is_no_share() -> None:
+    assert [percent(left) for left in (0.001, 0.25, math.inf)] == [
+        "less than 1%",
+        "25%",
+        "infinitely much (it diverges)",
+    ]
+
+
 def test_the_scatter_is_of_one_step_and_not_of_every_number() -> None:
     attrs = {
         "replayed": 3, "replay": "", "scatter": 0.25, "step": 7, "event": "no spike", "linear_ok": True,
@@ -141,10 +172,24 @@ def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
     assert "spike" not in found.verdict
 
 
+def test_a_spike_whose_window_a_slow_rise_joined_is_explained_as_a_spike(tmp_path: Path) -> None:
+    """A rise that is told four steps after the spike, from far below it."""
+    said = "the loss has risen slowly: its running median is 0.2, 6.0 robust σ above 1e-06"
+    rise: Any = SimpleNamespace(
+        begin=lambda window: None, fires=lambda seen: said if seen.step == SPIKE + 4 else None, end=lambda: None
+    )
+    found = explained(run(tmp_path, SPIKE + 12, bad, triggers=[AtStep(SPIKE), rise]), None)
+    assert f"; step {SPIKE + 4}: {said}" in found.data.attrs["reason"]
+    assert (found.data.attrs["rise"], found.kind, found.blamed) == (None, "own batch", (SPIKE,))
+
+
 def test_what_a_drift_says_can_be_read_again() -> None:
-    reason = "the loss is 3, 9.1 robust σ above its median; the loss has risen slowly: its running median is 0.236, "
-    assert risen(f"{reason}6.0 robust σ above 0.02708; step 9: x") == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
-    assert risen(reason[:40]) is None
+    rise = "the loss has risen slowly: its running median is 0.236, 6.0 robust σ above 0.02708"
+    spike = "the loss is 3, 9.1 robust σ above its median"
+    for reason in (rise, f"{rise}; step 9: {spike}"):
+        assert risen(reason) == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
+    for reason in (spike, f"{spike}; {rise}", f"{rise}; {spike}", f"{spike}; step 305: {rise}"):
+        assert risen(reason) is None  # the step that is explained was seen for something else, too
     event = Event.of([0.3] * 9, 8, known=(0.1, 0.01))
     assert (event.usual, event.onset, event.is_one) == (0.1, 3, True)
 
@@ -155,3 +200,5 @@ def test_an_own_batch_beside_hardly_any_other_step_says_so(tmp_path: Path) -> No
     assert found.kind == "own batch"
     assert found.verdict.startswith("The window is short: only ")
     assert "record with a larger window= next time" in found.verdict
+    longer = ak.explain(run(tmp_path / "longer", SPIKE + 9, bad), step=SPIKE, window=6, treatments=False)
+    assert "what others do not do; more is recorded, pass a larger window=." in longer.verdict

@@ -18,6 +18,7 @@ class Bars:
 
     gone: float = USUAL  # robust σ above the usual value, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone, where that is ordinary (`ordinary`)
+    nothing: float = 1e-3  # of the event: what is ordinary beside a usual value of zero that does not scatter
     # Times the ordinary height: a run that rises beyond it blows up, whatever share of the event that is. One that fits
     # its data rises a thousandfold when it loses what it has learnt; that is no blow-up yet.
     blown: float = 1e6
@@ -86,8 +87,9 @@ class Event:
     @property
     def ordinary(self) -> float:
         """How high above the usual nobody would call an event: no trigger tells it, or it is within twice the usual. A
-        share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too."""
-        return max(THRESHOLD * self.sigma, abs(self.usual))
+        share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too. Only where
+        the usual value is exactly zero, as a hinge loss may be, nothing else is there to go by."""
+        return max(THRESHOLD * self.sigma, abs(self.usual)) or BARS.nothing * self.peak
 
     @property
     def gone(self) -> float:
@@ -127,7 +129,7 @@ class Event:
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
 
-    def _so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
+    def so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
         """Of the whole event, what a run has of it until now: it can only become more."""
         return self._share(run, without, max(run), self.last)
 
@@ -169,7 +171,7 @@ class Event:
 
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""
-        return max(run) >= self.step and self._so_far(run, without) > BARS.half
+        return max(run) >= self.step and self.so_far(run, without) > BARS.half
 
     def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """May a run end of which one wants to know whether it keeps the event? Its own event is there, and over or
@@ -180,7 +182,7 @@ class Event:
         if max(run) < max(self.step, self.highest) or not self.stays(run, without):
             return False
         calm = max(self._stretch(run, without, max(run))[-SETTLED:]) <= self.level
-        return calm or self._so_far(run, without) >= 1 / BARS.half
+        return calm or self.so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
         """Values from the onset to `last`: the path's where the run has none."""
@@ -195,4 +197,6 @@ def _excess(values: Sequence[float], level: float) -> float:
 
 def percent(left: float) -> str:
     """A share that is left of an event: not nothing."""
+    if math.isinf(left):
+        return "infinitely much (it diverges)"
     return "less than 1%" if left < 0.01 else f"{left:.0%}"

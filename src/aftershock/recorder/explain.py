@@ -31,7 +31,7 @@ from .event import BARS, FEWEST, Event
 from .explanation import FlightExplanation
 from .findings import AFTER, Findings, labelled
 from .groups import LARGEST
-from .hyperparameters import HyperChange, hyperparameters
+from .hyperparameters import HyperChange, hyperparameters, one_of_each
 from .instruments import ORDINARY, data, own_batches, update_sizes
 from .not_a_number import NotANumberFinding, is_finite, not_a_number
 from .quantity import Quantity, seen
@@ -193,8 +193,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
     f.data = data(trajectory, last, before, after, event.quantity)
-    changes = hyperparameters(replayed.records)  # those after the spike too: what is held is held over all of it
-    f.changes = [c for c in changes if c.kind != "warm-up" and c.at <= last][:HELD]
+    f.changes = _changes(f)
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     held = [_held(steps, change, event) for change in f.changes]
@@ -227,6 +226,12 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     f.held = [not_by_luck(trajectory, event, o) if doubt else o for o, doubt in zip(f.held, doubtful)]
 
 
+def _changes(f: Findings) -> list[HyperChange]:
+    """Those that are held at their former value; they may end after the spike: what is held is held over all of it."""
+    changes = hyperparameters(f.replayed.records)
+    return one_of_each([c for c in changes if c.kind != "warm-up" and c.at <= f.replayed.last])[:HELD]
+
+
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
     """The run with a hyperparameter at its former value."""
     name = f"{change.name} held at its former value from step {change.steps[0]} on"
@@ -239,7 +244,7 @@ def _hold_before(f: Findings, code: _Code) -> None:
     trajectory, last, record = f.replayed.trajectory, f.replayed.last, f.flight.records[f.asked]
     if f.nan is None or f.nan.kind in ("batch values", "finite"):
         return
-    f.changes = [c for c in hyperparameters(f.replayed.records) if c.kind != "warm-up" and c.at <= last][:HELD]
+    f.changes = _changes(f)
     batch = record.batch(Source(trajectory.device, code.dataset))
     for change in f.changes:
         state = state_after(trajectory, _held(trajectory.steps, change, f.event).run, last)

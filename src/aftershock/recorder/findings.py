@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
-CLEARER = 0.1  # of the event: what a setting must remove more than a group of steps, to be the cause
 NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
 
 
@@ -104,14 +103,15 @@ class Findings:
 
     def hyperparameter(self, kinds: tuple[str, ...]) -> int | None:
         """The change, of these kinds, with which at least half of the event goes. One that lasts is a condition of
-        whatever comes after it: where a batch did what others did not at the new value, that is the cause."""
+        whatever comes after it: where a batch did what others did not at the new value, that is the cause; several
+        steps, which undo part of the change, only where they leave clearly less than the former value does."""
         removes = [(left, i) for left, i in self._removing if self.changes[i].kind in kinds]
         if not removes:
             return None
         left, best = min(removes)
         change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
-        clearer = group is not None and left <= group.left - CLEARER  # several steps at the new value undo part of it
-        return best if not guilty or change.brief or change.at in guilty or clearer else None
+        as_well = group is not None and group.left > BARS.clear * left
+        return best if not guilty or change.brief or change.at in guilty or as_well else None
 
     @property
     def condition(self) -> int | None:
@@ -257,7 +257,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "loss_usual": [f.by_loss.usual, f.by_loss.sigma],
         "stretch": [numbers[event.onset], numbers[event.last]],
         "after": event.last - event.step,
-        "after_wanted": min(AFTER, f.flight.run.get("after", AFTER)),
+        "after_wanted": max(1, min(AFTER, f.flight.run.get("after", AFTER))),
         "after_ends": _ends(f),
         "not_finite": next((n for n, r in sorted(f.flight.records.items()) if n > f.explained and not r.finite), None),
         "ranked_by": f.main,
@@ -276,6 +276,9 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "placebos_change": inquiry.changing,
         "group_placebos": len(inquiry.group_placebos),
         "group_placebos_change": sum(not t.keeps for t in inquiry.group_placebos),
+        "several": len(inquiry.several),
+        "several_change": sum(not t.keeps for t in inquiry.several),
+        "several_acquitted": inquiry.acquitted,
         "treatment": None if best is None else best.treatment.name,
         "hyperparameter": None if change is None else f.changes[change].name,
         "hyperparameter_said": None if condition is None else f.changes[condition].sentence,
@@ -285,6 +288,7 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
         "finite_with": f.finite_with,
         "rise": None if f.rise is None else f.rise[0],
         "rose_before": f.rose_before,
+        "more_recorded": records[0].step > min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "starts_here": records[0].step == min(f.flight.records) and f.replayed.last < f.flight.run["window"],
         "data": "" if f.data is None else f.data.sentence,
         "update": "" if f.updates is None else f.updates.sentence(max(event.onset - 1, 0)),
@@ -305,11 +309,14 @@ def _attributes(f: Findings, numbers: list[int]) -> dict[str, Any]:
 
 
 def _ends(f: Findings) -> str:
-    """Why no step after the event's last one belongs to it: that is not finite, the window was closed, or it still
-    records."""
-    following = f.flight.records.get(f.replayed.records[-1].step + 1)
+    """Why no step after the event's last one belongs to it: that is not finite or ran in another way, the window was
+    closed, or it still records."""
+    last = f.replayed.records[-1]
+    following = f.flight.records.get(last.step + 1)
     if following is not None and not following.finite:
         return "not finite"
+    if following is not None and following.forward != last.forward:
+        return "other forward"
     return "open" if f.flight.trigger is None or f.flight.folder.name == "ring" else "closed"
 
 

@@ -29,7 +29,8 @@ def look_further(
     group, instead = _first(runs.accused, repeated), None
     if group is None:
         greedy = _greedy(runs, alone, least) if groups else None
-        if greedy is not None and greedy.left <= BARS.slight and _gone_without(runs, found, greedy, innocent, draw):
+        gone = greedy is not None and greedy.left <= BARS.slight
+        if greedy is not None and gone and _gone_without(runs, found, greedy, innocent, draw):
             return
         doing = [t for t in alone[:LARGEST] if t.left < least and t.steps[0] < event.onset]
         if not found.replaced:
@@ -37,7 +38,7 @@ def look_further(
         if found.blamed_by_replacing:
             return
         instead = _first(runs.replaced, repeated)
-        group = greedy if instead is None else None
+        group = greedy if instead is None and not gone else None  # one that other groups acquitted is not tried again
     if group is not None:
         _compare_group(runs, found, group, len(innocent), draw)
     elif instead is not None:
@@ -149,24 +150,25 @@ def _compare_group(
     among = _other_groups(runs, sound, alike if math.comb(len(alike), size) >= KIN else others, size, placebos, draw)
     if size > 1:
         found.group_placebos = among
-    else:
+    elif found.group_replaced:
         found.replaced, found.group, found.replaced_placebos = [found.group], None, among
+    else:
+        found.group = None  # one step that was left out is judged already
 
 
 def _needed(runs: Runs, group: Trial) -> tuple[Trial, float]:
     """The group less every step that can come back alone and brings hardly anything of the event back, and what is left
     at least with one of the others back."""
-    back = math.inf
     for step in group.steps:
-        rest = tuple(i for i in group.steps if i != step)
-        if not rest:
-            break
-        trial = runs.accused(rest)
-        if trial.removes and trial.left <= group.left + BARS.slight:
+        rest = _less(group, step)
+        if rest and (trial := runs.accused(rest)).removes and trial.left <= group.left + BARS.slight:
             group = trial
-        else:
-            back = min(back, trial.left)
-    return group, back
+    without = [_less(group, step) for step in group.steps if len(group.steps) > 1]
+    return group, min((runs.at_least(rest) for rest in without), default=math.inf)
+
+
+def _less(group: Trial, step: int) -> tuple[int, ...]:
+    return tuple(i for i in group.steps if i != step)
 
 
 def _adding(run: Callable[[tuple[int, ...]], Trial], steps: tuple[int, ...]) -> Trial | None:
@@ -174,7 +176,7 @@ def _adding(run: Callable[[tuple[int, ...]], Trial], steps: tuple[int, ...]) -> 
     to the event: that one is sound."""
     group = run(steps)
     for step in steps:
-        rest = tuple(i for i in group.steps if i != step)
+        rest = _less(group, step)
         if rest and group.removes and (trial := run(rest)).left <= group.left + BARS.slight:
             group = trial
     return group if group.removes else None
@@ -189,12 +191,13 @@ def _other_groups(
     draw: random.Random,
 ) -> list[Trial]:
     """As many steps elsewhere, until so many change the event that the group is nothing special; half of the placebos
-    where much was run already."""
+    where much was run already and none of them changes it: one of so few would be more than the bar."""
     found = dict[tuple[int, ...], Trial]()
     while len(found) < min(placebos, math.comb(len(others), size)):
         steps = tuple(sorted(draw.sample(others, size)))
         found[steps] = found.get(steps) or run(steps)
-        dear = len(found) >= placebos // 2 and not runs.in_budget
-        if dear or sum(not t.keeps for t in found.values()) > BARS.specific * placebos:
+        changed = sum(not t.keeps for t in found.values())
+        enough = len(found) >= placebos // 2 and not changed and not runs.in_budget
+        if enough or changed > BARS.specific * placebos:
             break
     return list(found.values())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..core.dynamics import Step
 from .event import BARS
@@ -35,6 +36,7 @@ class HyperChange:
     at: int  # index in the window of the first step with another value
     until: int  # the first index with the former value again; the window's length where it stays
     steps: tuple[int, int]  # the same as step numbers: the first and the last with another value
+    far: tuple[int, int]  # the first and the last at which it is more than half of the way to `now`
     groups: tuple[int, ...]  # one for clip, which has none: 0
     was: tuple[float, ...]  # by group; no clipping is infinite
     now: tuple[float, ...]  # after the change; the most extreme value of an excursion
@@ -67,7 +69,7 @@ class HyperChange:
         several = "s" if len(shown) > 1 else ""
         name = self.name if alike else f"{self.name} of parameter group{several} {' and '.join(map(str, shown))}"
         if self.kind == "excursion":
-            return f"{name} was {now} instead of {was} at {_span(first, last)}"
+            return f"{name} was {now} instead of {was} at {_span(*self.far)}"
         if self.kind == "restart":
             return f"{name} was restarted at step {first}: from {was} to {now}"
         if self.kind == "jump":
@@ -79,25 +81,52 @@ class HyperChange:
 def hyperparameters(records: Sequence[Record]) -> list[HyperChange]:
     """Every change in a window, the most unusual first: how large, how abrupt, and whether towards larger steps."""
     numbers = [record.step for record in records]
-    found: dict[tuple[str, str, int, int], list[tuple[int, float, float]]] = {}
+    found: dict[tuple[str, str, int, int], list[_Member]] = {}
     for name in NAMES:
         for group in range(1 if name == "clip" else len(records[0].hypers)):
             values = [_value(record, group, name) for record in records]
             for kind, at, until, now in _events(name, values, numbers):
-                found.setdefault((name, kind, at, until), []).append((group, values[at - 1], now))
+                member = _Member(group, values[at - 1], now, _far(name, values, at, until, now))
+                found.setdefault((name, kind, at, until), []).append(member)
     changes = [_change(*key, members, numbers) for key, members in found.items()]
     return sorted(changes, key=lambda change: -change.unusual)
 
 
+def one_of_each(changes: Sequence[HyperChange]) -> list[HyperChange]:
+    """Changes in their order, but the second of one name after the first of every other: one that changes all the time
+    does not keep another from being asked."""
+    names = [change.name for change in changes]
+    places = sorted(range(len(names)), key=lambda i: names[:i].count(names[i]))
+    return [changes[i] for i in places]
+
+
+class _Member(NamedTuple):
+    """A change in one parameter group."""
+
+    group: int
+    was: float
+    now: float
+    far: tuple[int, int]  # places in the window
+
+
 def _change(
-    name: str, kind: str, at: int, until: int, members: Sequence[tuple[int, float, float]], numbers: Sequence[int]
+    name: str, kind: str, at: int, until: int, members: Sequence[_Member], numbers: Sequence[int]
 ) -> HyperChange:
-    """The same change of several groups (group, was, now) as one."""
-    ratio = max((_ratio(name, was, now) for _, was, now in members), key=lambda r: abs(_log(r)))
+    """The same change of several groups as one."""
+    groups, was, now, far = zip(*members)
+    ratio = max((_ratio(name, *pair) for pair in zip(was, now)), key=lambda r: abs(_log(r)))
     smaller = ratio > 1 if name == "eps" else ratio < 1 and not name.startswith("beta")
     unusual = abs(_log(ratio)) * WEIGHTS[kind] * (HARMLESS if smaller else 1.0)
-    groups, was, now = (tuple(member[i] for member in members) for i in range(3))
-    return HyperChange(name, kind, at, until, (numbers[at], numbers[until - 1]), groups, was, now, ratio, unusual)  # type: ignore[arg-type]
+    first, last = min(x for x, _ in far), max(x for _, x in far)
+    steps, between = (numbers[at], numbers[until - 1]), (numbers[first], numbers[last])
+    return HyperChange(name, kind, at, until, steps, between, groups, was, now, ratio, unusual)
+
+
+def _far(name: str, values: Sequence[float], at: int, until: int, now: float) -> tuple[int, int]:
+    """The first and the last place of a change at which it is more than half of the way to `now`, in the logarithm."""
+    way = [abs(_log(_ratio(name, values[at - 1], value))) for value in (*values[at:until], now)]
+    places = [at + i for i, part in enumerate(way[:-1]) if part >= way[-1] / 2]
+    return places[0], places[-1]
 
 
 def _value(record: Record, group: int, name: str) -> float:

@@ -54,7 +54,8 @@ class FlightRecorder:
     loss_fn: `loss_fn(model, batch)` gives the loss of what is passed to `step`, from the model alone. The random
         state is read when the model or a part of it is first called; a loss_fn that draws numbers before that needs
         `before_forward`, and the second step reminds of it.
-    directory: of one run. Where another run has recorded there, this one gets a folder of its own inside.
+    directory: of one run. Where another run still records there, or has kept a window, this one gets a folder of its
+        own inside; else the ring of the one before is dropped.
     window: how many steps back any step can be explained. every: steps between states on disk (default: window).
     after: steps that are recorded after a trigger before its window is closed; a trigger among them joins it, and if
         it is far higher, the window becomes its own.
@@ -307,7 +308,8 @@ class FlightRecorder:
         loss = sum(losses[1:], start=losses[0])
         rates = [hyper.lr for hyper in update.hypers]
         numbers = self._transfer.carry([loss, update.norm, norm, update.count, *rates])
-        limit = self.clip if clip == "as told" else clip
+        told = self.clip if clip == "as told" else clip
+        limit = None if told is None else float(told)  # it may be a tensor
         self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, limit, divisor, asked))
         self._settle(LATE)
         step = self._updates.step

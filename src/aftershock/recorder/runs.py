@@ -37,7 +37,7 @@ def claim(directory: Path) -> tuple[Path, str]:
         folder = newest if free else directory / f"run-{_number(newest) + 1}"
         folder.mkdir(exist_ok=True)
         run = uuid.uuid4().hex
-        owner = {"run": run, "pid": os.getpid(), "host": socket.gethostname()}
+        owner = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "namespace": _namespace()}
         (folder / LOCK).write_text(json.dumps(owner))
     return folder, run
 
@@ -66,17 +66,27 @@ def recorded(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    """Is the process that locked it alive? On another machine nobody can tell: it counts as alive."""
+    """Is the process that locked it alive? On another machine, or in another container, nobody can tell: it counts as
+    alive."""
     try:
         owner = json.loads((folder / LOCK).read_text())
-        if owner["host"] != socket.gethostname():
+        here = socket.gethostname(), _namespace()
+        if (owner["host"], owner.get("namespace", here[1])) != here:
             return True
         os.kill(int(owner["pid"]), 0)
     except PermissionError:
         return True  # another user's process
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return False  # no lock, no such process, or a lock that was cut off
     return True
+
+
+def _namespace() -> str:
+    """In which a process number means something: containers may share a machine's name."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # a system without such
+        return ""
 
 
 def _number(folder: Path) -> int:

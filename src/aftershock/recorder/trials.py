@@ -70,7 +70,7 @@ class Inquiry:
         if self.group is not None:
             special = self.group.removes and changing(self.group_placebos) <= BARS.specific
             return self.group.steps if special else ()
-        alone = () if self.several and changing(self.several) > BARS.specific else self.alone
+        alone = () if self.acquitted else self.alone
         return *alone, *self.blamed_by_replacing
 
     @property
@@ -78,6 +78,11 @@ class Inquiry:
         """Steps of which each alone removes it when it is left out, and no placebo does as much."""
         judged = {t.steps for t in self.replaced}  # by what batches like their own do
         return _special([t for t in self.suspects if t.steps not in judged], self.placebos)
+
+    @property
+    def acquitted(self) -> bool:
+        """Each of several steps removes it, and as many others left out at once do, too."""
+        return bool(self.several) and changing(self.several) > BARS.specific
 
     @property
     def cleared(self) -> list[Trial]:
@@ -125,6 +130,10 @@ class Runs:
         if steps not in self.known:
             self.known[steps] = self._trial(dict.fromkeys(steps), self.event.stays, self.event.left_by_then)
         return self.known[steps]
+
+    def at_least(self, steps: tuple[int, ...]) -> float:
+        """What the run without accused steps leaves of the whole event, as far as it was made: it can only be more."""
+        return self.event.so_far(self.accused(steps).values, frozenset(steps))
 
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""

@@ -226,8 +226,9 @@ RISEN_SLOWLY = "the loss has risen slowly: its running median is"
 
 
 def risen(reason: str) -> tuple[float, float] | None:
-    """The lowest running median, and σ, of a window that `Drift` kept, by what it said; None where it said nothing."""
-    said = re.search(rf"{RISEN_SLOWLY} (\S+), (\S+) robust σ above ([^\s;]+)", reason)
+    """The lowest running median, and σ, of a window that `Drift` alone kept, by what it said; None where something else
+    was seen at that step. What was seen at other steps of the window does not matter."""
+    said = re.match(rf"{RISEN_SLOWLY} (\S+), (\S+) robust σ above ([^\s;]+)(?:; step \d+: |$)", reason)
     if said is None:
         return None
     middle, sigmas, lowest = map(float, said.groups())

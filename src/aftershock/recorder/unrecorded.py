@@ -20,7 +20,9 @@ def short(found: FlightExplanation) -> list[str]:
         return []
     before = places.index(attrs["stretch"][0])
     remedy = "the run had only begun"
-    if places[0]:
+    if attrs["more_recorded"]:
+        remedy = "more is recorded, pass a larger window="
+    elif places[0]:
         remedy = "start the recorder earlier" if attrs["starts_here"] else "record with a larger window="
         remedy += " next time"
     if before < FEWEST:
@@ -58,6 +60,7 @@ def after(attrs: dict[str, Any]) -> str:
     known = f"{count} of {wanted} steps after the spike"
     how = {
         "not finite": f"{known} are known: the next is not finite",
+        "other forward": f"{known} are replayed: the next ran in another mode (model.eval() or autocast)",
         "closed": f"{known} are recorded: the window closed then",
         "open": f"{known} are recorded so far",
     }[attrs["after_ends"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .event import BARS, percent
 from .triggers import robust_z, usual
@@ -221,9 +221,20 @@ def _instability(found: FlightExplanation) -> str:
             f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
             f"spike, doubles it or moves it: {meaning}."
         )
+    parts.append(several(attrs))
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
     parts.append(treated(found))
-    return " ".join(parts)
+    return " ".join(part for part in parts if part)
+
+
+def several(attrs: dict[str, Any]) -> str:
+    """Where each of several steps removes it and none is blamed, because as many others do, too."""
+    if not attrs["several_acquitted"]:
+        return ""
+    return (
+        "Each of several steps removes it alone, and as many other steps left out at once remove it, double it or move "
+        f"it, too, in {attrs['several_change']} of {attrs['several']} cases: none of them is special."
+    )
 
 
 def _instruments(attrs: dict[str, object]) -> list[str]:
@@ -274,7 +285,7 @@ def _unknown(found: FlightExplanation) -> str:
         if attrs["cleared"]:
             seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
     higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
-    parts = [f"What caused {_spike(found)} is not known: {seen}.", treated(found)]
+    parts = [f"What caused {_spike(found)} is not known: {seen}.", several(attrs), treated(found)]
     if higher:
         parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
     return " ".join(part for part in parts if part)

@@ -58,7 +58,7 @@ SAID = (  # elsewhere on the page
         "predicted",
     ),
     *("gone", "group_back", "after_wanted", "after_ends", "not_finite", "changes_left", "finite_with"),
-    *("rise", "rose_before", "starts_here"),
+    *("rise", "rose_before", "starts_here", "more_recorded", "several", "several_change", "several_acquitted"),
     *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left", "which", "page"),
 )
 STYLE = """
