@@ -252,6 +252,18 @@ def names_treatment(said: str, known: str) -> bool:
     return re.search(families[family], said, re.IGNORECASE) is not None and known.split()[-1] in (steps[-1:] or ["1"])
 
 
+def clip_as_said(said: str, window: Window, loop: Loop) -> bool:
+    """Does clipping at the bound, and at the steps, that a verdict names prevent the event?"""
+    found = re.match(r"clipping at (\S+) at steps (\d+)–(\d+)", said)
+    if found is None:
+        return False
+    bound, first, last = float(found[1]), int(found[2]), int(found[3])
+    early, event = loop.twin(), Event.of(window.by_step, window.trigger)
+    without(early, window.start, first - 1, [])
+    losses = treated(early, first, window.last, Treatment(said, first, last + 1, clipped(bound)))
+    return _prevents(window, event, losses)
+
+
 def by_luck(window: Window, loop: Loop, name: str) -> bool:
     """Does a treatment leave the event in one of a few runs whose weights differ by a rounding before it?"""
     event = Event.of(window.by_step, window.trigger)

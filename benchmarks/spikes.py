@@ -33,7 +33,7 @@ import aftershock as ak
 from aftershock.recorder.triggers import Spike
 
 from .spike_runs import AFTER, GPU_KINDS, KINDS, WINDOW, Data, Loop, Window, find
-from .spike_truth import HALF, Event, by_luck, names_treatment, truth, without
+from .spike_truth import HALF, Event, by_luck, clip_as_said, names_treatment, truth, without
 from .timing import clock_of
 
 THIRD = 1 / 3
@@ -97,7 +97,8 @@ def judge(said: Said, window: Window, loop: Loop, facts: dict[str, Any]) -> bool
         return bool(said.blamed) and specific(said.blamed, window, loop, facts)
     if said.kind == "instability" and said.treatment is not None:
         mostly = {name for name, cure in facts["treatments"].items() if cure["mostly"]}
-        return any(names_treatment(said.treatment, name) for name in mostly)
+        named = any(names_treatment(said.treatment, name) for name in mostly)
+        return named or clip_as_said(said.treatment, window, loop)
     if said.kind in ("instability", "unknown"):  # that nobody did it, and that nothing of what was tried prevents it
         tried = [name for name in prevents if re.fullmatch(TRIED, name)]
         if LUCK in said.verdict:
