@@ -294,5 +294,5 @@ def _cells(culprit: Culprit) -> dict[str, str]:
         "role": culprit.role,
         "predicted": "" if math.isnan(predicted) else "off scale" if math.isinf(predicted) else f"{predicted:+.3g}",
         "measured": "" if math.isnan(measured) else f"{measured:+.3g}",
-        "left": "" if math.isnan(left) else f"{left:.0%}" if left < OFF_SCALE else "> 10×",
+        "left": "" if math.isnan(left) else f"{left:.0%}" if left < OFF_SCALE else f"> {OFF_SCALE:g}×",
     }
