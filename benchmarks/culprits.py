@@ -295,7 +295,7 @@ def _predicted(found: Any) -> int | None:
     """The step with the largest predicted contribution, where there are predictions."""
     if "contribution" not in found.data:
         return None
-    totals = found.data["contribution"].sel(change=found.data.attrs["ranked_by"]).sum("channel")
+    totals = found.data["contribution"].sel(change=found.data["ranked_by"].item()).sum("channel")
     return int(totals["step"].values[int(totals.values.argmax())])
 
 

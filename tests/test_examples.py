@@ -37,7 +37,7 @@ def test_every_example_is_tested() -> None:
 
 def test_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = example("plain_loop", monkeypatch).main(tmp_path, **FEW)
-    assert found.data.attrs["step"] == 334
+    assert found.facts.event.explained == 334
     assert (found.kind, found.blamed) == ("batch", (320,))
 
 

@@ -132,7 +132,7 @@ def test_a_run_whose_replays_differ_by_more_than_the_spike(tmp_path: Path) -> No
         return (x * 10 * FAR, y + 3) if step == 12 else (x, y)
 
     found = ak.explain(recorded(tmp_path, 12, change, loss_fn=Scattering()))
-    scatter, spike = found.data.attrs["scatter"], found.size
+    scatter, spike = found.facts.event.value_spread, found.size
     assert scatter > spike > 0  # one loss, and several times it
     assert first_sentence(found).startswith(f"Replays of this run that start a rounding away differ by {scatter:.3g}")
     assert "Next time record a run that repeats itself" in found.verdict

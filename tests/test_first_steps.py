@@ -130,7 +130,7 @@ def test_a_run_that_had_only_begun_says_so(tmp_path: Path) -> None:
     words = f"the loss is {losses[8]:.4g}, where the highest of the 8 before it is {max(losses[:8]):.4g}"
     assert seen[0].reason == words
     found = ak.explain(recorder, examples=0)
-    assert (found.kind, found.blamed, found.data.attrs["step"]) == ("instability", (), 8)
+    assert (found.kind, found.blamed, found.facts.event.explained) == ("instability", (), 8)
     assert found.verdict.startswith("The window is short: only 6 step(s) that nobody suspects lie before it")
     assert "what others do not do; the run had only begun. No batch did this." in found.verdict
     first = ak.explain(recorder, step=2, verify=0, placebos=0, treatments=False, examples=0)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import aftershock as ak
@@ -28,7 +29,9 @@ from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
 from aftershock.report.flight_steps import step_list
 
+from .explained import with_facts
 from .test_cli import call, failed
+from .test_labelled import PROVENANCE
 from .test_report import Tags, browser, outside, until, watched
 
 __all__ = ["browser"]  # the fixture
@@ -147,10 +150,12 @@ def drawn(page: Any, name: str) -> list[dict[str, Any]]:
     )
 
 
-def with_data(found: FlightExplanation, **attrs: Any) -> FlightExplanation:
-    data = found.data.copy(deep=True)
-    data.attrs.update(attrs)
-    return FlightExplanation(data)
+def described(found: FlightExplanation, kept: dict[int, str | bytes]) -> FlightExplanation:
+    images = [isinstance(one, bytes) for one in kept.values()]
+    texts = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in kept.values()]
+    given = {"described": list(kept), "description": texts, "description_is_image": images}
+    rest = found.data.drop_vars(given)
+    return FlightExplanation(rest.assign({name: ("described", one) for name, one in given.items()}))
 
 
 def text_of(found: FlightExplanation, tmp_path: Path) -> str:
@@ -189,9 +194,9 @@ def test_the_course_is_the_recorded_run(opened: Any, found: FlightExplanation) -
     for trace, name in ((loss, "loss"), (norm, "norm"), (rate, "lr"), (size, "update_size")):
         assert trace["x"] == found.data["place"].values.tolist()
         np.testing.assert_allclose(trace["y"], found.data[name].values, rtol=1e-6)
-    assert (ring["x"], ring["y"]) == ([SPIKE], [found.data.attrs["value"]])
+    assert (ring["x"], ring["y"]) == ([SPIKE], [found.facts.event.value])
     shapes = opened.evaluate("document.getElementById('plot-course').layout.shapes")
-    first, last = found.data.attrs["stretch"]
+    first, last = found.facts.event.onset, found.facts.event.end
     event = [shape for shape in shapes if (shape["x0"], shape["x1"]) == (first - 0.5, last + 0.5)]
     assert len(event) == 4
     assert len([shape for shape in shapes if shape["x0"] == shape["x1"] == CULPRIT]) == 4
@@ -237,7 +242,7 @@ def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> 
         assert entry.evaluate("entry => entry.open")
         summary = entry.locator("summary").text_content()
         assert summary == f"Step {culprit.step}, {word}: without it {culprit.left:.0%} of the event is left"
-        value = found.data.attrs["value"]
+        value = found.facts.event.value
         cells = entry.locator("tbody tr").nth(1).locator("td").all_text_contents()
         assert cells == [f"{value - culprit.measured:.4g}", f"{culprit.left:.0%}"]
         entry.locator("summary").press("Enter")
@@ -250,8 +255,7 @@ def test_a_step_that_is_clicked_opens(opened: Any, found: FlightExplanation) -> 
 
 def test_the_steps_are_there_without_a_script(found: FlightExplanation, tmp_path: Path) -> None:
     image = b"\x89PNG\r\n\x1a\n and so on"
-    kept = {"text": "two <b>rows</b>\nof it"}, {"png": base64.b64encode(image).decode()}
-    seen = with_data(found, descriptions={str(CULPRIT): kept[0], str(CULPRIT - 1): kept[1]})
+    seen = described(found, {CULPRIT: "two <b>rows</b>\nof it", CULPRIT - 1: image})
     file = write_flight_page(seen, tmp_path / "page.html")
     page = Tags.of(file)
     assert [attrs["id"] for tag, attrs in page.tags if tag == "details" and attrs["class"] == "step"] == [
@@ -276,25 +280,25 @@ def test_the_figure_shows_what_the_headline_says(found: FlightExplanation, tmp_p
         return {trace.name: dict(zip(trace.x, trace.y)) for trace in figure.data}
 
     told = "it is high on other weights too"
-    own = with_data(found, event="own batch", blamed=[SPIKE], own_left=0.02, gone=0.2, data=told)
+    own = with_facts(found, kind="own batch", blamed=(SPIKE,), own_left=0.02, gone=0.2, data_said=told)
     assert own.verdict.startswith(f"The batch of step {SPIKE} itself is the spike")
     assert left(own)["without a blamed step"] == {SPIKE: 0.02}
     assert other_runs(own)[0].word == "prevents it"
     text = text_of(own, tmp_path)
     assert "None of those that were tried prevents it" not in text
     assert "Without it 2% of the event is left." in text
-    pair = [CULPRIT, CULPRIT + 1]
+    pair = (CULPRIT, CULPRIT + 1)
     more = {"group": pair, "group_left": 0.1, "group_placebos": 8, "group_placebos_change": 0}
-    group = with_data(found, event="group", blamed=pair, **more)
+    group = with_facts(found, kind="group", blamed=pair, **more)
     assert group.verdict.startswith(f"Steps {CULPRIT} and {CULPRIT + 1} did it together: without them 10%")
     assert left(group)["without all that are blamed"] == dict.fromkeys(pair, 0.1)
     assert f"without steps {CULPRIT}, {CULPRIT + 1} together" in text_of(group, tmp_path)
-    given = with_data(group, group_replaced=True)  # other batches, and none left out
+    given = with_facts(group, group_replaced=True)  # other batches, and none left out
     assert left(given)["other batches at all that are blamed"] == dict.fromkeys(pair, 0.1)
     text = text_of(given, tmp_path)
     assert f"batches like their own in place of those of steps {CULPRIT}, {CULPRIT + 1}" in text
     assert f"without steps {CULPRIT}, {CULPRIT + 1} together" not in text
-    nobody = text_of(with_data(found, event="unknown", blamed=[]), tmp_path)
+    nobody = text_of(with_facts(found, kind="unknown", blamed=()), tmp_path)
     assert "Who did it" not in nobody
     assert "Was it a batch?" in nobody
 
@@ -304,8 +308,7 @@ def test_an_unknown_cause_is_said_in_whole_sentences(found: FlightExplanation) -
     data["left"].loc[{"step": CULPRIT}] = 0.9
     data["role"].loc[{"step": [c.step for c in found.culprits if c.role == "suspect" and c.step != CULPRIT]}] = ""
     one = FlightExplanation(data.isel(treatment=slice(0)))
-    data.attrs |= {"event": "unknown", "blamed": [], "treatment": None, "highest": SPIKE + 1, "after": 3}
-    said = FlightExplanation(one.data.assign_attrs(data.attrs)).verdict
+    said = with_facts(one, kind="unknown", blamed=(), highest=SPIKE + 1, after=3).verdict
     assert f"is not known: without step {CULPRIT}, the most suspected, 90% of it stays. Its largest loss is" in said
     assert "  " not in said
 
@@ -329,7 +332,7 @@ def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: Flig
     chosen = traces[f"the batch of step {CULPRIT} left out"]
     assert chosen["lineWidth"] == max(trace["lineWidth"] for trace in traces.values())
     best = found.culprits[0]
-    assert chosen["y"][chosen["x"].index(SPIKE)] == pytest.approx(found.data.attrs["value"] - best.measured)
+    assert chosen["y"][chosen["x"].index(SPIKE)] == pytest.approx(found.facts.event.value - best.measured)
     first = opened.locator("table.runs tbody tr").first
     assert first.locator("td").all_text_contents()[:2] == [
         f"the batch of step {CULPRIT} left out",
@@ -354,7 +357,7 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
     assert held.name.startswith("lr held at its former value")
     assert held.prevents
     assert rate.data["place"].values.tolist()[-4:] == [SPIKE + 1, SPIKE + 2, SPIKE + 3, SPIKE + 4]
-    assert max(held.values) <= rate.data.attrs["usual"] + 5 * rate.data.attrs["sigma"]  # held to the end of the event
+    assert max(held.values) <= rate.facts.event.usual + 5 * rate.facts.event.sigma  # held to the end of the event
     assert held.after == pytest.approx(sum(held.values[-4:]) / 4)
     cost = held.after - float(rate.data["loss"][-4:].mean())
     html = rate._repr_html_()
@@ -378,7 +381,7 @@ def test_parts_of_a_wrong_prediction_are_not_shown(found: FlightExplanation, tmp
     assert "its prediction was wrong, and the parts of it would be too." in text
     assert "Where step" in text
     assert "plot-layers" not in (tmp_path / "page.html").read_text()
-    fast = text_of(with_data(found, linear_ok=False, growth="perturbations grow fast"), tmp_path)
+    fast = text_of(with_facts(found, growth=1e9, growth_steps=8), tmp_path)
     assert "Predictions are not drawn" in fast
     assert "in θ" not in fast
     assert "plot-channels" not in (tmp_path / "page.html").read_text()
@@ -408,7 +411,7 @@ def test_the_table_shows_parts_of_right_predictions_alone(found: FlightExplanati
 
 def test_the_update_is_told_by_layer(found: FlightExplanation, tmp_path: Path) -> None:
     rows = rows_of(write_flight_page(found, tmp_path / "page.html"), "by-layer")
-    sizes, step = found.data["layer_update_size"], found.data.attrs["stretch"][0] - 1
+    sizes, step = found.data["layer_update_size"], found.facts.event.onset - 1
     assert [cells[0] for cells in rows] == sorted(
         ["0", "2"], key=lambda name: -float(sizes.sel(place=step, layer=name))
     )
@@ -485,17 +488,26 @@ def test_calm_and_broken_runs_have_pages(flight: Path, browser: Any, tmp_path: P
 def test_an_explanation_is_saved_and_says_the_same(flight: Path, found: FlightExplanation, tmp_path: Path) -> None:
     calm = explained(flight, WARM + 12)
     assert calm.kind == "no spike"
-    odd = with_data(found, own_left=math.inf, group_left=-math.inf, descriptions={str(SPIKE): {"text": "ünï"}})
+    odd = described(with_facts(found, own_left=math.inf, group_left=-math.inf, settings=()), {SPIKE: "ünï"})
     for i, each in enumerate((found, calm, odd)):
         each.save(tmp_path / f"{i}.zarr")
         loaded = FlightExplanation.load(tmp_path / f"{i}.zarr")
         assert str(loaded) == str(each)
-        assert repr(loaded.data.attrs) == repr(each.data.attrs)
+        xr.testing.assert_identical(loaded.data, each.data)
+        assert repr(loaded.facts) == repr(each.facts)
+        assert loaded.descriptions == each.descriptions
         pages = [one.report(tmp_path / "page.html").read_text() for one in (each, loaded)]
         assert pages[0] == pages[1]
-    FlightExplanation(found.data.drop_vars("role")).save(tmp_path / "other.zarr")
-    with pytest.raises(InvalidFile, match="not a saved explanation of a flight of this version"):
-        FlightExplanation.load(tmp_path / "other.zarr")
+    for name in ("role", "usual", "treatment_held"):
+        FlightExplanation(found.data.drop_vars(name)).save(tmp_path / "other.zarr")
+        with pytest.raises(InvalidFile, match=f"not a saved explanation of a flight of this version.*no '{name}'"):
+            FlightExplanation.load(tmp_path / "other.zarr")
+
+
+def test_everything_that_an_explanation_holds_is_wanted_in_its_file(found: FlightExplanation) -> None:
+    assert set(found.data.data_vars) <= set(FlightExplanation.wanted)
+    assert set(FlightExplanation.wanted) <= set(found.data.variables)
+    assert set(found.data.attrs) == PROVENANCE
 
 
 # --- aftershock explain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
 from aftershock.core.rows import row_gradients
-from aftershock.recorder import explain, groups, reruns, suspects, trials
+from aftershock.recorder import candidates, groups, reruns, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
@@ -111,9 +112,10 @@ def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_
     assert len(each.several) >= 4
     nobody = asked_of(lambda out: 0.3 if len(out) == 3 else left(out), [2, 5, 7, 9], monkeypatch)
     assert (nobody.blamed, nobody.acquitted) == ((), True)
-    told = {"several_acquitted": True, "several": len(nobody.several), "several_change": 2}
+    told: Any = SimpleNamespace(several_acquitted=True, several=len(nobody.several), several_change=2)
     assert f"too, in 2 of {len(nobody.several)} cases: none of them is special." in several(told)
-    assert several({"several_acquitted": False}) == ""
+    told.several_acquitted = False
+    assert several(told) == ""
 
 
 def test_one_of_few_other_groups_acquits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +266,9 @@ def test_suspects_that_saw_one_batch_are_found_by_their_inputs() -> None:
         return SimpleNamespace(fed=[SimpleNamespace(tensors=(torch.tensor([label]), torch.full((3, 2), value)))])
 
     records = [record(value, label) for label, value in enumerate((7, 1, 7, 2, 1, 3, 3, 3, 3, 3))]
-    assert explain._one_batch(records, [0, 1, 2, 3]) == [(0, 2)]  # step 4 is no suspect
-    assert explain._one_batch(records, [1, 4, 0, 2]) == [(1, 4), (0, 2)]
-    assert explain._one_batch(records, [5, 6, 7, 8, 9]) == []  # too many to be blamed together
+    assert candidates.one_batch(records, [0, 1, 2, 3]) == [(0, 2)]  # step 4 is no suspect
+    assert candidates.one_batch(records, [1, 4, 0, 2]) == [(1, 4), (0, 2)]
+    assert candidates.one_batch(records, [5, 6, 7, 8, 9]) == []  # too many to be blamed together
 
 
 def test_a_step_whose_batch_is_missed_is_blamed_for_what_batches_like_it_do_not_do(
@@ -385,6 +387,18 @@ def test_an_event_above_losses_of_zero_can_be_removed() -> None:
     assert event.blows_up(quiet | {STEP: 1e4})
 
 
+@pytest.mark.parametrize("usual", [1e-8, 1e-4])
+def test_what_a_model_has_learnt_may_be_lost_without_a_blow_up(usual: float) -> None:
+    """From 1e-8 to one and back is a hundred million times the usual loss, and what a model that knows nothing has."""
+    event = Event.of([usual * loss for loss in LOSSES[:STEP]] + [1.0, 0.5] + [usual] * 8, STEP)
+    quiet = dict.fromkeys(range(STEP - 1, len(event.values)), usual)
+    for high in (0.02, 0.4, 5.0):
+        assert not event.blows_up(quiet | {STEP: high})
+    assert not event.prevented(quiet | {STEP: 0.02})  # less of it, and not gone
+    assert event.blows_up(quiet | {STEP: 2e3})
+    assert event.blows_up(quiet | {STEP: math.inf})
+
+
 def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
     bar = 0.2 * SPIKE
     rest = dict.fromkeys(range(5, len(LOSSES)), 1.0)
@@ -486,7 +500,7 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
     kept = [Trial((i,), {}, 1.0) for i in range(8)]
     inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
     replayed: Any = SimpleNamespace(
-        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], scatter=lambda quantity: ()
+        last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], runs=lambda quantity: [LOSSES]
     )
     data: Any = SimpleNamespace(kind=kind)
     findings = Findings(None, replayed, EVENT, None, STEP, EVENT, data=data, inquiry=inquiry)  # type: ignore[arg-type]

@@ -61,13 +61,13 @@ def named(recorder: ak.FlightRecorder) -> list[str]:
 def test_the_largest_event_of_a_window_is_explained(tmp_path: Path) -> None:
     recorder = train(tmp_path, {30: 3.0, 33: 9.0}, triggers=[AtStep(30)])
     found = ak.explain(recorder, **QUICK)
-    assert found.data.attrs["step"] == 33
+    assert found.facts.event.explained == 33
     assert "kept for step 30; step 33 stands out more and is explained here" in str(found)
     assert "step=30 (--step 30)" in str(found)
     other = ak.explain(recorder, step=30, **QUICK)
-    assert (other.data.attrs["step"], other.data.attrs["which"]) == (30, "")
+    assert (other.facts.event.explained, other.facts.recording.which) == (30, "")
     # a step that was asked for is not left for the run's own noise
-    assert ak.explain(train(tmp_path / "calm", {}, triggers=[AtStep(30)]), **QUICK).data.attrs["step"] == 30
+    assert ak.explain(train(tmp_path / "calm", {}, triggers=[AtStep(30)]), **QUICK).facts.event.explained == 30
 
 
 def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_was_seen_is_said_where_it_was_not_the_loss(tmp_path: Path) -> None
     assert "<summary>The 16 steps before it: nothing was run again without any</summary>" in page
     assert "for what it saw at step 30: the gradient norm is 9. No loss that was recorded from there" in calm
     later = train(tmp_path / "later", {33: 1.1}, triggers=[norm])  # 6.9 robust σ: less than would trigger by itself
-    assert ak.explain(later, **QUICK).data.attrs["step"] == 33
+    assert ak.explain(later, **QUICK).facts.event.explained == 33
     assert "The loss rose at step 33: step=33 (--step 33) explains that." in str(ak.explain(later, step=30, **QUICK))
     none = ak.explain(train(tmp_path / "none", {}, triggers=[]), **QUICK)
     assert "This is the last step that was recorded (step= explains another)." in str(none)
@@ -105,7 +105,7 @@ def test_a_far_higher_spike_in_an_open_window_is_told_and_takes_it_over(
 def test_what_is_not_a_number_does_not_take_a_spikes_window(tmp_path: Path) -> None:
     recorder = train(tmp_path, {30: 3.0, 32: float("nan")}, steps=34)
     assert named(recorder) == ["step-000030"]
-    assert ak.explain(recorder, **QUICK).data.attrs["step"] == 30
+    assert ak.explain(recorder, **QUICK).facts.event.explained == 30
     assert ak.explain(recorder, step=32, **QUICK).kind == "not a number"
 
 
@@ -147,16 +147,16 @@ def test_the_worst_window_stays_and_is_explained_first(tmp_path: Path, capfd: py
     assert "keep=2: the window of step 60 is dropped; that of step 40 stays, the worst of this run" in dropped[0]
     for flight in (recorder, recorder.directory):
         found = ak.explain(flight, **QUICK)
-        assert found.data.attrs["step"] == 40
+        assert found.facts.event.explained == 40
         assert "worst of the 2 windows that the run has kept; the other is of step 80 (step=" in str(found)
-    assert ak.explain(recorder, step=80, **QUICK).data.attrs["which"] == ""
+    assert ak.explain(recorder, step=80, **QUICK).facts.recording.which == ""
     with pytest.raises(InvalidInput, match=r"holds steps 0–44, 48–89$"):
         ak.explain(recorder, step=45)
     again = train(tmp_path / "flight", {}, steps=10)
     found = ak.explain(tmp_path / "flight", 5, model=nn.Linear(3, 1), loss_fn=squares, **QUICK)
     assert "Run 2 of 2 in flight." in str(found)
     assert found.page() == Path("flight-run2-step5.html")
-    assert ak.explain(again, 5, **QUICK).data.attrs["which"] == "Run 2 of 2 in flight."
+    assert ak.explain(again, 5, **QUICK).facts.recording.which == "Run 2 of 2 in flight."
     with pytest.raises(InvalidInput, match=r"holds steps 0–9 \(run 2\); 0–44, 48–84 \(run 1\)$"):
         ak.explain(tmp_path / "flight", 45, model=nn.Linear(3, 1), loss_fn=squares)
 

@@ -99,7 +99,7 @@ def found(flown: Flown) -> Any:
 
 
 def test_the_step_that_raised_the_norm_is_blamed_for_it(flown: Flown, found: Any) -> None:
-    step = found.data.attrs["step"]
+    step = found.facts.event.explained
     assert (found.quantity, found.kind, found.blamed) == ("gradient norm", "batch", (CULPRIT,))
     assert found.verdict.startswith(f"The gradient norm of step {step} stands out, {flown.norms[step]:.4g}, ")
     assert (
@@ -111,7 +111,7 @@ def test_the_step_that_raised_the_norm_is_blamed_for_it(flown: Flown, found: Any
 
 
 def test_norms_without_a_step_are_those_of_a_plain_loop(flown: Flown, found: Any) -> None:
-    step, first, stop = found.data.attrs["step"], int(found.data["place"][0]), STEPS
+    step, first, stop = found.facts.event.explained, int(found.data["place"][0]), STEPS
     assert flown.again(first, stop) == pytest.approx(flown.norms[first:], rel=1e-12)
     tried = [c for c in found.culprits if c.role]
     assert len(tried) > 8
@@ -123,7 +123,7 @@ def test_norms_without_a_step_are_those_of_a_plain_loop(flown: Flown, found: Any
 
 
 def test_treatments_are_judged_by_the_norm(flown: Flown, found: Any) -> None:
-    first = found.data.attrs["stretch"][0]
+    first = found.facts.event.onset
     name = f"half the learning rate at step {first - 1}, 1 before it"
     curve = found.data["treatment_value"].sel(treatment=name)
     again = flown.again(first - 1, STEPS, half=[first - 1])
@@ -136,14 +136,14 @@ def test_treatments_are_judged_by_the_norm(flown: Flown, found: Any) -> None:
 def test_words_name_the_norm(found: Any, tmp_path: Path) -> None:
     assert "gradient norm after it" in str(found)
     page = Tags.of(found.report(tmp_path / "page.html")).text
-    assert f"The spike of the gradient norm at step {found.data.attrs['step']}" in page
+    assert f"The spike of the gradient norm at step {found.facts.event.explained}" in page
     assert "loss of step" not in page
     figure = course_figure(found)
     assert list(figure.data[0].y) == pytest.approx(found.course.tolist())
 
 
 def test_the_loss_can_be_asked_for_instead(flown: Flown, found: Any) -> None:
-    step = found.data.attrs["step"]
+    step = found.facts.event.explained
     calm = ak.explain(flown.recorder, step=step, of="loss", verify=0, treatments=False)
     assert (calm.quantity, calm.kind) == ("loss", "no spike")
     assert 'this was about the loss (of="norm", --of norm, explains the norm)' in calm.verdict

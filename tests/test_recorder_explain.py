@@ -24,14 +24,14 @@ from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch
-from aftershock.recorder import explain as explaining
+from aftershock.recorder import opening
 from aftershock.recorder import replay as replaying
 from aftershock.recorder.examples import example_shares
-from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.neighbours import neighbours
 from aftershock.recorder.replay import Replay
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
+from .explained import with_facts
 
 WARM = 400  # steps before the recording: by then v remembers more than the last batch
 CULPRIT, SPIKE = WARM + 24, WARM + 28
@@ -160,7 +160,7 @@ def test_measured_is_what_a_loop_without_the_step_gives(run: Run, found: Any) ->
 def test_treatments_are_what_a_loop_with_them_gives(run: Run) -> None:
     """Half the rate, Adam anew, another β2, clipping and bounded updates, each by a plain torch loop."""
     found = ak.explain(run.recorder, step=SPIKE, verify=0)  # nobody is blamed, so that all of them are tried
-    data, (first, last) = found.data, found.data.attrs["stretch"]
+    data, first, last = found.data, found.facts.event.onset, found.facts.event.end
     outcome = dict(zip(data["treatment"].values.tolist(), data["treatment_value"].sel(place=SPIKE).values))
 
     def halved(step: int, model: nn.Module, optimizer: Any) -> bool:
@@ -215,25 +215,19 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
 
 
 def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
-    data = found.data.copy()
-    data.attrs = found.data.attrs | {
-        "replaced": {str(CULPRIT): 0.43},
-        "replaced_placebos": 8,
-        "replaced_placebos_change": 1,
-    }
-    said = type(found)(data).verdict
+    given = {"replaced": (CULPRIT,), "replaced_left": (0.43,), "replaced_left_spread": (math.nan,)}
+    replaced = with_facts(found, **given, replaced_placebos=8, replaced_placebos_change=1)
+    said = replaced.verdict
     assert said.startswith(
         f"Step {CULPRIT} did it: with batches like its own in place of step {CULPRIT}'s, 43% of the spike is left "
         f"({found.culprits[0].left:.0%} without any batch there); and it stays with such batches in place of those of "
         f"7 of 8 other steps. It raised the loss at step {SPIKE} by "
     )
-    first, last = data.attrs["stretch"]
+    event = found.facts.event
     assert said.endswith(
-        f"The event is the spike of {data.attrs['peak']:.3g} (steps {first}–{last}, usual loss "
-        f"{data.attrs['usual']:.3g})."
+        f"The event is the spike of {event.peak:.3g} (steps {event.onset}–{event.end}, usual loss {event.usual:.3g})."
     )
-    data.attrs |= {"replaced_kin": True, "cleared": [CULPRIT - 4, CULPRIT - 8]}
-    said = type(found)(data).verdict
+    said = with_facts(replaced, kin=True, cleared=(CULPRIT - 4, CULPRIT - 8)).verdict
     assert (
         "those of 7 of 8 other steps of the same kind of data, and without any of 8 other steps it stays. With" in said
     )
@@ -298,7 +292,7 @@ def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:
 
 
 def test_no_skip_list_is_written_where_nobody_is_blamed(tmp_path: Path, found: Any) -> None:
-    nobody = FlightExplanation(found.data.assign_attrs(blamed=[], event="instability"))
+    nobody = with_facts(found, blamed=(), kind="instability")
     assert nobody.skip == []
     path = tmp_path / "skip.json"
     with pytest.raises(InvalidInput, match=r"no batch is to blame \(instability\), so no skip list is written; f"):
@@ -385,7 +379,7 @@ def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
 def test_a_batch_whose_gradient_norm_alone_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ak.explain(one_sided(tmp_path), treatments=False, verify=1, examples=0)
     assert "step 60: the gradient norm is" in capsys.readouterr().err
-    assert (found.data.attrs["step"], found.kind, found.blamed) == (60, "own batch", (60,))
+    assert (found.facts.event.explained, found.kind, found.blamed) == (60, "own batch", (60,))
     assert found.verdict.startswith("The gradient norm of step 60 stands out, ")
     assert "The batch of step 60 itself is the spike: its gradient norm is " in found.verdict
 
@@ -424,7 +418,7 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     run = record(tmp_path, model, cross_entropy, feed, steps=23)
     assert [path.name for path in run.recorder.flights] == ["step-000420"]
     found = ak.explain(run.recorder, verify=1)
-    assert found.data.attrs["step"] == WARM + 19
+    assert found.facts.event.explained == WARM + 19
     assert found.kind == "not a number"
     assert found.verdict.startswith("The loss or gradient of step 420 is not finite; step 419 is the last finite one")
     assert "The batch itself holds values that are not finite" in found.verdict
@@ -513,7 +507,7 @@ def test_half_of_the_free_memory_may_hold_a_windows_states(
     run: Run, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays, plain = list[Replay](), replaying.replay
-    monkeypatch.setattr(explaining, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
+    monkeypatch.setattr(opening, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
 
     def kept() -> str:
         again = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0)

@@ -44,8 +44,8 @@ def test_a_second_run_has_a_flight_of_its_own(tmp_path: Path, capfd: pytest.Capt
     assert (first.directory, second.directory) == (tmp_path, tmp_path / "run-2")
     assert all(path.read_bytes() == data for path, data in before.items())
     # a recorder answers from its own run, a folder from the newest, unless an older one alone has the step
-    assert ak.explain(second, verify=0, references=0).data.attrs["step"] == 5
-    assert ak.explain(first, verify=0, references=0).data.attrs["step"] == 9
+    assert ak.explain(second, verify=0, references=0).facts.event.explained == 5
+    assert ak.explain(first, verify=0, references=0).facts.event.explained == 9
     assert open_flight(tmp_path).run["id"] == second.run
     assert open_flight(tmp_path, 3).run["id"] == second.run
     assert open_flight(tmp_path, 11).run["id"] == first.run
@@ -63,7 +63,7 @@ def test_two_recorders_at_once(tmp_path: Path) -> None:
         one.step(3)
         other.step(5)
     assert not in_use(tmp_path)
-    assert ak.explain(one.recorder, verify=0, references=0).data.attrs["step"] == 2
+    assert ak.explain(one.recorder, verify=0, references=0).facts.event.explained == 2
     assert open_flight(one.recorder.directory, 2, run=one.recorder.run).last == 2
     with pytest.raises(InvalidFile, match="another run"):
         open_flight(one.recorder.directory, 2, run=other.recorder.run)
@@ -106,7 +106,7 @@ def test_the_ring_of_a_run_that_is_over_goes_and_what_it_kept_stays(tmp_path: Pa
         assert len(list(alive.recorder.directory.glob("ring/step-*"))) == 6  # its lock says that it is alive
     assert [r.directory.name for r in (alive.recorder, third)] == ["run-2", "run-3"]
     assert open_flight(tmp_path, 11).run["id"] == first.run
-    assert ak.explain(first, verify=0, references=0).data.attrs["step"] == 9
+    assert ak.explain(first, verify=0, references=0).facts.event.explained == 9
     with pytest.raises(InvalidInput, match=r"step 13 was not recorded, or was dropped \(of runs that are over"):
         open_flight(tmp_path, 13)
     fourth = recorded(tmp_path, 5, trigger=3)  # where the third was, which kept nothing
@@ -233,7 +233,7 @@ def test_a_damaged_window_does_not_block_the_others(tmp_path: Path, monkeypatch:
     (tmp_path / "step-000030" / "flight.json").write_text("[1]")
     assert (open_flight(tmp_path).trigger, len(open_flight(tmp_path).damaged)) == (9, 1)
     found = ak.explain(live.recorder, verify=0, references=0)
-    assert found.data.attrs["step"] == 9
+    assert found.facts.event.explained == 9
     assert f"Damaged, and passed over: {tmp_path / 'step-000030' / 'flight.json'} is not a descr" in str(found)
     assert open_flight(tmp_path, 9).trigger == 9
     assert open_flight(tmp_path, 30).folder.name == "ring"  # the same steps of the same run

@@ -88,7 +88,7 @@ def test_an_open_window_is_explained_at_once_and_closed_at_the_end(tmp_path: Pat
         flight = open_flight(recorder.directory)
         assert (flight.folder.name, flight.trigger, flight.after) == ("ring", 12, 3)
         found = ak.explain(recorder, verify=1)
-        assert found.data.attrs["step"] == 12
+        assert found.facts.event.explained == 12
         live.step(8)  # the beginning of the window is still needed: it is not dropped
     flight = open_flight(tmp_path)
     assert (flight.folder.name, flight.trigger, flight.after) == ("step-000012", 12, 11)
@@ -124,7 +124,7 @@ def test_a_trigger_is_told_at_once_and_once(tmp_path: Path, capfd: pytest.Captur
     assert line.startswith("aftershock: step 3: step 3 was asked for. Kept in ")
     # no script runs here, as in a notebook: what works is a line of Python
     assert line.endswith(f'explain it with: ak.explain("{tmp_path}/a flight", step=3)')
-    assert ak.explain(tmp_path / "a flight", step=3, verify=0, treatments=False).data.attrs["step"] == 3
+    assert ak.explain(tmp_path / "a flight", step=3, verify=0, treatments=False).facts.event.explained == 3
     assert [(what.step, what.folder) for what in seen] == [(3, tmp_path / "a flight")]
 
 

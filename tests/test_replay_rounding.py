@@ -79,7 +79,7 @@ def test_rounding_that_grows_is_accepted_and_told(tmp_path: Path) -> None:
     away = abs(float(found.data["loss"][-1]) - losses[-1])
     assert away > AGREE * losses[-1], "the runs did not part: the test shows nothing"
     assert "as rounding that grows" in str(found.certificate)
-    assert found.data.attrs["scatter"] >= away
+    assert found.facts.event.value_spread >= away
 
 
 def test_an_edit_is_no_rounding(tmp_path: Path) -> None:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xarray as xr
 
 from aftershock.recorder import treatments
+from aftershock.recorder.event import Event
+from aftershock.recorder.other_runs import outcome
 from aftershock.recorder.reruns import Run
 from aftershock.recorder.treatments import Outcome, Treatment, proved
-from aftershock.recorder.verdict import outcome, treated
+from aftershock.recorder.verdict import treated
 
-EVENT = SimpleNamespace(
-    last=0,
-    stays=None,
-    quantity="loss",
-    prevented=lambda values: values[0] < 1,
-    left_by_then=lambda values: 0.8,
-    blows_up=lambda values: False,
-)
+EVENT = Event.of([1.0] * 20 + [9.0] + [1.0] * 4, 20)
+CALM = dict.fromkeys(range(19, 25), 1.0)
 
 
 def outcomes() -> list[Outcome]:
     """Two that prevent the event, the milder one second, and one that does not."""
     given = [("clipping", 20, True), ("half the rate", 1, True), ("Adam restarted", 11, False)]
     return [
-        Outcome(Treatment(name, Run(0), changed), {0: 0.5}, 0.0 if prevents else 1.0, prevents, False, 0.5)
+        Outcome(Treatment(name, Run(19), changed), {}, 0.0 if prevents else 1.0, prevents, False, 1.0)
         for name, changed, prevents in given
     ]
 
@@ -34,19 +32,24 @@ def outcomes() -> list[Outcome]:
 @pytest.mark.parametrize(
     ("again", "prevents", "lucky"),
     [
-        ([0.5], [True, True, False], [False, False, False]),
-        ([9.0, 0.5], [True, False, False], [False, True, False]),
-        ([9.0, 9.0], [False, False, False], [True, True, False]),
+        ([1.0], [True, True, False], [False, False, False]),
+        ([7.4, 1.0], [True, False, False], [False, True, False]),
+        ([7.4, 7.4], [False, False, False], [True, True, False]),
     ],
 )
 def test_what_helps_once_may_be_luck(
     monkeypatch: pytest.MonkeyPatch, again: list[float], prevents: list[bool], lucky: list[bool]
 ) -> None:
-    """`again`: the loss from one rounding away, of the mildest that prevents it, then of the next."""
-    left = list(again)
-    monkeypatch.setattr(treatments, "run_again", lambda *_, **__: [{0: left.pop(0)}])
+    """`again`: the highest loss from one rounding away, of the mildest that prevents it, then of the next."""
+    high = list(again)
+
+    def run_again(trajectory: Any, runs: list[Run], *_: Any, **__: Any) -> list[dict[int, float]]:
+        assert [run.jittered for run in runs] == [True]
+        return [CALM | {20: high.pop(0)}]
+
+    monkeypatch.setattr(treatments, "run_again", run_again)
     found = proved(None, EVENT, outcomes())  # type: ignore[arg-type]
-    assert not left
+    assert not high
     assert [o.prevents for o in found] == prevents
     assert [o.lucky for o in found] == lucky
     data = xr.Dataset(
@@ -56,6 +59,7 @@ def test_what_helps_once_may_be_luck(
             "treatment_delays": ("treatment", [False] * 3),
             "treatment_blows_up": ("treatment", [False] * 3),
             "treatment_left": ("treatment", [o.left for o in found]),
+            "treatment_left_spread": ("treatment", [math.nan] * 3),
             "treatment_after": ("treatment", [0.5] * 3),
         }
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.recorder import certificate
-from aftershock.recorder.event import Event, percent
+from aftershock.recorder.event import Event
 from aftershock.recorder.triggers import AtStep, Drift, risen
 from aftershock.recorder.unrecorded import after
+from aftershock.recorder.words import percent, plus_minus
 
 from .cases import mlp
 from .test_explain_too_little import squares
@@ -86,7 +87,7 @@ def test_how_many_steps_after_a_spike_are_recorded_so_far(tmp_path: Path, count:
 def test_a_window_that_was_closed_is_no_window_that_still_records(tmp_path: Path) -> None:
     recorder = run(tmp_path, SPIKE + 90, bad, triggers=[AtStep(SPIKE - 6)])  # no longer in the ring
     assert "2 of 8 steps after the spike are recorded: the window closed then." in str(explained(recorder).certificate)
-    whole = {"after": 8, "after_wanted": 8, "after_ends": "closed"}
+    whole: Any = SimpleNamespace(after=8, after_wanted=8, after_ends="closed")
     assert after(whole) == ""
 
 
@@ -113,30 +114,13 @@ def test_a_model_that_was_put_into_another_mode_closes_no_window(tmp_path: Path)
     assert told in str(explained(recorder).certificate)
 
 
-def test_what_diverges_is_no_share() -> None:
-    assert [percent(left) for left in (0.001, 0.25, math.inf)] == [
-        "less than 1%",
-        "25%",
-        "infinitely much (it diverges)",
+def test_a_share_is_told_with_its_spread() -> None:
+    given = [(0.001, nan), (0.25, nan), (math.inf, nan), (0.25, 0.0123), (0.001, 0.12), (0.04, 0.0), (0.3, 1e-5)]
+    assert [percent(*each) for each in given] == [
+        *("less than 1%", "25%", "infinitely much (it diverges)"),
+        *("25% ± 1.2%", "0% ± 12%", "4%", "30% ± 0.001%"),
     ]
-
-
-def test_the_scatter_is_of_one_step_and_not_of_every_number() -> None:
-    attrs = {
-        "replayed": 3, "replay": "", "scatter": 0.25, "step": 7, "event": "no spike", "linear_ok": True,
-        "predicted": False, "check": "",
-    }  # fmt: skip
-    found: Any = SimpleNamespace(data=_Data(attrs), quantity="loss", culprits=())
-    said = str(certificate.certificate(found))
-    assert "From replay to replay the loss of step 7 is ± 0.25; later steps, and runs with something changed" in said
-
-
-class _Data(dict[str, float]):
-    """Stands in for a dataset whose replay differed."""
-
-    def __init__(self, attrs: dict[str, Any]) -> None:
-        super().__init__(replay_deviation=0.1)
-        self.attrs = attrs
+    assert [plus_minus(spread) for spread in (nan, 0.0, 0.0123, 7.0)] == ["", "", " ± 0.012", " ± 7"]
 
 
 def test_a_rate_that_made_the_next_step_infinite_is_named(tmp_path: Path) -> None:
@@ -163,7 +147,7 @@ def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
     drift = Drift(over=16, patience=16)
     recorder = run(tmp_path, 130, change, triggers=[drift], window=16)
     found = explained(recorder, None)
-    assert found.data.attrs["usual"] == pytest.approx(drift._lowest, rel=1e-3)
+    assert found.facts.event.usual == pytest.approx(drift._lowest, rel=1e-3)
     assert found.verdict.startswith("The loss has risen slowly: its running median is ")
     assert "What began this is not known: the window's first losses, from step " in found.verdict
     assert (
@@ -179,8 +163,8 @@ def test_a_spike_whose_window_a_slow_rise_joined_is_explained_as_a_spike(tmp_pat
         begin=lambda window: None, fires=lambda seen: said if seen.step == SPIKE + 4 else None, end=lambda: None
     )
     found = explained(run(tmp_path, SPIKE + 12, bad, triggers=[AtStep(SPIKE), rise]), None)
-    assert f"; step {SPIKE + 4}: {said}" in found.data.attrs["reason"]
-    assert (found.data.attrs["rise"], found.kind, found.blamed) == (None, "own batch", (SPIKE,))
+    assert f"; step {SPIKE + 4}: {said}" in found.facts.recording.reason
+    assert (found.facts.event.rise, found.kind, found.blamed) == (None, "own batch", (SPIKE,))
 
 
 def test_what_a_drift_says_can_be_read_again() -> None:

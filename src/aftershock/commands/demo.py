@@ -245,7 +245,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> Flown:
     console.print(
         f"\n{skips} All of this took {duration(time.perf_counter() - start)}. "
         f"A spike again, as you would type it for a run of yours:\n  aftershock explain {out / 'flight'} --step "
-        f"{flown.main.data.attrs['step']} --build aftershock.commands.demo:build",
+        f"{flown.main.facts.event.explained} --build aftershock.commands.demo:build",
         soft_wrap=True,
     )
     return flown
@@ -281,7 +281,7 @@ def _pages(flown: Flown, out: Path) -> list[str]:
     """A page for each spike; none where the package that writes them is missing."""
     try:
         return [
-            str(each.report(out / ("flight.html" if each is flown.main else f"step-{each.data.attrs['step']}.html")))
+            str(each.report(out / ("flight.html" if each is flown.main else f"step-{each.facts.event.explained}.html")))
             for each in flown.found
         ]
     except MissingPackage:
@@ -329,7 +329,7 @@ def _found(flown: Flown, pages: list[str]) -> str:
     """A verdict for each spike, and the page that shows why."""
     blocks = ["What was found, each by running the recorded steps again"]
     for each, page in itertools.zip_longest(flown.found, pages):
-        blocks.append(_indented(each.verdict, f"  step {each.data.attrs['step']}: "))
+        blocks.append(_indented(each.verdict, f"  step {each.facts.event.explained}: "))
         blocks += [f"    → {page}"] if page else []
     blocks.append(_indented(str(flown.main.certificate).splitlines()[0]))
     if not pages:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
+from .facts import Facts
 from .unrecorded import after
 
 if TYPE_CHECKING:
@@ -14,27 +15,44 @@ if TYPE_CHECKING:
 
 def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
-    attrs = found.data.attrs
-    deviation = float(found.data["replay_deviation"])
-    exact = deviation == 0 and attrs["replayed"] > 0
-    findings = [Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, attrs["replay"])]
-    if attrs["scatter"]:
-        sentence = (
-            f"From replay to replay the {found.quantity} of step {attrs['step']} is ± {attrs['scatter']:.2g}; later "
-            "steps, and runs with something changed, may scatter more."
-        )
-        findings.append(Finding("care", "scatter", found.quantity, attrs["scatter"], 0.0, sentence))
-    if attrs["event"] not in ("no spike", "not a number") and (sentence := after(attrs)):
-        findings.append(Finding("care", "event", "steps after it", attrs["after"], attrs["after_wanted"], sentence))
-    if attrs["linear_ok"] and not attrs["predicted"]:
-        sentence = f"Nothing is predicted: {attrs['check']}"
+    facts = found.facts
+    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts)], facts.instruments
+    if instruments.refused and instruments.linear_ok:
+        sentence = f"Nothing is predicted: {instruments.refused}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
-    findings.append(Finding("ok", "Hessian products", "check", None, None, attrs["check"]))
-    if not attrs["linear_ok"]:
-        growth = attrs["growth"]
+    findings.append(Finding("ok", "Hessian products", "check", None, None, instruments.check))
+    if instruments.amplification is not None and not instruments.linear_ok:
+        growth = instruments.amplification.sentence
         said = f"{growth[0].upper()}{growth[1:]}, and none is predicted. Measured numbers are of real runs."
         return Certificate((*findings, Finding("care", "growth", "per step", None, None, said)))
     return Certificate((*findings, *_predictions(found)))
+
+
+def _replay(facts: Facts) -> Finding:
+    deviation = facts.replay.replay_deviation
+    exact = deviation == 0 and facts.replay.replayed > 0
+    return Finding("ok" if exact else "care", "replay", "replay_deviation", deviation, 0.0, facts.replay.replay)
+
+
+def _scatter(facts: Facts) -> list[Finding]:
+    """What the ± is of."""
+    event, spread = facts.event, facts.event.value_spread
+    if not spread > 0:
+        return []
+    sentence = (
+        f"± is how far apart the recording and {facts.replay.replays} replays of the unchanged run are in the same "
+        f"number (the {event.quantity} of step {event.explained}: {spread:.2g}), or, where that is more, two runs with "
+        "the same change, which start a rounding apart: what the verdict names was run twice, and holds in both."
+    )
+    return [Finding("care", "scatter", event.quantity, spread, 0.0, sentence)]
+
+
+def _after(facts: Facts) -> list[Finding]:
+    recording = facts.recording
+    sentence = after(recording)
+    if facts.event.kind in ("no spike", "not a number") or not sentence:
+        return []
+    return [Finding("care", "event", "steps after it", recording.after, recording.after_wanted, sentence)]
 
 
 def _predictions(found: FlightExplanation) -> list[Finding]:

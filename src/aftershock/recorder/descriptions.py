@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,19 @@ from ..core.batches import Accumulated, Batch
 from ..errors import InvalidInput
 
 Describe = Callable[[Batch], Any]  # a text, or an image: height × width, with 1, 3 or 4 channels first or last
-Kept = dict[str, str]  # {"text": …} or {"png": base64}, which JSON can hold
 COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's colour types by channels
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was made of one batch, as a text: an image is a PNG in base64."""
+
+    content: str
+    is_image: bool = False
+
+    def read(self) -> str | bytes:
+        """The text, or the bytes of the PNG."""
+        return base64.b64decode(self.content) if self.is_image else self.content
 
 
 def kept(describe: Describe, batch: Batch) -> Kept:
@@ -27,15 +39,10 @@ def kept(describe: Describe, batch: Batch) -> Kept:
     try:
         found = describe(batch)
         if isinstance(found, str):
-            return {"text": found}
-        return {"png": base64.b64encode(png(_pixels(found))).decode()}
+            return Kept(found)
+        return Kept(base64.b64encode(png(_pixels(found))).decode(), is_image=True)
     except Exception as error:
-        return {"text": f"describe() failed on this batch: {type(error).__name__}: {error}"}
-
-
-def read(found: Mapping[str, str]) -> str | bytes:
-    """A text, or the bytes of a PNG."""
-    return base64.b64decode(found["png"]) if "png" in found else found["text"]
+        return Kept(f"describe() failed on this batch: {type(error).__name__}: {error}")
 
 
 def _pixels(image: Any) -> np.ndarray:

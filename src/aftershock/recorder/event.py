@@ -22,6 +22,9 @@ class Bars:
     # Times the ordinary height: a run that rises beyond it blows up, whatever share of the event that is. One that fits
     # its data rises a thousandfold when it loses what it has learnt; that is no blow-up yet.
     blown: float = 1e6
+    # The height up to which no loss is a blow-up, however small the usual one: a model that has lost everything it had
+    # learnt has a loss of about one, in nats or in squares of targets of unit size, and a thousandfold of that is left.
+    lost: float = 1e3
     slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it
     specific: float = 0.125  # of the placebos: if more of them change the event, the step is nothing special
@@ -159,9 +162,22 @@ class Event:
         return calm and max(max(stretch) - self.usual, self._earlier(run)) <= max(usual, little)
 
     def blows_up(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
-        """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was."""
-        stretch = self._stretch(run, without, max(run))
-        return max(stretch, default=self.usual) - self.usual > BARS.blown * self.ordinary
+        """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was.
+
+        What is ordinary is not the usual value alone: one that fits its data to 1e-8 rises a hundred million times to
+        the loss of a model that knows nothing, and a run that keeps to 2 % of that has removed it.
+        """
+        return self.height(run, without) > max(BARS.blown * self.ordinary, BARS.lost)
+
+    def height(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """How far above the usual value a run rises in the stretch; `peak` is that of the path."""
+        return max(self._stretch(run, without, max(run)), default=self.usual) - self.usual
+
+    def after(self, run: Mapping[int, float]) -> float:
+        """The mean of a run's last values, from the explained one on; NaN where it was ended before."""
+        return statistics.fmean(
+            run.get(i, math.nan) for i in range(max(self.step, self.last - TAIL + 1), self.last + 1)
+        )
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained value is usual."""
@@ -193,10 +209,3 @@ class Event:
 
 def _excess(values: Sequence[float], level: float) -> float:
     return sum(max(0.0, x - level) for x in values)
-
-
-def percent(left: float) -> str:
-    """A share that is left of an event: not nothing."""
-    if math.isinf(left):
-        return "infinitely much (it diverges)"
-    return "less than 1%" if left < 0.01 else f"{left:.0%}"

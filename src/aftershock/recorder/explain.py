@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..api.progress import progress
@@ -25,32 +23,28 @@ from ..errors import (
     UnsupportedModel,
     WrongHessian,
 )
-from .choice import chosen_step, find_flight, nothing_seen, page_name, said_of, with_clip
+from .candidates import one_batch, suspected
+from .choice import find_flight, with_clip
 from .descriptions import Describe, Kept, kept
-from .event import BARS, FEWEST, Event
+from .event import BARS, Event
 from .explanation import FlightExplanation
-from .findings import AFTER, Findings, labelled
-from .groups import LARGEST
+from .findings import AFTER, Findings
 from .hyperparameters import HyperChange, hyperparameters, one_of_each
-from .instruments import ORDINARY, data, own_batches, update_sizes
-from .not_a_number import NotANumberFinding, is_finite, not_a_number
-from .quantity import Quantity, seen
+from .instruments import data, own_batches, update_sizes
+from .labels import labelled
+from .not_a_number import is_finite
+from .opening import Code, open_event
 from .recorder import FlightRecorder
-from .records import Record, Source
-from .replay import Replay, replay, untaken
+from .records import Source
 from .reruns import Run, state_after
 from .stability import TOO_FAST, amplification, sharpness
-from .store import Flight
 from .suspects import LEAST, inquire
-from .sweep import Swept, sweep
-from .treatments import Treatment, not_by_luck, proved, try_all
-from .triggers import THRESHOLD, risen, robust_z
+from .sweep import sweep
+from .treatments import Outcome, Treatment, not_by_luck, proved, try_all, twice
 
 PLACEBOS = 8
-OTHERS = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
+BESIDE = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
-RESERVE = 3  # further suspects where one removes half of the event, and it is not clear that it is special
-REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
 RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
 
@@ -116,114 +110,83 @@ def explain(
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
     found, recorder = find_flight(flight, step)
-    found = with_clip(found, clip)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
-    code = _Code.of(found, recorder, given)
-    chosen = chosen_step(found, step, of)
-    asked, target = _asked(found, chosen)
-    replayed = _replayed(found, target, window, code) if target is not None else _untaken(found, asked, code)
-    nan = _not_a_number(found, replayed, asked, code) if asked != target else None
-    nothing, by_loss = Swept.nothing(_layers(replayed), replayed.last), _event(replayed, "loss")
-    rise = risen(found.reason) if of != "norm" and asked == target == found.trigger else None
-    if rise is not None:
-        by_loss = _event(replayed, "loss", rise)
-    norm_first = rise is None and asked == target and _norm_first(replayed, by_loss)
-    if rise is None and asked == target:
-        event = _event(replayed, _measured(by_loss, norm_first, of, named=step is not None))
-    else:
-        event = by_loss
-    findings = Findings(found, replayed, event, nothing, asked, by_loss, norm_first, nan=nan, rise=rise)
-    asking = nan is None and event.is_one and not findings.lost_in_scatter
-    if target is None:
-        findings.refused = "the first recorded step is not finite"
-    elif nan is not None:
-        findings.refused = f"step {asked} is not finite, and the {event.quantity} before it is not what happened"
-        _hold_before(findings, code)
-    else:
-        _predict(findings, references, watched=asking)
+    code = Code.of(found, recorder, given)
+    f = open_event(with_clip(found, clip), code, step, of, window)
+    asking, f.clip = f.nan is None and f.event.is_one and not f.lost_in_scatter, clip
+    if f.refused is None:
+        _predict(f, references, watched=asking)
     if asking:
-        _ask(findings, verify, placebos, treatments, seed_of(generator))
-    told = labelled(findings, examples)
-    told.attrs |= {
-        "which": said_of(found, step, chosen, asked),
-        "nothing_seen": "" if step is not None else nothing_seen(found),
-        "page": page_name(found, asked, event.quantity),
-        "run": found.run["id"],
-    }
-    if clip is not None:
-        told.attrs["replay"] += f" That is with clip={clip:g}, which explain() was told."
+        _ask(f, verify, placebos, treatments, seed_of(generator))
+    elif f.nan is not None and f.asked != f.explained:
+        _hold_before(f, code)
     if code.describe is not None:
-        told.attrs["descriptions"] = _described(findings, code.describe, code)
-    return FlightExplanation(told)
+        f.descriptions = _described(f, code.describe, code)
+    return FlightExplanation(labelled(f, examples))
 
 
-def _event(replayed: Replay, quantity: Quantity, known: tuple[float, float] | None = None) -> Event:
-    values = [seen(quantity, step) for step in replayed.trajectory.steps]
-    return Event.of(values, replayed.last, replayed.records[0].step, quantity, known)
-
-
-def _norm_first(replayed: Replay, by_loss: Event) -> bool:
-    """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-    if (by_loss.is_one and by_loss.peak > THRESHOLD * by_loss.sigma) or replayed.last < FEWEST:
-        return False
-    *before, last = [seen("gradient norm", step) for step in replayed.trajectory.steps[: replayed.last + 1]]
-    return robust_z(last, before) > THRESHOLD
-
-
-def _measured(by_loss: Event, norm_first: bool, of: str | None, *, named: bool) -> Quantity:
-    """What is explained: as asked for; else the norm where it stands out, and the loss is ordinary. A loss that is
-    somewhat high is explained where its step was asked for."""
-    ordinary = not by_loss.is_one or (by_loss.peak <= ORDINARY * by_loss.sigma and not named)
-    return "gradient norm" if of == "norm" or (of is None and norm_first and ordinary) else "loss"
-
-
-def _described(f: Findings, describe: Describe, code: _Code) -> dict[str, Kept]:
+def _described(f: Findings, describe: Describe, code: Code) -> dict[int, Kept]:
     """The blamed steps' batches, or those of the suspects where nobody is blamed, and that of the explained step."""
     records, source = f.replayed.records, Source(f.replayed.trajectory.device, code.dataset)
     shown = f.blamed or [t.steps[0] for t in f.inquiry.suspects][:SHOWN]
     wanted = [*(records[i] for i in (*shown, f.replayed.last)), f.flight.records[f.asked]]
-    return {str(record.step): kept(describe, record.batch(source)) for record in wanted}
+    return {record.step: kept(describe, record.batch(source)) for record in wanted}
 
 
 def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
     """The instruments, then the runs with something changed."""
-    replayed, event, trajectory = f.replayed, f.event, f.replayed.trajectory
-    steps, last = trajectory.steps, replayed.last
+    trajectory, last = f.replayed.trajectory, f.replayed.last
+    steps = trajectory.steps
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
-    before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
+    before = [s.batch for s in steps[max(0, last - BESIDE) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
-    f.data = data(trajectory, last, before, after, event.quantity)
+    f.data = data(trajectory, last, before, after, f.event.quantity)
     f.changes = _changes(f)
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
-    held = [_held(steps, change, event) for change in f.changes]
-    if f.rose_before:  # what began it is not among these steps
-        f.held = try_all(trajectory, event, held, more_only=True)
-        return
-    suspected, reserve = _suspected(f, verify)
-    with progress("running again without suspects and placebos", len(suspected) + placebos) as tick:
-        least = LEAST if isinstance(verify, int) else len(suspected)
-        own = own_batches(trajectory, event) if f.data.kind == "own batch" else ()
-        repeated = _one_batch(replayed.records, [i for i in suspected if i < last])
+    if not f.rose_before:  # else what began it is not among these steps
+        _inquire(f, verify, placebos, seed)
+    _treat(f, treatments and not f.rose_before)
+
+
+def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int) -> None:
+    """The runs without steps."""
+    accused, reserve = suspected(f, verify)
+    bad_itself = f.data is not None and f.data.kind == "own batch"
+    with progress("running again without suspects and placebos", len(accused) + placebos) as tick:
         f.inquiry = inquire(
-            trajectory,
-            event,
-            suspected,
+            f.replayed.trajectory,
+            f.event,
+            accused,
             placebos=placebos,
             seed=seed,
             reserve=reserve,
-            repeated=repeated,
+            repeated=one_batch(f.replayed.records, [i for i in accused if i < f.replayed.last]),
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
-            least=least,
-            own=own,
+            least=LEAST if isinstance(verify, int) else len(accused),
+            own=own_batches(f.replayed.trajectory, f.event) if bad_itself else (),
+            scatters=f.scatter.known,
             tick=tick,
         )
-    steps_left = math.inf if not f.blamed else RERUN * len(steps) - sum(f.inquiry.spent)
+
+
+def _treat(f: Findings, treatments: bool) -> None:
+    """The runs with hyperparameters at their former values, and with treatments."""
+    trajectory, event = f.replayed.trajectory, f.event
+    held = [_held(trajectory.steps, change, event) for change in f.changes]
+    most = RERUN * len(trajectory.steps) - sum(f.inquiry.spent) if f.blamed else math.inf
     with progress("running again with treatments", 12) as tick:
-        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=steps_left)
-    f.held, f.outcomes = outcomes[: len(held)], proved(trajectory, event, outcomes[len(held) :])
-    doubtful = [not c.brief or f.inquiry.share > BARS.specific for c in f.changes]
-    f.held = [not_by_luck(trajectory, event, o) if doubt else o for o, doubt in zip(f.held, doubtful)]
+        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=most)
+    f.outcomes = proved(trajectory, event, outcomes[len(held) :])
+    f.held = [_sure(f, change, outcome) for change, outcome in zip(f.changes, outcomes)]
+
+
+def _sure(f: Findings, change: HyperChange, outcome: Outcome) -> Outcome:
+    """What a former value removes, where that is no luck."""
+    trajectory, event = f.replayed.trajectory, f.event
+    if not f.rose_before and (not change.brief or f.inquiry.share > BARS.specific):
+        outcome = not_by_luck(trajectory, event, outcome)
+    return twice(trajectory, event, outcome) if f.scatter.known and outcome.removes else outcome
 
 
 def _changes(f: Findings) -> list[HyperChange]:
@@ -238,7 +201,7 @@ def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
     return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
 
 
-def _hold_before(f: Findings, code: _Code) -> None:
+def _hold_before(f: Findings, code: Code) -> None:
     """Which hyperparameters changed before a step that is not finite, and whether it is with each at its former value:
     the run up to it, and one gradient."""
     trajectory, last, record = f.replayed.trajectory, f.replayed.last, f.flight.records[f.asked]
@@ -250,123 +213,6 @@ def _hold_before(f: Findings, code: _Code) -> None:
         state = state_after(trajectory, _held(trajectory.steps, change, f.event).run, last)
         finite = state is not None and is_finite(trajectory.dynamics.loss, state, batch, record.fed[0].random)
         f.finite_with.append(finite)
-
-
-def _suspected(f: Findings, verify: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
-    batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
-    largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
-    batch is high. Second, the next highest predicted, in reserve."""
-    last = f.replayed.last
-    numbers = [record.step for record in f.replayed.records[: last + 1]]
-    if not isinstance(verify, int):
-        unknown = [number for number in verify if number not in numbers]
-        if unknown:
-            raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
-        return [numbers.index(number) for number in verify], []
-    steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
-    loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
-    predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
-    loudest = loud[: verify // 3] if predicted else loud[:verify]
-    if len(loudest) < verify and last:
-        loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
-    highest = [i for i in predicted if i not in loudest]
-    places = verify - len(loudest)
-    chosen, reserve = loudest + highest[:places], highest[places : places + RESERVE] if verify else []
-    own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
-    return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own, reserve
-
-
-def _one_batch(records: Sequence[Record], suspected: Sequence[int]) -> list[tuple[int, ...]]:
-    """Suspects that saw the same inputs, few enough to be blamed together."""
-    sets = dict.fromkeys(tuple(sorted((i, *_same_inputs(records, [i], suspected)))) for i in suspected)
-    return [steps for steps in sets if 1 < len(steps) <= LARGEST]
-
-
-def _same_inputs(records: Sequence[Record], chosen: Sequence[int], among: Sequence[int]) -> list[int]:
-    """Other steps that saw the inputs of a chosen one: the largest of its tensors is equal."""
-    seen = [_inputs(records[i]) for i in chosen]
-    return [i for i in among if i not in chosen and any(_equal(_inputs(records[i]), x) for x in seen)]
-
-
-def _inputs(record: Record) -> Tensor | None:
-    return max(record.fed[0].tensors, key=lambda x: x.numel(), default=None)
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
-
-
-# --- replay
-
-
-@dataclass(frozen=True)
-class _Code:
-    """What a file cannot hold: the model's code, the loss, what they need, and how a batch is shown."""
-
-    model: nn.Module
-    loss_fn: Callable[[nn.Module, Batch], Tensor]
-    dataset: Any
-    constant: Sequence[nn.Module]
-    describe: Describe | None
-
-    @classmethod
-    def of(cls, flight: Flight, recorder: FlightRecorder | None, given: dict[str, Any]) -> _Code:
-        """As given, else as the recorder has it."""
-        if recorder is not None:
-            given = {name: getattr(recorder, name) if value in (None, ()) else value for name, value in given.items()}
-        if given["model"] is None or given["loss_fn"] is None:
-            raise InvalidInput(
-                f"{flight.folder} was recorded by another process: explain() needs model= and loss_fn= as the training "
-                "script builds them (on the command line: --build module:function)"
-            )
-        return cls(**given)
-
-
-def _asked(flight: Flight, step: int) -> tuple[int, int | None]:
-    """The first step up to this one that is not finite, and the finite one before it, if any; else the step itself."""
-    if step not in flight.records:
-        raise InvalidInput(f"step {step} was not recorded: the flight holds steps {min(flight.records)}–{flight.last}")
-    first = next((n for n in sorted(flight.records) if n <= step and not flight.records[n].finite), None)
-    if first is None:
-        return step, step
-    return first, max((n for n in flight.records if n < first), default=None)
-
-
-def _replayed(flight: Flight, target: int, window: int | None, code: _Code) -> Replay:
-    """The window before the step, and what was recorded of the event after it."""
-    window = flight.run["window"] if window is None else window
-    first = target if target == min(flight.records) in flight.states else flight.start(target, window)
-    forward, last = flight.records[target].forward, target
-    while last < target + AFTER and last + 1 in flight.records:
-        following = flight.records[last + 1]
-        if not following.finite or following.forward != forward:
-            break
-        last += 1
-    records = [flight.records[number] for number in range(first, last + 1)]
-    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
-
-
-def _untaken(flight: Flight, first: int, code: _Code) -> Replay:
-    """The first recorded step where it is not finite already: there is nothing to replay before it."""
-    return untaken(flight.records[first], flight.states, code.model, code.loss_fn, code.dataset, code.constant)
-
-
-def _not_a_number(flight: Flight, replayed: Replay, asked: int, code: _Code) -> NotANumberFinding | None:
-    """The step that is not finite, run again from the state before it, and other batches on the same weights."""
-    record, trajectory = flight.records[asked], replayed.trajectory
-    before = [s for s, r in zip(trajectory.steps, replayed.records) if r.step < asked]
-    if before and asked != replayed.records[len(before) - 1].step + 1:
-        return None
-    source = Source(trajectory.device, code.dataset)
-    after = [r.batch(source) for n, r in sorted(flight.records.items()) if n > asked][:OTHERS]
-    others = [s.batch for s in before[-OTHERS:]] or after
-    state = trajectory.state(len(before))
-    return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
-
-
-def _layers(replayed: Replay) -> list[str]:
-    return Layers.of(replayed.trajectory.dynamics.layout).names
 
 
 def _predict(f: Findings, references: int, *, watched: bool) -> None:

@@ -17,10 +17,12 @@ from ..results.certificate import TRUST
 from ..results.files import load_dataset, write_whole
 from ..results.labelled import LabelledResult
 from . import certificate as trust
-from . import verdict as words
-from .descriptions import read
+from . import verdict as saying
+from .descriptions import Kept
+from .facts import NAMES, Facts
 from .other_runs import idle_in_words, other_runs, with_an_effect
 from .quantity import Quantity
+from .words import plus_minus, share_spread
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 OFF_SCALE = TRUST.off_scale  # times the event: a prediction beyond it has no size
-COLUMNS = {"step": ">8", "delay": ">5", "role": "<8", "predicted": ">10", "measured": ">10", "left": ">6"}
+COLUMNS = {  # side and least width
+    "step": (">", 8), "delay": (">", 5), "role": ("<", 8),
+    "predicted": (">", 10), "measured": (">", 10), "left": (">", 6),
+}  # fmt: skip
 HEADS = {name: name for name in COLUMNS}
 
 
@@ -51,7 +56,9 @@ class Culprit:
     role: str  # "suspect", "placebo", or nothing where the run without it was not made
     predicted: float  # infinite where it is off the scale, NaN where nothing was predicted
     measured: float  # by running again without it; NaN where that was not done
+    measured_spread: float  # its ±; NaN where the run repeats itself
     left: float  # of the whole event, in the run without it
+    left_spread: float
     channels: dict[str, float]  # the predicted contribution by where it waited: θ, m, v
     batches: tuple[int, ...]  # indices of its batches in the data
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
@@ -60,6 +67,8 @@ class Culprit:
 class FlightExplanation(LabelledResult):
     """What happened around one loss or gradient norm, and each earlier step's part in it. `data` is labelled;
     nothing else is kept, so that `save` and `load` give the same words and page.
+
+    A number that was measured has its ± in a variable of the same name and `_spread`: NaN where the run repeats itself.
 
     >>> from types import SimpleNamespace
     >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=12) as recorder:
@@ -70,6 +79,8 @@ class FlightExplanation(LabelledResult):
     ('own batch', (55,), [1012], None, None)
     >>> found.quantity, len(found.course), round(found.size, 2), found.tried > 0, len(found.culprits)
     ('loss', 13, 0.76, True, 12)
+    >>> round(found.facts.event.usual, 2), found.facts.blame.placebos, found.culprits[0].left_spread
+    (0.45, 2, nan)
     >>> found.verdict.split(":")[0], found.descriptions[55]
     ('The batch of step 55 itself is the spike', 'tensor([1, 0, 1, 1, 0, 0, 1, 0])')
     >>> found.certificate.findings[0].quantity
@@ -80,7 +91,14 @@ class FlightExplanation(LabelledResult):
     ('flight-step55.html', 'spike.html', ['[', '1012', ']'])
     """
 
-    wanted = ("contribution", "layer_contribution", "layer_update_size", "measured", "left", "role", "example_share")
+    wanted = (
+        *("contribution", "layer_contribution", "measured", "measured_spread", "left", "left_spread", "lucky", "role"),
+        *("emergence", "example_share", "example_note", "loss", "norm", "spread", "clip_factor", "lr", "update_size"),
+        *("layer_update_size", "batch_index", "batch_count", "described", "description", "description_is_image"),
+        *(f"treatment_{name}" for name in ("left", "left_spread", "after", "after_spread", "prevents", "delays")),
+        *(f"treatment_{name}" for name in ("blows_up", "lucky", "sufficient", "held", "value")),
+        *NAMES,
+    )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -88,32 +106,37 @@ class FlightExplanation(LabelledResult):
         return cls(load_dataset(Path(path), cls.wanted, "saved explanation of a flight"))
 
     @property
+    def facts(self) -> Facts:
+        """What it states beside its numbers by step and treatment: the event, the recording, the replays, the blame,
+        settings that changed, instruments."""
+        return Facts.of(self.data)
+
+    @property
     def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
         """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
         "no spike" or "unknown"."""
-        return str(self.data.attrs["event"])
+        return str(self.data["kind"].item())
 
     @property
     def blamed(self) -> tuple[int, ...]:
         """The steps that did it, by number: the event is gone without them, and not without others."""
-        return tuple(self.data.attrs["blamed"])
+        return tuple(self.data["blamed"].values.tolist())
 
     @property
     def treatment(self) -> str | None:
         """The mildest treatment that prevents the event, proved by replay; None where none of those tried does."""
-        found = self.data.attrs["treatment"]
-        return None if found is None else str(found)
+        found = self.data["treatment"].values[self.data["treatment_sufficient"].values]
+        return str(found[0]) if len(found) else None
 
     @property
     def hyperparameter(self) -> str | None:
         """The hyperparameter whose change did it."""
-        found = self.data.attrs["hyperparameter"]
-        return None if found is None else str(found)
+        return str(self.data["hyperparameter"].item()) or None
 
     @property
     def quantity(self) -> Quantity:
         """What is explained: "loss" or "gradient norm"."""
-        return cast(Quantity, self.data.attrs["quantity"])
+        return cast(Quantity, self.data["quantity"].item())
 
     @property
     def course(self) -> np.ndarray:
@@ -123,12 +146,12 @@ class FlightExplanation(LabelledResult):
     @property
     def size(self) -> float:
         """How far it is above what was usual before."""
-        return float(self.data.attrs["value"] - self.data.attrs["usual"])
+        return float(self.data["value"] - self.data["usual"])
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
         """Every step: the blamed, those that were run without by what is left of the event, the rest by prediction."""
-        predicted = self.data["contribution"].sel(change=self.data.attrs["ranked_by"])
+        predicted = self.data["contribution"].sel(change=self.data["ranked_by"].item())
         totals = dict(zip(predicted["step"].values.tolist(), predicted.sum("channel", skipna=False).values))
         left = dict(zip(predicted["step"].values.tolist(), self.data["left"].values))
         blamed = self.blamed
@@ -141,21 +164,25 @@ class FlightExplanation(LabelledResult):
         return tuple(self._culprit(step, predicted) for step in sorted(totals, key=rank))
 
     def _culprit(self, step: int, predicted: xr.DataArray) -> Culprit:
-        attrs, row = self.data.attrs, predicted.sel(step=step)
-        shares = self.data["example_share"].sel(step=step).values
+        row = predicted.sel(step=step)
+        own = self.data[["measured", "measured_spread", "left", "left_spread", "role", "example_share"]]
+        own = own.sel(step=step, change=predicted["change"])
+        shares = own["example_share"].values
         order = [int(i) for i in np.argsort(-shares) if math.isfinite(shares[i])]
         total = float(row.sum(skipna=False))
         bounded = on_scale(total, self)
         parts = {str(name): float(row.sel(channel=name)) for name in row["channel"].values}
         return Culprit(
             step=step,
-            delay=int(attrs["step"]) - step,
-            role=str(self.data["role"].sel(step=step).item()),
+            delay=int(self.data["explained"]) - step,
+            role=str(own["role"].item()),
             predicted=bounded,
-            measured=float(self.data["measured"].sel(change=attrs["ranked_by"], step=step)),
-            left=float(self.data["left"].sel(step=step)),
+            measured=float(own["measured"]),
+            measured_spread=float(own["measured_spread"]),
+            left=float(own["left"]),
+            left_spread=float(own["left_spread"]),
             channels=dict.fromkeys(parts, math.nan) if math.isinf(bounded) else parts,
-            batches=tuple(attrs["batches"][str(step)]),
+            batches=batches_of(self, step),
             examples=tuple((i, float(shares[i])) for i in order),
         )
 
@@ -167,7 +194,7 @@ class FlightExplanation(LabelledResult):
     @property
     def verdict(self) -> str:
         """What happened, in words; every number in it is measured here."""
-        return words.verdict(self)
+        return saying.verdict(self)
 
     @property
     def certificate(self) -> Certificate:
@@ -177,15 +204,16 @@ class FlightExplanation(LabelledResult):
     @property
     def descriptions(self) -> dict[int, str | bytes]:
         """What `describe=` made of a step's batch, by step number: a text, or the bytes of a PNG."""
-        return {int(step): read(found) for step, found in self.data.attrs.get("descriptions", {}).items()}
+        data = self.data
+        kept = map(Kept, data["description"].values.tolist(), data["description_is_image"].values.tolist())
+        return {step: one.read() for step, one in zip(data["described"].values.tolist(), kept)}
 
     @property
     def skip(self) -> list[int]:
         """Indices of the batches to leave out: those of the blamed steps; none where no batch did it."""
-        attrs = self.data.attrs
-        if self.kind == "not a number" and attrs["batch_is_bad"]:
-            return list(attrs["batches"][str(attrs["asked"])])
-        return [index for step in self.blamed for index in attrs["batches"][str(step)]]
+        if self.kind == "not a number" and bool(self.data["batch_is_bad"]):
+            return self.data["asked_batches"].values.tolist()
+        return [index for step in self.blamed for index in batches_of(self, step)]
 
     def save_skip_list(self, path: str | Path) -> Path:
         """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read.
@@ -221,12 +249,11 @@ class FlightExplanation(LabelledResult):
 
     def page(self, folder: Path = Path()) -> Path:
         """A name such as flight-run2-step216.html; with a number where another run's page has it."""
-        name = Path(self.data.attrs["page"])
+        recording = self.facts.recording
+        name = Path(recording.page)
         places = (folder / f"{name.stem}{f'-{n}' if n > 1 else ''}{name.suffix}" for n in itertools.count(1))
         return next(
-            place
-            for place in places
-            if not place.exists() or self.data.attrs["run"] in place.read_text("utf-8", "replace")
+            place for place in places if not place.exists() or recording.run in place.read_text("utf-8", "replace")
         )
 
     def _repr_html_(self) -> str:
@@ -237,10 +264,9 @@ class FlightExplanation(LabelledResult):
         return notebook_view(self)
 
     def __str__(self) -> str:
-        which = str(self.data.attrs["which"])
         blocks = [
             self.verdict,
-            which,
+            self.facts.recording.which,
             "How far to trust this:\n" + str(self.certificate),
             self._treatments(),
             self._steps(),
@@ -255,44 +281,59 @@ class FlightExplanation(LabelledResult):
         lines = ["What would have prevented it (each run again, until half of the event was there or it was over):"]
         width = max((len(run.name) for run in telling), default=0)
         for run in telling:
-            after = "" if math.isnan(run.after) else f"{self.quantity} after it {run.after:.4g}"
+            known = not math.isnan(run.after)
+            after = f"{self.quantity} after it {run.after:.4g}{plus_minus(run.after_spread)}" if known else ""
             lines.append(f"  {run.name:<{width}}  {run.word:<18} {after}".rstrip())
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
-        attrs = self.data.attrs
+        facts = self.facts
         shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
-        other = self.kind == "not a number" or (attrs["nothing_seen"] and self.kind == "no spike")
+        other = self.kind == "not a number" or (facts.recording.nothing_seen and self.kind == "no spike")
         if not shown or other:  # what happened is not the value of this step
             return ""
         added = (
-            f"what each added, against '{attrs['ranked_by']}', and how much of the event the run without it leaves; "
+            f"what each added, against '{facts.blame.ranked_by}', and how much of the event the run without it leaves; "
             "blamed first, then by what is left, then as predicted:"
             if any(c.role for c in shown)
             else "what each added, as predicted:"
         )
         rows = [_cells(culprit) for culprit in shown]
-        columns = {name: form for name, form in COLUMNS.items() if any(row[name] for row in rows)}
+        widths = {name: max(len(row[name]) for row in rows) for name in COLUMNS}
+        columns = {name: f"{side}{max(least, widths[name])}" for name, (side, least) in COLUMNS.items() if widths[name]}
         lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
-        value = f"the {self.quantity} {attrs['value']:.4g} of step {attrs['step']} (usual {attrs['usual']:.4g})"
+        event = facts.event
+        value = (
+            f"the {self.quantity} {event.value:.4g}{plus_minus(event.value_spread)} of step {event.explained} (usual "
+            f"{event.usual:.4g})"
+        )
         return "\n".join([f"Earlier steps and {value}: {added}", *lines])
+
+
+def batches_of(found: FlightExplanation, step: int) -> tuple[int, ...]:
+    """Indices in the data of the batches of a step: one of the window, or that which was asked about."""
+    if step not in found.data["place"].values:
+        return found.facts.recording.asked_batches
+    own = found.data[["batch_index", "batch_count"]].sel(place=step)
+    return tuple(own["batch_index"].values.tolist()[: int(own["batch_count"])])
 
 
 def on_scale(value: float, found: FlightExplanation) -> float:
     """A predicted size; infinite where it is so many times the event that it has none."""
-    absurd = abs(value) > OFF_SCALE * max(found.data.attrs["peak"], 0.0) > 0
+    absurd = abs(value) > OFF_SCALE * max(float(found.data["peak"]), 0.0) > 0
     return math.copysign(math.inf, value) if absurd else value
 
 
 def _cells(culprit: Culprit) -> dict[str, str]:
     """A step in words; what is not known is empty."""
     predicted, measured, left = culprit.predicted, culprit.measured, culprit.left
+    share = f"{left:.0%}{share_spread(culprit.left_spread)}"
     return {
         "step": str(culprit.step),
         "delay": str(culprit.delay),
         "role": culprit.role,
         "predicted": "" if math.isnan(predicted) else "off scale" if math.isinf(predicted) else f"{predicted:+.3g}",
-        "measured": "" if math.isnan(measured) else f"{measured:+.3g}",
-        "left": "" if math.isnan(left) else f"{left:.0%}" if left < OFF_SCALE else f"> {OFF_SCALE:g}×",
+        "measured": "" if math.isnan(measured) else f"{measured:+.3g}{plus_minus(culprit.measured_spread)}",
+        "left": "" if math.isnan(left) else f"> {OFF_SCALE:g}×" if left >= OFF_SCALE else share,
     }

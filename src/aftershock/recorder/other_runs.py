@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .event import TAIL, percent
-from .verdict import outcome
+from .event import TAIL
+from .words import percent
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from .explanation import FlightExplanation
 
 AS_IT_IS = 0.05  # of the event: what a treatment changes at most that is told together with others
@@ -26,8 +28,9 @@ class OtherRun:
     word: str  # what became of the event
     prevents: bool
     values: tuple[float, ...]
-    after: float  # mean of the last values; NaN where there are none, or the run blows up
     chosen: bool  # the one that the verdict speaks of
+    after: float = math.nan  # mean of the last values; NaN where there are none, or the run blows up
+    after_spread: float = math.nan  # its ±
     idle: bool = False  # it leaves the event as it is
 
 
@@ -47,68 +50,75 @@ def idle_in_words(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
     return f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'} leave it as it is"
 
 
-def value_after(found: FlightExplanation) -> float:
-    """The mean of the last values of the run as it was."""
-    return _mean_of_last(found, found.course)
-
-
-def _mean_of_last(found: FlightExplanation, values: np.ndarray) -> float:
-    explained = found.data["place"].values.tolist().index(found.data.attrs["step"])
-    return float(np.mean(values[max(explained, len(values) - TAIL) :]))
-
-
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
-    data, attrs = found.data, found.data.attrs
-    if found.kind == "own batch" and not attrs["group"]:
-        return [_without(found, f"the batch of step {attrs['step']} left out", attrs["own_left"], (), np.nan)]
-    if found.kind not in ("batch", "group", "own batch"):
+    event, blame = found.facts.event, found.facts.blame
+    if event.kind == "own batch" and not blame.group:
+        name = f"the batch of step {event.explained} left out"
+        return [_without(found, name, blame.own_left, blame.own_left_spread)]
+    if event.kind not in ("batch", "group", "own batch"):
         return []
-    if attrs["group"]:
-        steps = ", ".join(map(str, found.blamed))
+    if blame.group:
+        steps = ", ".join(map(str, blame.blamed))
         name = f"the batches of steps {steps} left out together"
-        if attrs["group_replaced"]:
+        if blame.group_replaced:
             name = f"batches like their own in place of those of steps {steps}"
-        return [_without(found, name, attrs["group_left"], (), np.nan)]
-    runs, numbers = [], data["place"].values.tolist()
-    for step, left in attrs["replaced"].items():
-        runs.append(_without(found, f"batches like its own in place of step {step}'s", left, (), np.nan))
-    for step in found.blamed:
-        values, at = found.course.copy(), numbers.index(step)
-        values[at] = np.nan  # its batch was not seen
-        values[at + 1 :] -= data["emergence"].sel({"step": step}).values[: len(values) - at - 1]
-        left, after = float(data["left"].sel({"step": step})), _mean_of_last(found, values)
-        runs.append(_without(found, f"the batch of step {step} left out", left, tuple(values.tolist()), after))
-    return runs
+        return [_without(found, name, blame.group_left, blame.group_left_spread)]
+    instead = zip(blame.replaced, blame.replaced_left, blame.replaced_left_spread)
+    runs = [
+        _without(found, f"batches like its own in place of step {step}'s", left, spread)
+        for step, left, spread in instead
+    ]
+    return runs + [_one_left_out(found, step) for step in blame.blamed]
 
 
-def _without(found: FlightExplanation, name: str, left: float, values: tuple[float, ...], after: float) -> OtherRun:
-    prevents = left <= found.data.attrs["gone"]
-    return OtherRun(
-        name, "prevents it" if prevents else f"leaves {percent(left)}", prevents, values, after, chosen=True
-    )
+def _one_left_out(found: FlightExplanation, step: int) -> OtherRun:
+    data, values = found.data.sel(step=step), found.course.copy()
+    at = data["place"].values.tolist().index(step)
+    values[at] = np.nan  # its batch was not seen
+    values[at + 1 :] -= data["emergence"].values[: len(values) - at - 1]
+    run = _without(found, f"the batch of step {step} left out", float(data["left"]), float(data["left_spread"]))
+    event = found.facts.event
+    explained = data["place"].values.tolist().index(event.explained)
+    after = float(np.mean(values[max(explained, len(values) - TAIL) :]))
+    return replace(run, values=tuple(values.tolist()), after=after, after_spread=event.tail_spread)
+
+
+def _without(found: FlightExplanation, name: str, left: float, spread: float) -> OtherRun:
+    prevents = left <= found.facts.event.gone
+    return OtherRun(name, "prevents it" if prevents else f"leaves {percent(left, spread)}", prevents, (), chosen=True)
 
 
 def _treated(found: FlightExplanation) -> list[OtherRun]:
-    data, chosen = found.data, _chosen(found)
-    return [
-        OtherRun(
-            name,
-            outcome(data, i),
-            bool(data["treatment_prevents"][i]),
-            tuple(data["treatment_value"].values[i].tolist()),
-            math.nan if bool(data["treatment_blows_up"][i]) else float(data["treatment_after"][i]),
-            name == chosen,
-            idle=abs(float(data["treatment_left"][i]) - 1) <= AS_IT_IS and not bool(data["treatment_delays"][i]),
+    chosen = "treatment_sufficient" if found.hyperparameter is None else "treatment_held"
+    runs = []
+    for i in range(found.data.sizes["treatment"]):
+        own = found.data.isel(treatment=i)
+        blows_up, idle = bool(own["treatment_blows_up"]), abs(float(own["treatment_left"]) - 1) <= AS_IT_IS
+        run = OtherRun(
+            str(own["treatment"].item()),
+            outcome(found.data, i),
+            bool(own["treatment_prevents"]),
+            tuple(own["treatment_value"].values.tolist()),
+            chosen=bool(own[chosen]) and not found.blamed,
+            after=math.nan if blows_up else float(own["treatment_after"]),
+            after_spread=float(own["treatment_after_spread"]),
+            idle=idle and not bool(own["treatment_delays"]),
         )
-        for i, name in enumerate(map(str, data["treatment"].values))
-    ]
+        runs.append(run)
+    return runs
 
 
-def _chosen(found: FlightExplanation) -> str | None:
-    """The treatment that the verdict names: the former value of a hyperparameter, or the mildest that prevents it."""
-    if found.blamed:
-        return None
-    if found.hyperparameter is None:
-        return found.treatment
-    held = f"{found.hyperparameter} held at its former value"
-    return next((name for name in map(str, found.data["treatment"].values) if name.startswith(held)), None)
+def outcome(data: xr.Dataset, i: int) -> str:
+    """What became of the event under a treatment."""
+    own = data.isel(treatment=i)
+    left, spread = float(own["treatment_left"]), float(own["treatment_left_spread"])
+    if own["treatment_prevents"]:
+        return "prevents it"
+    if own["treatment_blows_up"]:
+        return "blows up"
+    if own["treatment_delays"]:
+        return "delays it"
+    if own["treatment_lucky"]:
+        return f"prevents it, and leaves {percent(left, spread)} from one rounding away"
+    so_far = " so far" if math.isnan(float(own["treatment_after"])) else ""  # half was there, and the run ended
+    return f"leaves {percent(left, spread)}{so_far}" if left < 10 else "makes it worse"

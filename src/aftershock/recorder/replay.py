@@ -48,12 +48,14 @@ class Replay:
     def trajectory(self) -> Trajectory:
         return self.path.trajectory
 
-    def scatter(self, quantity: Quantity = "loss") -> tuple[float, ...]:
-        """How far replays of one step's value are apart, step by step; nothing where the run repeats itself."""
+    def runs(self, quantity: Quantity = "loss") -> list[list[float]]:
+        """The values of the unchanged run, step by step: of this replay, and where the run does not repeat itself of
+        every further one and of the recording."""
         runs = [[seen(quantity, step) for step in steps] for steps in (self.trajectory.steps, *self.again)]
-        if quantity == "loss" or all(record.clip is None for record in self.records):  # a clipped norm is another one
+        comparable = quantity == "loss" or all(record.clip is None for record in self.records)  # a clipped norm is not
+        if self.again and comparable:
             runs.append([recorded(quantity, record) for record in self.records])
-        return tuple(max(values) - min(values) for values in zip(*runs)) if self.again else ()
+        return runs
 
     def __str__(self) -> str:
         if not self.proved:
@@ -61,10 +63,11 @@ class Replay:
         if self.deviation == 0:
             return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
         if self.again:
+            widest = max(max(values) - min(values) for values in zip(*self.runs()))
             return (
                 f"The recording is not equal to the bit to its replay: it and {1 + len(self.again)} replays, which "
-                f"start a rounding away from each other, differ by up to {max(self.scatter()):.2g} in the loss, as "
-                "rounding that grows."
+                f"start a rounding away from each other, differ by up to {widest:.2g} in the loss, as rounding that "
+                "grows."
             )
         return (
             f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "

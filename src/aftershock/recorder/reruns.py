@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..core.dynamics import Step
 from ..core.footprint import room
+from ..core.layout import Layout
+from ..core.noise import jitter
 from ..core.planning import plan_lanes
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
@@ -37,7 +39,7 @@ class Run:
     at: int
     steps: Mapping[int, Step | None] = field(default_factory=dict)
     start: Callable[[JointState], JointState] = lambda state: state
-    jittered: bool = False  # θ of the start moved by one rounding
+    jittered: bool = False  # every weight of the start moved by one rounding
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -97,7 +99,8 @@ def _side_by_side(
     before = trajectory.state(at)
     steps = [[run.steps.get(i, step) for i, step in enumerate(trajectory.steps)] for run in runs]
     starts = [run.start(before) for run in runs]
-    rows = Rows([_jittered(x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
+    layout = trajectory.dynamics.layout
+    rows = Rows([_jittered(layout, x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
     found, going = [dict[int, float]() for _ in runs], set(range(len(runs)))
     path = [seen(quantity, step) for step in trajectory.steps[: last + 1]]
     apart = PARTED * (max(path) - statistics.median(path))
@@ -131,8 +134,6 @@ def _values(moment: Moment, quantity: Quantity) -> Float[Tensor, " row"]:
     return torch.where(lost, plain, apart + own)
 
 
-def _jittered(state: JointState) -> JointState:
-    """θ moved by one rounding, up and down in turn."""
-    signs = torch.ones_like(state.theta)
-    signs[::2] = -1
-    return replace(state, theta=state.theta * (1 + torch.finfo(state.theta.dtype).eps * signs))
+def _jittered(layout: Layout, state: JointState) -> JointState:
+    """Every weight moved by one rounding of its own type, up or down."""
+    return replace(state, theta=state.theta + jitter(layout, state))

@@ -35,7 +35,10 @@ class Amplification:
     start: int
     stop: int
     growth: float  # in all
-    per_step: float
+
+    @property
+    def per_step(self) -> float:
+        return self.growth ** (1 / (self.stop - self.start))
 
     @property
     def linear_ok(self) -> bool:
@@ -43,12 +46,16 @@ class Amplification:
         return self.per_step <= TOO_FAST
 
     @property
-    def sentence(self) -> str:
+    def grown(self) -> str:
         count = self.stop - self.start
         if self.growth <= 1:
             return f"perturbations do not grow over the last {count} steps"
-        grown = f"perturbations grow {self.growth:.3g}-fold over the last {count} steps"
-        return grown if self.linear_ok else f"{grown}: contributions mean nothing here"
+        return f"perturbations grow {self.growth:.3g}-fold over the last {count} steps"
+
+    @property
+    def sentence(self) -> str:
+        """The same, and what follows from it."""
+        return self.grown if self.linear_ok else f"{self.grown}: contributions mean nothing here"
 
 
 def amplification(
@@ -87,7 +94,7 @@ def amplification(
         y, growth = _unit(phi.mv(Tangent(x * scale, zero, zero)).theta * inverse)
         if growth > enough ** (last - start):
             break
-    return Amplification(start, last, growth, growth ** (1 / (last - start)))
+    return Amplification(start, last, growth)
 
 
 def _unit(x: Float[Tensor, " param"]) -> tuple[Float[Tensor, " param"], float]:

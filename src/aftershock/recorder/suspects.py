@@ -25,6 +25,7 @@ def inquire(
     groups: bool = True,
     least: int = LEAST,
     own: tuple[int, ...] = (),
+    scatters: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
     """Run again without steps that nobody suspects, the placebos, and without each suspect, until it is decided.
@@ -40,8 +41,9 @@ def inquire(
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
     own: steps of the event whose batches are high by themselves, which may be all there is to it.
+    scatters: the run does not repeat itself, and so whatever removes half of the event is run a second time.
     """
-    runs, draw = Runs(trajectory, event, tick), random.Random(seed)
+    runs, draw = Runs(trajectory, event, tick, scatters), random.Random(seed)
     alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)} - set(suspected)
     innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)
@@ -89,7 +91,7 @@ def _decide(
 ) -> None:
     """Whom to blame, where hardly any placebo changes the event."""
     event = runs.event
-    found.suspects += [t for t in found.placebos if t.removes]
+    found.suspects += [runs.suspected(t) for t in found.placebos if t.removes]
     found.placebos = [t for t in found.placebos if not t.removes]
     if _guilty(found, event) and not set(found.blamed) - {event.step}:
         known = {t.steps[0] for t in (*found.suspects, *found.placebos)}

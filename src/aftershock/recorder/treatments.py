@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,9 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .event import BARS, TAIL, Event
+from .event import BARS, Event
 from .reruns import Run, Values, run_again
+from .scatter import apart
 
 HALVED = (1, 2, 4, 8)  # steps before the event with half the learning rate
 BACK = 8  # steps before the event from which the rules of the whole run differ
@@ -37,7 +37,7 @@ class Treatment:
 class Outcome:
     """What became of the event. `left`: its share that is left; `after`: the mean of the last values of the stretch,
     NaN for a run that ended before because the event was there. `lucky`: it prevents it in one run, and not in one
-    that starts a rounding away."""
+    that starts a rounding away, which is what is told then. Spreads: how far two such runs are apart."""
 
     treatment: Treatment
     values: Values
@@ -47,11 +47,20 @@ class Outcome:
     after: float
     blows_up: bool = False
     lucky: bool = False
+    left_spread: float = 0.0
+    after_spread: float = 0.0
 
     @property
     def removes(self) -> bool:
         """Is half of the event gone, and no other blow-up in its place?"""
         return self.left <= BARS.half and not self.blows_up
+
+    def beside(self, again: Outcome) -> Outcome:
+        """What is told once it was run again from one rounding away: this run where the second does as much, else the
+        second."""
+        holds = again.removes >= self.removes and again.prevents >= self.prevents
+        found = self if holds else replace(again, delays=again.delays and not self.prevents, lucky=self.prevents)
+        return replace(found, left_spread=apart([self.left, again.left]), after_spread=apart([self.after, again.after]))
 
 
 def try_all(
@@ -83,14 +92,13 @@ def _run(trajectory: Trajectory, event: Event, some: Sequence[Treatment], tick: 
 
 
 def _outcome(event: Event, treatment: Treatment, values: Values) -> Outcome:
-    tail = [values.get(i, math.nan) for i in range(max(event.step, event.last - TAIL + 1), event.last + 1)]
     return Outcome(
         treatment,
         values,
         event.left_by_then(values),
         event.prevented(values),
         event.delayed(values),
-        statistics.fmean(tail),
+        event.after(values),
         event.blows_up(values),
     )
 
@@ -105,15 +113,17 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
     that amplifies, the first may have been luck."""
     found = list(outcomes)
     while (best := sufficient(found)) is not None:
-        moved = replace(best.treatment.run, jittered=True)
-        (again,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
-        if event.prevented(again):
+        found[found.index(best)] = both = twice(trajectory, event, best)
+        if both.prevents:
             break
-        left = max(best.left, event.left_by_then(again))
-        found[found.index(best)] = replace(
-            best, left=left, prevents=False, delays=False, lucky=True, blows_up=event.blows_up(again)
-        )
     return found
+
+
+def twice(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outcome:
+    """The same, beside a second run that starts a rounding away."""
+    moved = replace(outcome.treatment.run, jittered=True)
+    (values,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
+    return outcome.beside(_outcome(event, outcome.treatment, values))
 
 
 def not_by_luck(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outcome:
@@ -121,12 +131,12 @@ def not_by_luck(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outco
     change may make another run of it, as leaving out steps that nobody suspects does."""
     if not outcome.removes:
         return outcome
-    run, apart = outcome.treatment.run, (outcome.left + 1) / 2  # nearer to the whole event than to what was left
+    run, bar = outcome.treatment.run, (outcome.left + 1) / 2  # nearer to the whole event than to what was left
     for i in dict.fromkeys(round(k * (event.onset - 1) / (MOVED - 1)) for k in range(MOVED)):
         moved = replace(run, at=min(i, run.at), steps={**run.steps, i: None})
         (values,) = run_again(trajectory, [moved], event.last, quantity=event.quantity)
         left = event.left(values, moved.left_out)
-        if left > apart:
+        if left > bar:
             after = _outcome(event, outcome.treatment, values).after
             return replace(outcome, left=left, prevents=False, delays=False, after=after)
     return outcome

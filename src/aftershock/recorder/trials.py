@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
 from .neighbours import Likeness
-from .reruns import Done, Run, Values, run_again
+from .reruns import Run, Values, run_again
+from .scatter import apart
 
 KIN = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
 MOST = 14  # times the window: what runs without steps may cost, beyond which nothing further is looked for
@@ -26,6 +27,9 @@ class Trial:
     left: float
     departs: float = 0.0  # from the recorded values, as a share of the event's height
     blows_up: bool = False
+    lucky: bool = False  # it removed half in one of two runs, and this is the other one
+    left_spread: float = 0.0  # how far two such runs are apart
+    value_spread: float = 0.0  # and of the explained value
 
     @property
     def removes(self) -> bool:
@@ -117,6 +121,7 @@ class Runs:
     trajectory: Trajectory
     event: Event
     tick: Callable[[], None]
+    scatters: bool = False  # the run does not repeat itself: what removes the event must do so twice
     known: dict[tuple[int, ...], Trial] = field(default_factory=dict)  # those that were accused
     spent: list[int] = field(default_factory=list)  # the steps of every run that was made
 
@@ -128,7 +133,8 @@ class Runs:
     def accused(self, steps: tuple[int, ...]) -> Trial:
         """Does it remove half of the event? The run ends once it cannot, and is made once."""
         if steps not in self.known:
-            self.known[steps] = self._trial(dict.fromkeys(steps), self.event.stays, self.event.left_by_then)
+            without = dict.fromkeys(steps)
+            self.known[steps] = self._proved(self._trial(without), without)
         return self.known[steps]
 
     def at_least(self, steps: tuple[int, ...]) -> float:
@@ -137,7 +143,11 @@ class Runs:
 
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""
-        return self._trial(dict.fromkeys(steps), self.event.decided, self.event.left)
+        return self._trial(dict.fromkeys(steps), placebo=True)
+
+    def suspected(self, placebo: Trial) -> Trial:
+        """One that was left out as a placebo, and is a suspect from now on."""
+        return self._proved(placebo, dict.fromkeys(placebo.steps))
 
     def replaced(self, steps: tuple[int, ...], bad: Collection[int] = (), *, placebo: bool = False) -> Trial:
         """The steps with batches like their own in place of them, none of which is of a step that may be `bad` too.
@@ -146,8 +156,9 @@ class Runs:
         """
         same = self.likeness.same({*steps, *bad}, self.before)
         sound = [i for i in self.before if i not in same]
-        done, left = (self.event.decided, self.event.left) if placebo else (self.event.stays, self.event.left_by_then)
-        return self._trial({i: self.likeness.stand_in(i, sound) for i in steps}, done, left)
+        others = {i: self.likeness.stand_in(i, sound) for i in steps}
+        trial = self._trial(others, placebo=placebo)
+        return trial if placebo else self._proved(trial, others)
 
     @property
     def before(self) -> range:
@@ -168,8 +179,24 @@ class Runs:
             found[i] = sound if len(sound) >= KIN else others
         return found
 
-    def _trial(self, steps: Mapping[int, Step | None], done: Done, left: Callable[..., float]) -> Trial:
-        run, event, out = Run(min(steps), steps), self.event, frozenset(steps)
+    def _proved(self, first: Trial, steps: Mapping[int, Step | None]) -> Trial:
+        """The same where the run repeats itself. Elsewhere what removes half is run again from a start that differs by
+        one rounding, and the worse of the two runs is told: a blame that holds in one alone is none."""
+        if not (self.scatters and first.removes):
+            return first
+        second = self._trial(steps, jittered=True)
+        values = [trial.values[self.event.step] for trial in (first, second)]
+        return replace(
+            max(first, second, key=lambda trial: (not trial.removes, trial.left)),
+            lucky=not second.removes,
+            left_spread=apart([first.left, second.left]),
+            value_spread=apart(values),
+        )
+
+    def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
+        """It ends once it is known whether it removes the event, or that of a placebo whether it keeps it."""
+        run, event, out = Run(min(steps), steps, jittered=jittered), self.event, frozenset(steps)
+        done, left = (event.decided, event.left) if placebo else (event.stays, event.left_by_then)
         (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
         self.spent.append(len(values))
         return Trial(tuple(steps), values, left(values, out), event.departs(values, out), event.blows_up(values, out))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .event import FEWEST, percent
+from .event import FEWEST
+from .facts import RecordingFacts
+from .words import percent
 
 if TYPE_CHECKING:
     from .explanation import FlightExplanation
@@ -15,20 +17,21 @@ PLACEBOS_DECIDE = ("batch", "group", "own batch", "instability", "unknown")  # k
 
 def short(found: FlightExplanation) -> list[str]:
     """Where too little was recorded before it, and what to do next time."""
-    attrs, places = found.data.attrs, found.data["place"].values.tolist()
-    if attrs["rose_before"]:
+    event, recording = found.facts.event, found.facts.recording
+    places = found.data["place"].values.tolist()
+    if event.rose_before:
         return []
-    before = places.index(attrs["stretch"][0])
+    before = places.index(event.onset)
     remedy = "the run had only begun"
-    if attrs["more_recorded"]:
+    if recording.more_recorded:
         remedy = "more is recorded, pass a larger window="
     elif places[0]:
-        remedy = "start the recorder earlier" if attrs["starts_here"] else "record with a larger window="
+        remedy = "start the recorder earlier" if recording.starts_here else "record with a larger window="
         remedy += " next time"
     if before < FEWEST:
         return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
-    others = before - sum(c.role == "suspect" and c.step < attrs["stretch"][0] for c in found.culprits)
-    if attrs["event"] in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
+    others = before - sum(c.role == "suspect" and c.step < event.onset for c in found.culprits)
+    if event.kind in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
         return [
             f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
             f"what others do not do; {remedy}."
@@ -38,23 +41,24 @@ def short(found: FlightExplanation) -> list[str]:
 
 def risen(found: FlightExplanation) -> str:
     """A slow rise that began before the window: what changed in the window, and what to record next time."""
-    attrs, first = found.data.attrs, found.data["place"].values.tolist()[0]
-    lowest = f"its lowest running median {attrs['rise']:.4g}"
+    event, settings, first = found.facts.event, found.facts.settings, int(found.data["place"][0])
+    lowest = f"its lowest running median {event.rise:.4g}"
     parts = [
         f"What began this is not known: the window's first losses, from step {first} on, lie above {lowest} already."
     ]
-    for change, left in zip(attrs["changes"], attrs["changes_left"]):
-        parts.append(f"In the window {change}; with the former value {percent(left)} of the rise is left (replayed).")
+    for change, left, spread in zip(settings.settings, settings.setting_left, settings.setting_left_spread):
+        stays = percent(left, spread)
+        parts.append(f"In the window {change}; with the former value {stays} of the rise is left (replayed).")
     parts.append(
         f"Next time record with a window= that reaches back to where the loss was lowest, more than "
-        f"{attrs['step'] - first} steps."
+        f"{event.explained - first} steps."
     )
     return " ".join(parts)
 
 
-def after(attrs: dict[str, Any]) -> str:
+def after(recording: RecordingFacts) -> str:
     """Where fewer steps after the spike are known than the recorder was to keep, and why."""
-    count, wanted = attrs["after"], attrs["after_wanted"]
+    count, wanted = recording.after, recording.after_wanted
     if count >= wanted:
         return ""
     known = f"{count} of {wanted} steps after the spike"
@@ -63,5 +67,5 @@ def after(attrs: dict[str, Any]) -> str:
         "other forward": f"{known} are replayed: the next ran in another mode (model.eval() or autocast)",
         "closed": f"{known} are recorded: the window closed then",
         "open": f"{known} are recorded so far",
-    }[attrs["after_ends"]]
+    }[recording.after_ends]
     return f"{how}. A treatment that only moves it further would not be seen."

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .event import BARS, percent
+from .event import BARS
+from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
+from .words import percent, plus_minus, share_spread
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from .explanation import Culprit, FlightExplanation
 
 FEW = 3  # examples that are worth naming
@@ -24,111 +23,110 @@ NAMES = {"theta": "θ", "m": "m", "v": "v"}
 def verdict(found: FlightExplanation) -> str:
     """One paragraph: the kind of event, who did it, what the runs without show, what would have prevented it; and over
     which steps it was measured."""
-    said = SAID[found.kind](found)
-    event = found.kind not in CALM and found.data.attrs["value"] > _level(found)
-    span = f"The event is {_spike(found)}." if event and _span(found) not in said else ""
-    return " ".join(part for part in (_opening(found), said, _condition(found), span, _closing(found)) if part)
+    facts, said = found.facts, SAID[found.kind](found)
+    event = facts.event.kind not in CALM and facts.event.value > _level(facts.event)
+    span = f"The event is {_spike(facts.event)}." if event and _span(facts.event) not in said else ""
+    return " ".join(part for part in (_opening(found), said, _condition(facts), span, _closing(found)) if part)
 
 
-def _level(found: FlightExplanation) -> float:
+def _level(event: EventFacts) -> float:
     """Above it a value is not usual."""
-    attrs = found.data.attrs
-    return float(attrs["usual"] + BARS.gone * attrs["sigma"])
+    return event.usual + BARS.gone * event.sigma
 
 
 def _opening(found: FlightExplanation) -> str:
     """What the reader must know before anything else."""
-    attrs, parts = found.data.attrs, []
-    if attrs["rise"] is not None:
-        parts.append(f"{attrs['reason'][0].upper()}{attrs['reason'][1:]}.")
-    if found.kind not in CALM and attrs["nothing_seen"]:
-        parts.append(f"{attrs['nothing_seen']} What follows is about the last step, {attrs['step']}.")
-    if _about_norm(found) and found.quantity != "loss":
+    facts, parts = found.facts, []
+    event, recording, replay = facts.event, facts.recording, facts.replay
+    if event.rise is not None:
+        parts.append(f"{recording.reason[0].upper()}{recording.reason[1:]}.")
+    if event.kind not in CALM and recording.nothing_seen:
+        parts.append(f"{recording.nothing_seen} What follows is about the last step, {event.explained}.")
+    if _about_norm(event) and event.quantity != "loss":
         parts.append(f"{_norm_first(found)}: what follows is about the norm, before clipping.")
-    if attrs["lost_in_scatter"]:
+    if replay.lost_in_scatter:
         parts.append(
-            f"Replays of this run that start a rounding away differ by {attrs['scatter']:.3g} in the {found.quantity} "
-            f"of step {attrs['step']}, and the spike is {found.size:.3g}: nothing that is changed can be told from "
-            "luck. Next time record a run that repeats itself (torch.use_deterministic_algorithms(True), every random "
-            "number from a seed)."
+            f"Replays of this run that start a rounding away differ by {event.value_spread:.3g} in the "
+            f"{event.quantity} of step {event.explained}, and the spike is {event.size:.3g}: nothing that is changed "
+            "can be told from luck. Next time record a run that repeats itself "
+            "(torch.use_deterministic_algorithms(True), every random number from a seed)."
         )
-    if found.kind not in CALM and attrs["repeats"] and attrs["repeats"][0] < attrs["repeats"][1]:
-        parts.append(f"The spike is there in {attrs['repeats'][0]} of {attrs['repeats'][1]} replays of this run.")
-    if attrs["missing"]:
-        parts.append(f"{len(attrs['missing'])} recorded step(s) are lost ({attrs['missing'][0]} …).")
-    if found.kind != "not a number":
+    if event.kind not in CALM and replay.replays_with_it < replay.replays:
+        parts.append(f"The spike is there in {replay.replays_with_it} of {replay.replays} replays of this run.")
+    if recording.missing:
+        parts.append(f"{len(recording.missing)} recorded step(s) are lost ({recording.missing[0]} …).")
+    if event.kind != "not a number":
         parts += short(found)
     return " ".join(parts)
 
 
 def _closing(found: FlightExplanation) -> str:
     """What else there is to ask about."""
-    first, parts = found.data.attrs["not_finite"], []
-    if first is not None and found.kind != "not a number":
+    event, first, parts = found.facts.event, found.facts.recording.not_finite, []
+    if first is not None and event.kind != "not a number":
         parts.append(
             f"The loss or gradient of step {first} is not finite: step={first} (--step {first}) explains that."
         )
-    if _about_norm(found) and found.quantity == "loss":
+    if _about_norm(event) and event.quantity == "loss":
         parts.append(f'{_norm_first(found)}: this was about the loss (of="norm", --of norm, explains the norm).')
     return " ".join(parts)
 
 
-def _about_norm(found: FlightExplanation) -> bool:
-    return found.kind != "not a number" and bool(found.data.attrs["norm_first"])
+def _about_norm(event: EventFacts) -> bool:
+    return event.kind != "not a number" and event.norm_first
 
 
-def _spike(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    noun = "spike" if attrs["rise"] is None else "rise"
-    return f"the {noun} of {attrs['peak']:.3g} ({_span(found)}, usual {found.quantity} {attrs['usual']:.3g})"
+def _spike(event: EventFacts) -> str:
+    noun = "spike" if event.rise is None else "rise"
+    size = f"{event.peak:.3g}{plus_minus(event.peak_spread)}"
+    return f"the {noun} of {size} ({_span(event)}, usual {event.quantity} {event.usual:.3g})"
 
 
-def _span(found: FlightExplanation) -> str:
-    first, last = found.data.attrs["stretch"]
-    return f"steps {first}–{last}"
+def _span(event: EventFacts) -> str:
+    return f"steps {event.onset}–{event.end}"
 
 
 def _batch(found: FlightExplanation) -> str:
-    attrs, best = found.data.attrs, found.culprits[0]
-    said = f"Step {best.step} did it: {_without(found, best.left)} without it, {_placebos(attrs)}."
-    part = f"of {found.size:.3g}" if best.measured <= found.size else f"(the spike is {found.size:.3g} above the usual)"
+    event, blame, best = found.facts.event, found.facts.blame, found.culprits[0]
+    without = _without(event, best.left, best.left_spread)
+    said = f"Step {best.step} did it: {without} without it, {_placebos(blame)}."
+    size = f"{event.size:.3g}{plus_minus(event.value_spread)}"
+    part = f"of {size}" if best.measured <= event.size else f"(the spike is {size} above the usual)"
     raised = (
-        f"It raised the {found.quantity} at step {attrs['step']} by {best.measured:.3g} {part}{_waited(found, best)}."
+        f"It raised the {event.quantity} at step {event.explained} by {best.measured:.3g}"
+        f"{plus_minus(best.measured_spread)} {part}{_waited(found, best)}."
     )
     by_itself = [raised] if best.left <= BARS.half else []  # else a batch like its own did what none does not
-    return " ".join([_replaced(found) if attrs["replaced"] else said, *by_itself, *_inside(found, best)])
+    return " ".join([_replaced(found) if blame.replaced else said, *by_itself, *_inside(found, best)])
 
 
 def _replaced(found: FlightExplanation) -> str:
     """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
-    attrs, left = found.data.attrs, {c.step: c.left for c in found.culprits}
+    event, blame = found.facts.event, found.facts.blame
+    left = {c.step: (c.left, c.left_spread) for c in found.culprits}
+    instead = dict(zip(blame.replaced, zip(blame.replaced_left, blame.replaced_left_spread)))
     each = [
-        f"with batches like its own in place of step {step}'s, {_without(found, attrs['replaced'][str(step)])} "
-        f"({left[step]:.0%} without any batch there)"
-        for step in found.blamed
-        if str(step) in attrs["replaced"]
+        f"with batches like its own in place of step {step}'s, {_without(event, *instead[step])} "
+        f"({left[step][0]:.0%}{share_spread(left[step][1])} without any batch there)"
+        for step in blame.blamed
+        if step in instead
     ]
-    each += [
-        f"without step {step}, {_without(found, left[step])}"
-        for step in found.blamed
-        if str(step) not in attrs["replaced"]
-    ]
-    count, other = attrs["replaced_placebos"], attrs["replaced_placebos_change"]
+    each += [f"without step {step}, {_without(event, *left[step])}" for step in blame.blamed if step not in instead]
+    count, other = blame.replaced_placebos, blame.replaced_placebos_change
     others = f"with such batches in place of those of {count - other} of {count} other steps"
-    if attrs["replaced_kin"]:
-        others += f" of the same kind of data, {_placebos(attrs)}"
-    return f"{_steps(found.blamed)} did it: {'; '.join(each)}; and it stays {others}.{_cleared(found)}"
+    if blame.kin:
+        others += f" of the same kind of data, {_placebos(blame)}"
+    return f"{_steps(blame.blamed)} did it: {'; '.join(each)}; and it stays {others}.{_cleared(blame)}"
 
 
-def _cleared(found: FlightExplanation) -> str:
+def _cleared(blame: BlameFacts) -> str:
     """Steps without which the event is gone as well, and whose batches are sound."""
-    steps = found.data.attrs["cleared"]
-    if not steps:
+    if not blame.cleared:
         return ""
-    whose = "its own in place of it" if len(steps) == 1 else "their own in place of any of them"
+    whose = "its own in place of it" if len(blame.cleared) == 1 else "their own in place of any of them"
     return (
-        f" Without {_steps(steps).lower()} half of it would be gone, too, but not with batches like {whose}: what is "
-        "missed there is the kind of data, and the batch is sound."
+        f" Without {_steps(blame.cleared).lower()} half of it would be gone, too, but not with batches like {whose}: "
+        "what is missed there is the kind of data, and the batch is sound."
     )
 
 
@@ -140,112 +138,122 @@ def _listed(steps: Sequence[int]) -> str:
     return " and ".join(part for part in (", ".join(map(str, steps[:-1])), str(steps[-1])) if part)
 
 
-def _without(found: FlightExplanation, left: float) -> str:
-    if left <= found.data.attrs["gone"]:
-        return "there is no spike"
-    return f"{percent(left)} of the spike is left"
+def _without(event: EventFacts, left: float, spread: float) -> str:
+    return "there is no spike" if left <= event.gone else f"{percent(left, spread)} of the spike is left"
 
 
-def _placebos(attrs: dict[str, object]) -> str:
-    count, other = int(attrs["placebos"]), int(attrs["placebos_change"])  # type: ignore[call-overload]
-    if other == 0:
-        return f"and without any of {count} other steps it stays"
-    return f"and without {count - other} of {count} other steps it stays"
+def _placebos(blame: BlameFacts) -> str:
+    if blame.placebos_change == 0:
+        return f"and without any of {blame.placebos} other steps it stays"
+    return f"and without {blame.placebos - blame.placebos_change} of {blame.placebos} other steps it stays"
 
 
 def _group(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    names = _listed(found.blamed)
-    if attrs["replaced"]:
+    event, blame = found.facts.event, found.facts.blame
+    names = _listed(blame.blamed)
+    if blame.replaced:
         return _replaced(found)
-    if attrs["group"]:
-        others = f"{attrs['group_placebos']} other groups of {len(found.blamed)} steps"
-        kept = attrs["group_placebos"] - attrs["group_placebos_change"]
-        if attrs["group_replaced"]:
+    if blame.group:
+        others = f"{blame.group_placebos} other groups of {len(blame.blamed)} steps"
+        kept = blame.group_placebos - blame.group_placebos_change
+        if blame.group_replaced:
             return (
                 f"Steps {names} did it together: with batches like their own in place of theirs "
-                f"{attrs['group_left']:.0%} of {_spike(found)} is left, the own batch of each of them adds to it, and "
-                f"it stays with such batches in place of those of {kept} of {others}."
+                f"{blame.group_left:.0%}{share_spread(blame.group_left_spread)} of {_spike(event)} is left, the own "
+                f"batch of each of them adds to it, and it stays with such batches in place of those of {kept} of "
+                f"{others}."
             )
-        kind = " of the same kind of data" if attrs["replaced_kin"] else ""
+        kind = " of the same kind of data" if blame.kin else ""
         return (
-            f"Steps {names} did it together: without them {percent(attrs['group_left'])} of {_spike(found)} is left, "
-            f"with any one of them back at least {percent(attrs['group_back'])}, and it stays without {kept} of "
-            f"{others}{kind}."
+            f"Steps {names} did it together: without them {percent(blame.group_left, blame.group_left_spread)} of "
+            f"{_spike(event)} is left, with any one of them back at least "
+            f"{percent(blame.group_back, blame.group_back_spread)}, and it stays without {kept} of {others}{kind}."
         )
-    left = [c.left for c in found.culprits[: len(found.blamed)]]
+    most = max(found.culprits[: len(blame.blamed)], key=lambda c: c.left)
     return (
-        f"Steps {names} did it, and each was needed: without any one of them at most {max(left):.0%} of "
-        f"{_spike(found)} is left, {_placebos(attrs)}."
+        f"Steps {names} did it, and each was needed: without any one of them at most "
+        f"{most.left:.0%}{share_spread(most.left_spread)} of {_spike(event)} is left, {_placebos(blame)}."
     )
 
 
 def _own(found: FlightExplanation) -> str:
-    attrs, several = found.data.attrs, len(found.blamed) > 1
-    opening = f"The batch of step {attrs['step']} itself is the spike"
+    event, blame = found.facts.event, found.facts.blame
+    several = len(blame.blamed) > 1
+    opening = f"The batch of step {event.explained} itself is the spike"
     if several:
-        opening = f"The batches of steps {_listed(found.blamed)} themselves are the spike; that of step {attrs['step']}"
-    without = _without(found, attrs["group_left"] if several else attrs["own_left"])
-    left = f"{without.capitalize()} without {'them' if several else 'it'}"
-    return f"{opening}: {attrs['data']}. {left}, {_placebos(attrs)}."
+        opening = (
+            f"The batches of steps {_listed(blame.blamed)} themselves are the spike; that of step {event.explained}"
+        )
+    left = (blame.group_left, blame.group_left_spread) if several else (blame.own_left, blame.own_left_spread)
+    without = f"{_without(event, *left).capitalize()} without {'them' if several else 'it'}"
+    return f"{opening}: {found.facts.instruments.data_said}. {without}, {_placebos(blame)}."
 
 
 def _shift(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    return f"The data changed at step {attrs['step']}: {attrs['data']}. No batch is to blame."
+    facts = found.facts
+    return f"The data changed at step {facts.event.explained}: {facts.instruments.data_said}. No batch is to blame."
 
 
 def _hyperparameter(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    left = _without(found, attrs["hyperparameter_left"])
-    said = f"{attrs['hyperparameter_said']}; with the former value {left} (replayed)"
+    settings = found.facts.settings
+    left = _without(found.facts.event, settings.condition_left, settings.condition_left_spread)
+    said = f"{settings.condition}; with the former value {left} (replayed)"
     return f"A hyperparameter did it: {said}. No batch is to blame."
 
 
-def _condition(found: FlightExplanation) -> str:
+def _condition(facts: Facts) -> str:
     """A change that lasts, without which the blamed batch would not have done it."""
-    attrs = found.data.attrs
-    if not found.blamed or attrs["hyperparameter_said"] is None:
+    settings = facts.settings
+    if not facts.blame.blamed or settings.condition is None:
         return ""
-    said, left = attrs["hyperparameter_said"], attrs["hyperparameter_left"]
-    return f"In this window, {said}; with the former value, too, {_without(found, left)} (replayed)."
+    left = _without(facts.event, settings.condition_left, settings.condition_left_spread)
+    return f"In this window, {settings.condition}; with the former value, too, {left} (replayed)."
 
 
 def _instability(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    parts = ["No batch did this." if attrs["placebos"] else "No batch is known to have done this."]
-    many = attrs["placebos_change"] > BARS.unspecific * attrs["placebos"]
+    blame = found.facts.blame
+    parts = ["No batch did this." if blame.placebos else "No batch is known to have done this."]
+    many = blame.placebos_change > BARS.unspecific * blame.placebos
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
-    if attrs["placebos_change"] > BARS.specific * attrs["placebos"]:
+    if blame.placebos_change > BARS.specific * blame.placebos:
         parts.append(
-            f"Leaving out {attrs['placebos_change']} of {attrs['placebos']} steps that nobody suspects removes the "
+            f"Leaving out {blame.placebos_change} of {blame.placebos} steps that nobody suspects removes the "
             f"spike, doubles it or moves it: {meaning}."
         )
-    parts.append(several(attrs))
-    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(attrs)]
+    parts += [several(blame), _lucky(found)]
+    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
     parts.append(treated(found))
     return " ".join(part for part in parts if part)
 
 
-def several(attrs: dict[str, Any]) -> str:
+def several(blame: BlameFacts) -> str:
     """Where each of several steps removes it and none is blamed, because as many others do, too."""
-    if not attrs["several_acquitted"]:
+    if not blame.several_acquitted:
         return ""
     return (
         "Each of several steps removes it alone, and as many other steps left out at once remove it, double it or move "
-        f"it, too, in {attrs['several_change']} of {attrs['several']} cases: none of them is special."
+        f"it, too, in {blame.several_change} of {blame.several} cases: none of them is special."
     )
 
 
-def _instruments(attrs: dict[str, object]) -> list[str]:
+def _lucky(found: FlightExplanation) -> str:
+    """Steps without which it was gone in one run, and not in a second one."""
+    steps = found.data["step"].values[found.data["lucky"].values].tolist()
+    if not steps:
+        return ""
+    return (
+        f"Without {_steps(steps).lower()} half of it was gone in one run, and not in a second one, which began a "
+        "rounding away: in this run that is luck."
+    )
+
+
+def _instruments(instruments: InstrumentFacts) -> list[str]:
     """Those that speak for instability."""
-    said = []
-    if attrs["update_large"]:
-        said.append(str(attrs["update"]))
-    if not attrs["linear_ok"]:
-        said.append(str(attrs["growth"]).partition(":")[0])
-    if "above" in str(attrs["sharpness"]):
-        said.append(str(attrs["sharpness"]))
+    said = [instruments.update_said] if instruments.update_large else []
+    if instruments.amplification is not None and not instruments.linear_ok:
+        said.append(instruments.amplification.grown)
+    if instruments.sharp is not None and instruments.sharp.unstable:
+        said.append(instruments.sharp.sentence)
     return said
 
 
@@ -264,75 +272,75 @@ def treated(found: FlightExplanation) -> str:
 
 
 def _unknown(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    tried = found.tried
-    if attrs["lost_in_scatter"]:
-        return f"What caused {_spike(found)} is not known."
-    if attrs["rose_before"]:
+    event, blame, tried = found.facts.event, found.facts.blame, found.tried
+    if found.facts.replay.lost_in_scatter:
+        return f"What caused {_spike(event)} is not known."
+    if event.rose_before:
         return risen(found)
-    if not attrs["value"] > _level(found):
-        return f"Whether the {found.quantity} {attrs['value']:.4g} of step {attrs['step']} is a spike is not known."
+    if not event.value > _level(event):
+        return f"Whether the {event.quantity} {event.value:.4g} of step {event.explained} is a spike is not known."
     if not tried:
-        said = f"Nothing was run again without a step, so no cause of {_spike(found)} is proved: pass verify=k."
+        said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
     each = (
         f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
     )
-    seen = f"without {each} {least.left:.0%} of it stays"
+    stays = f"{least.left:.0%}{share_spread(least.left_spread)} of it stays"
+    seen = f"without {each} {stays}"
     if least.left <= BARS.half:
-        seen = f"without step {least.step} {least.left:.0%} of it stays, and nothing shows that this is special"
-        if attrs["cleared"]:
-            seen = f"no batch is bad by itself.{_cleared(found).removesuffix('.')}"
-    higher = attrs["highest"] != attrs["step"]  # another event may have come after the one that is explained
-    parts = [f"What caused {_spike(found)} is not known: {seen}.", several(attrs), treated(found)]
+        seen = f"without step {least.step} {stays}, and nothing shows that this is special"
+        if blame.cleared:
+            seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
+    higher = event.highest != event.explained  # another event may have come after the one that is explained
+    parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found), treated(found)]
     if higher:
-        parts.append(f"Its largest {found.quantity} is that of step {attrs['highest']}: ask for that one, too.")
+        parts.append(f"Its largest {event.quantity} is that of step {event.highest}: ask for that one, too.")
     return " ".join(part for part in parts if part)
 
 
 def _not_a_number(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    opening = (
-        f"The loss or gradient of step {attrs['asked']} is not finite; step {attrs['step']} is the last finite one"
-    )
-    if attrs["asked"] == attrs["step"]:
+    event, settings = found.facts.event, found.facts.settings
+    opening = f"The loss or gradient of step {event.asked} is not finite; step {event.explained} is the last finite one"
+    if event.asked == event.explained:
         opening = (
-            f"The loss or gradient of step {attrs['asked']} is not finite, and it is the first recorded step, so that "
+            f"The loss or gradient of step {event.asked} is not finite, and it is the first recorded step, so that "
             "no step before it can be asked: "
         ) + (
             "next time start the recorder earlier, from weights whose loss is finite"
-            if attrs["asked"]
+            if event.asked
             else "the run begins with it, so that the cause lies in the weights, the data or the loss itself"
         )
-    said = attrs["not_a_number"]
+    said = found.facts.instruments.not_a_number_said
     parts = [f"{opening}."] + ([f"{said[0].upper()}{said[1:]}."] if said else [])
-    for change, finite in zip(attrs["changes"], attrs["finite_with"]):
+    for change, finite in zip(settings.settings, settings.setting_finite):
         now = "is finite" if finite else "is not finite either"
-        parts.append(f"Before it, {change}: with the former value step {attrs['asked']} {now} (replayed).")
+        parts.append(f"Before it, {change}: with the former value step {event.asked} {now} (replayed).")
     return " ".join(parts)
 
 
 def _no_spike(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
-    if attrs["nothing_seen"] and found.quantity == "loss":
-        return str(attrs["nothing_seen"])
+    event, recording = found.facts.event, found.facts.recording
+    if recording.nothing_seen and event.quantity == "loss":
+        return recording.nothing_seen
     return (
-        f"Step {attrs['step']} is no spike: its {found.quantity} {attrs['value']:.4g} lies within the usual spread "
-        f"(median {attrs['usual']:.4g}, σ {attrs['sigma']:.2g})."
+        f"Step {event.explained} is no spike: its {event.quantity} {event.value:.4g} lies within the usual spread "
+        f"(median {event.usual:.4g}, σ {event.sigma:.2g})."
     )
 
 
 def _norm_first(found: FlightExplanation) -> str:
     """The gradient norm stands out, and the loss less or not at all."""
-    attrs, at = found.data.attrs, found.data["place"].values.tolist().index(found.data.attrs["step"])
-    norms, (middle, sigma) = found.data["norm"].values[: at + 1].tolist(), attrs["loss_usual"]
-    z, sigmas = robust_z(norms[-1], norms[:-1]), (float(found.data["loss"][at]) - middle) / max(sigma, 1e-300)
+    event = found.facts.event
+    at, middle = found.data["place"].values.tolist().index(event.explained), event.loss_usual
+    norms = found.data["norm"].values[: at + 1].tolist()
+    z = robust_z(norms[-1], norms[:-1])
+    sigmas = (float(found.data["loss"][at]) - middle) / max(event.loss_sigma, 1e-300)
     far = f"{z:.0f}" if z < 1000 else "more than 1000"
     loss, side = ("less", "above") if sigmas > 0 else ("falls", "below")
     loss = "does not" if abs(sigmas) <= BARS.gone else loss
     return (
-        f"The gradient norm of step {attrs['step']} stands out, {norms[-1]:.4g}, {far} robust σ above its median "
+        f"The gradient norm of step {event.explained} stands out, {norms[-1]:.4g}, {far} robust σ above its median "
         f"{usual(norms[:-1])[0]:.4g}, and the loss {loss}, {abs(sigmas):.1f} robust σ {side} its usual {middle:.4g}"
     )
 
@@ -352,7 +360,7 @@ SAID = {
 
 def right(found: FlightExplanation, best: Culprit) -> bool:
     """Was the step predicted well enough to speak of the parts of the prediction?"""
-    return found.data.attrs["linear_ok"] and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
+    return found.facts.instruments.linear_ok and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
 
 
 def _waited(found: FlightExplanation, best: Culprit) -> str:
@@ -369,7 +377,7 @@ def _waited(found: FlightExplanation, best: Culprit) -> str:
 def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
     shares = [share for _, share in best.examples]
     if not shares:
-        note = found.data.attrs["examples"].get(str(best.step), "")
+        note = str(found.data["example_note"].sel({"step": best.step}).item())
         return [f"Its examples were not ranked: {note}."] if note else []
     total = sum(abs(share) for share in shares)
     few = [(i, share) for i, share in best.examples[:FEW] if share > 0.5 * shares[0] > 0]
@@ -380,18 +388,3 @@ def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
     return [
         f"Inside it, example{'s' if len(few) > 1 else ''} {names} carr{'y' if len(few) > 1 else 'ies'} {carried:.0%}."
     ]
-
-
-def outcome(data: xr.Dataset, i: int) -> str:
-    """What became of the event under a treatment."""
-    if bool(data["treatment_prevents"][i]):
-        return "prevents it"
-    if bool(data["treatment_blows_up"][i]):
-        return "blows up"
-    left = float(data["treatment_left"][i])
-    if bool(data["treatment_delays"][i]):
-        return "delays it"
-    if bool(data["treatment_lucky"][i]):
-        return f"prevents it, and leaves {percent(left)} from one rounding away"
-    so_far = " so far" if math.isnan(float(data["treatment_after"][i])) else ""  # half was there, and the run ended
-    return f"leaves {percent(left)}{so_far}" if left < 10 else "makes it worse"

@@ -11,6 +11,9 @@ import numpy as np
 
 from ..recorder.event import BARS
 from ..recorder.explanation import OFF_SCALE
+from ..recorder.facts import EventFacts
+from ..recorder.verdict import CALM
+from ..recorder.words import share_spread
 from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ EVENT = "rgba(200, 67, 43, 0.07)"  # the stretch of the event
 USUAL_UPDATE = (0.5, 1.2)  # RMS of g/√v̂ of ordinary steps
 BACK = 16  # steps before the event in the picture of treatments: the earliest that one of them touches
 MOST_LEFT = 2.0  # of the event: runs that leave more have an arrow for a mark
+Mark = tuple[int, float, float]  # a step, what is left without it, and its ±
 FRAME = 1.6  # times the largest measured effect: a prediction beyond it is not drawn
 
 
@@ -33,7 +37,7 @@ def course_figure(found: FlightExplanation) -> Figure:
     learning rate and update size."""
     from plotly.subplots import make_subplots
 
-    data, attrs = found.data, found.data.attrs
+    data, event = found.data, found.facts.event
     both = {"loss": data["loss"].values, "gradient norm": data["norm"].values}
     rows = [*((name, values) for name, values in both.items() if name != found.quantity)]
     rows.append(("learning rate", data["lr"].values))
@@ -61,18 +65,18 @@ def course_figure(found: FlightExplanation) -> Figure:
         figure.add_hrect(
             y0=USUAL_UPDATE[0], y1=USUAL_UPDATE[1], line_width=0, fillcolor=BAND, layer="below", row=4, col=1
         )
-    if attrs["event"] not in ("no spike", "not a number"):
-        _shade_event(figure, attrs, "all")
+    if event.kind not in CALM:
+        _shade_event(figure, event, "all")
     _mark_steps(figure, found)
     return figure
 
 
 def _add_course(figure: Figure, found: FlightExplanation) -> None:
-    data, attrs, course = found.data, found.data.attrs, found.course
+    data, event, course = found.data, found.facts.event, found.course
     figure.add_scatter(
         x=data["place"].values.tolist(),
         y=gaps(course),
-        customdata=data["batch_index"].values.tolist(),
+        customdata=data["batch_index"].values[:, 0].tolist(),
         mode="lines+markers",
         line={"color": INK, "width": 1.5},
         marker={"size": 4},
@@ -81,8 +85,8 @@ def _add_course(figure: Figure, found: FlightExplanation) -> None:
         col=1,
     )
     figure.add_scatter(
-        x=[attrs["step"]],
-        y=[attrs["value"]],
+        x=[event.explained],
+        y=[event.value],
         mode="markers",
         marker={"size": 13, "color": "rgba(0,0,0,0)", "line": {"color": RAISES, "width": 2.5}},
         hoverinfo="skip",
@@ -91,17 +95,17 @@ def _add_course(figure: Figure, found: FlightExplanation) -> None:
     )
     if not np.isfinite(course).any():
         return
-    low = max(attrs["usual"] - BARS.gone * attrs["sigma"], float(np.nanmin(course)))
-    high = attrs["usual"] + BARS.gone * attrs["sigma"]
+    low = max(event.usual - BARS.gone * event.sigma, float(np.nanmin(course)))
+    high = event.usual + BARS.gone * event.sigma
     figure.add_hrect(y0=low, y1=high, line_width=0, fillcolor=BAND, layer="below", row=1, col=1)
 
 
 def _mark_steps(figure: Figure, found: FlightExplanation) -> None:
     """An upright line at each step that the verdict names, its number above the frame."""
-    attrs = found.data.attrs
+    asked = found.facts.event.asked
     marks = {step: f"step {step}" for step in found.blamed}
     if found.kind == "not a number":
-        marks = {attrs["asked"]: f"step {attrs['asked']}: not finite"}
+        marks = {asked: f"step {asked}: not finite"}
     for i, (step, text) in enumerate(sorted(marks.items())):
         figure.add_vline(x=step, line={"color": RAISES, "width": 1.5, "dash": "dash"}, row="all", col=1)
         late = step > float(np.mean(found.data["place"].values))
@@ -122,9 +126,8 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
     """The run as it was, and the runs that are spared the event."""
     import plotly.graph_objects as go
 
-    attrs = found.data.attrs
-    steps = found.data["place"].values.tolist()
-    start = max(0, steps.index(attrs["stretch"][0]) - BACK)
+    event, steps = found.facts.event, found.data["place"].values.tolist()
+    start = max(0, steps.index(event.onset) - BACK)
     figure = go.Figure()
     others = [run for run in runs if not run.chosen]
     for i, run in enumerate(others):
@@ -164,7 +167,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
     style(figure, "step", found.quantity, height=380)
     if _wide(np.array([found.course[start:], *(run.values[start:] for run in runs)])):
         figure.update_yaxes(type="log", dtick=1, exponentformat="power")
-    _shade_event(figure, attrs, None)
+    _shade_event(figure, event, None)
     key_above(figure)
     figure.update_layout(showlegend=True)
     return figure
@@ -184,7 +187,7 @@ def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: S
         _add_left(figure, found, culprits)
     _add_parts(figure, culprits, drawn, len(heights))
     titles = ["left of the event"] if tried else []
-    _styled_rows(figure, [*titles, f"added at step {found.data.attrs['step']}"], 200 + 190 * len(heights))
+    _styled_rows(figure, [*titles, f"added at step {found.facts.event.explained}"], 200 + 190 * len(heights))
     if tried:
         most = max([1.0, *(min(c.left, MOST_LEFT) for c in culprits if not math.isnan(c.left))])
         figure.update_yaxes(range=[-0.05, 1.1 * most], tickformat=".0%", row=1, col=1)
@@ -198,19 +201,18 @@ def trial_figure(found: FlightExplanation, culprits: Sequence[Culprit], drawn: S
 
 def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culprit]) -> None:
     """What is left without each step that was tried, and without a group together."""
-    attrs, blamed = found.data.attrs, set(found.blamed)
-    tried = [(c.step, c.left, c.step in blamed, c.role) for c in culprits if c.role]
-    if attrs["step"] in blamed:  # it is no culprit of its own loss
-        tried.append((attrs["step"], attrs["own_left"], True, "suspect"))
-    placebos = [(step, left) for step, left, _, role in tried if role == "placebo"]
-    suspects = [(step, left) for step, left, is_blamed, role in tried if role == "suspect" and not is_blamed]
-    guilty = [(step, left) for step, left, is_blamed, _ in tried if is_blamed]
-    _add_marks(figure, "without a placebo", placebos, symbol="diamond-open", colour=FAINT)
-    _add_marks(figure, "without a suspect", suspects, symbol="circle", colour=LOWERS)
-    _add_marks(figure, "without a blamed step", guilty, symbol="circle", colour=RAISES)
-    if attrs["group"] and blamed:
-        together = [(step, attrs["group_left"]) for step in attrs["group"]]
-        name = "other batches at all that are blamed" if attrs["group_replaced"] else "without all that are blamed"
+    explained, blame = found.facts.event.explained, found.facts.blame
+    marks: dict[str, list[Mark]] = {"placebo": [], "suspect": [], "blamed": []}
+    for c in (c for c in culprits if c.role):
+        marks["blamed" if c.step in blame.blamed else c.role].append((c.step, c.left, c.left_spread))
+    if explained in blame.blamed:  # it is no culprit of its own loss
+        marks["blamed"].append((explained, blame.own_left, blame.own_left_spread))
+    _add_marks(figure, "without a placebo", marks["placebo"], symbol="diamond-open", colour=FAINT)
+    _add_marks(figure, "without a suspect", marks["suspect"], symbol="circle", colour=LOWERS)
+    _add_marks(figure, "without a blamed step", marks["blamed"], symbol="circle", colour=RAISES)
+    if blame.group and blame.blamed:
+        together = [(step, blame.group_left, blame.group_left_spread) for step in blame.group]
+        name = "other batches at all that are blamed" if blame.group_replaced else "without all that are blamed"
         _add_marks(figure, name, together, symbol="square", colour=RAISES, mode="lines+markers")
     figure.add_hline(
         y=BARS.half,
@@ -224,16 +226,20 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
 
 
 def _add_marks(
-    figure: Figure, name: str, tried: Sequence[tuple[int, float]], *, symbol: str, colour: str, mode: str = "markers"
+    figure: Figure, name: str, tried: Sequence[Mark], *, symbol: str, colour: str, mode: str = "markers"
 ) -> None:
-    """(step, what is left without it); what is more than the frame holds has an arrow for a mark."""
+    """What is more than the frame holds has an arrow for a mark."""
     if not tried:
         return
-    beyond = [not left <= MOST_LEFT for _, left in tried]
-    words = [f"more than {MOST_LEFT:.0%}" if far else f"{left:.0%}" for (_, left), far in zip(tried, beyond)]
+    beyond = [not left <= MOST_LEFT for _, left, _ in tried]
+    words = [
+        f"more than {MOST_LEFT:.0%}" if far else f"{left:.0%}{share_spread(spread)}"
+        for (_, left, spread), far in zip(tried, beyond)
+    ]
     figure.add_scatter(
-        x=[step for step, _ in tried],
-        y=[MOST_LEFT if far else left for (_, left), far in zip(tried, beyond)],
+        x=[step for step, _, _ in tried],
+        y=[MOST_LEFT if far else left for (_, left, _), far in zip(tried, beyond)],
+        error_y=_error([math.nan if far else spread for (_, _, spread), far in zip(tried, beyond)], colour),
         customdata=words,
         mode=mode,
         line={"color": colour, "width": 1.5, "dash": "dot"},
@@ -255,11 +261,13 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
     measured = [c for c in culprits if math.isfinite(c.measured)]
     for name, some, width, opacity in (("predicted", drawn, 0.9, 0.28), ("measured", measured, 0.5, 1.0)):
         values = [c.predicted if name == "predicted" else c.measured for c in some]
+        spreads = [c.measured_spread if name == "measured" else math.nan for c in some]
         figure.add_bar(
             x=[c.step for c in some],
             y=values,
             width=width,
             opacity=opacity,
+            error_y=_error(spreads, INK),
             marker={"color": [RAISES if value > 0 else LOWERS for value in values]},
             showlegend=False,
             name=name,
@@ -270,6 +278,12 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
     figure.add_hline(y=0, line={"color": FAINT, "width": 1}, row=row, col=1)
 
 
+def _error(spreads: Sequence[float], colour: str) -> dict[str, Any]:
+    """Upright lines of ±; none where there is none."""
+    known = any(spread > 0 for spread in spreads)
+    return {"visible": known, "array": gaps(spreads), "color": colour, "thickness": 1, "width": 3} if known else {}
+
+
 def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:
     """The steps whose prediction has a size that may be drawn beside what is measured."""
     limit = _largest(found, culprits)
@@ -278,7 +292,7 @@ def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culp
 
 def _largest(found: FlightExplanation, culprits: Sequence[Culprit]) -> float:
     """The largest part that is drawn whole: a run that went away without some step must not flatten the others."""
-    measured = [abs(c.measured) for c in culprits if abs(c.measured) <= OFF_SCALE * found.data.attrs["peak"]]
+    measured = [abs(c.measured) for c in culprits if abs(c.measured) <= OFF_SCALE * found.facts.event.peak]
     return max([found.size, *(FRAME * value for value in measured)])
 
 
@@ -317,7 +331,7 @@ def _wide(values: np.ndarray) -> bool:
     return bool(known.size and known.min() > 0 and known.max() > WIDE * np.median(known))
 
 
-def _shade_event(figure: Figure, attrs: dict[str, Any], rows: str | None) -> None:
-    first, last = attrs["stretch"]
+def _shade_event(figure: Figure, event: EventFacts, rows: str | None) -> None:
+    first, last = event.onset, event.end
     where = {} if rows is None else {"row": rows, "col": 1}
     figure.add_vrect(x0=first - 0.5, x1=last + 0.5, line_width=0, fillcolor=EVENT, layer="below", **where)

@@ -12,8 +12,9 @@ import numpy as np
 
 from ..recorder.event import BARS
 from ..recorder.explanation import on_scale
-from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, value_after, with_an_effect
+from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, with_an_effect
 from ..recorder.verdict import CALM, right
+from ..recorder.words import plus_minus, share_spread
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
@@ -28,39 +29,6 @@ COMPARED = {
     "replace": "against the mean of the ordinary batches around it",
     "skip": "against no step",
 }
-INSTRUMENTS = {
-    "not_a_number": "What is not a number",
-    "data": "The data",
-    "update": "The update against its memory",
-    "growth": "How fast the run amplifies",
-    "sharpness": "How sharp the loss is",
-}
-SAID = (  # elsewhere on the page
-    *INSTRUMENTS,
-    *("kind", "event", "batches", "examples", "changes", "blamed", "replaced", "group", "group_left", "placebos"),
-    *(
-        "replaced_placebos",
-        "replaced_placebos_change",
-        "placebos_change",
-        "group_placebos",
-        "group_placebos_change",
-        "treatment",
-        "hyperparameter",
-        "missing",
-    ),
-    *(
-        "hyperparameter_said",
-        "hyperparameter_left",
-        "update_large",
-        "linear_ok",
-        "batch_is_bad",
-        "repeats",
-        "predicted",
-    ),
-    *("gone", "group_back", "after_wanted", "after_ends", "not_finite", "changes_left", "finite_with"),
-    *("rise", "rose_before", "starts_here", "more_recorded", "several", "several_change", "several_acquitted"),
-    *("scatter", "lost_in_scatter", "replay", "replayed", "check", "descriptions", "own_left", "which", "page"),
-)
 STYLE = """
 header .certificate li { padding: 6px 12px; margin-bottom: 4px; font-size: 14px; }
 header .certificate strong { line-height: 1.5; flex-basis: 78px; }
@@ -93,7 +61,7 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
         *_numbers(found, culprits),
         section(
             "Where this comes from",
-            provenance_table({key: _short(value) for key, value in found.data.attrs.items() if key not in SAID}),
+            provenance_table({key: _short(value) for key, value in _made_of(found).items()}),
         ),
     ]
     style = STYLE + steps.STYLE
@@ -111,31 +79,46 @@ def notebook_view(found: FlightExplanation) -> str:
 
 
 def _which(found: FlightExplanation) -> str:
-    which = str(found.data.attrs["which"])
+    which = found.facts.recording.which
     return f"<p class='story'>{escape(which)}</p>\n" if which else ""
 
 
 def _title(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
+    event = found.facts.event
     if found.kind == "not a number":
-        return f"What is not a number at step {attrs['asked']}"
+        return f"What is not a number at step {event.asked}"
     spike = "spike" if found.quantity == "loss" else f"spike of the {found.quantity}"
-    return f"The {found.quantity if found.kind == 'no spike' else spike} at step {attrs['step']}"
+    return f"The {found.quantity if found.kind == 'no spike' else spike} at step {event.explained}"
+
+
+def _made_of(found: FlightExplanation) -> dict[str, object]:
+    """The run, what was asked of it, and what made the result."""
+    event, recording = found.facts.event, found.facts.recording
+    return {
+        "run": recording.run,
+        "kept because": recording.reason,
+        "step": event.explained,
+        event.quantity: event.value,
+        f"usual {event.quantity}": event.usual,
+        "robust σ": event.sigma,
+        "compared with": found.facts.blame.ranked_by,
+        **found.data.attrs,
+    }
 
 
 # --- the page's parts
 
 
 def _course(found: FlightExplanation) -> str:
-    attrs = found.data.attrs
+    event = found.facts.event
     caption = (
         f"Grey: what was usual (median ± {BARS.gone:g} robust σ of what was before it). The ring is the "
-        f"{found.quantity} of step {attrs['step']}."
+        f"{found.quantity} of step {event.explained}."
     )
     if found.kind not in CALM:
         low, high = figures.USUAL_UPDATE
         caption += (
-            f" Red: the event, steps {attrs['stretch'][0]}–{attrs['stretch'][1]}. Last: the update's size against its "
+            f" Red: the event, steps {event.onset}–{event.end}. Last: the update's size against its "
             f"memory, grey where ordinary steps are ({low:g}–{high:g})."
         )
     if found.blamed:
@@ -173,16 +156,17 @@ def _treatments(found: FlightExplanation) -> list[str]:
 
 def _runs(found: FlightExplanation) -> str:
     """Each run that differs: what becomes of the event, and what it costs."""
-    runs, control, name = other_runs(found), value_after(found), found.quantity
+    runs, event, name = other_runs(found), found.facts.event, found.quantity
     if not runs:
         return ""
     heads = ("done otherwise", "the event", f"{name} after", "change")
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{text}</th>' for i, text in enumerate(heads))
     telling, idle = with_an_effect(runs)
-    rows = "\n".join(_run(run, control) for run in telling) + _idle(idle, runs)
+    rows = "\n".join(_run(run, event.tail) for run in telling) + _idle(idle, runs)
+    control = f"{event.tail:.4g}{plus_minus(event.tail_spread)}"
     return (
         "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
-        f"over. {name.capitalize()} after: the mean of the last of the window; change: against {control:.4g}, that of "
+        f"over. {name.capitalize()} after: the mean of the last of the window; change: against {control}, that of "
         "the run as it was.</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
@@ -199,30 +183,32 @@ def _idle(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
 def _run(run: OtherRun, control: float) -> str:
     marks = " ".join(word for word, is_so in (("prevents", run.prevents), ("chosen", run.chosen)) if is_so)
     known = math.isfinite(run.after)
-    after = f"{run.after:.4g}" if known else "" if math.isnan(run.after) else "not finite"
-    against = f"{run.after - control:+.3g}" if known else ""
+    spread = plus_minus(run.after_spread)
+    after = f"{run.after:.4g}{spread}" if known else "" if math.isnan(run.after) else "not finite"
+    against = f"{run.after - control:+.3g}{spread}" if known else ""
     cells = [escape(run.name), escape(run.word)]
     numbers = "".join(f"<td class='number'>{text}</td>" for text in (after, against))
     return f"<tr class='{marks}'>{''.join(f'<td>{cell}</td>' for cell in cells)}{numbers}</tr>"
 
 
 def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
-    attrs = found.data.attrs
+    facts = found.facts
     if found.kind in CALM:
         return []
     predicted = [c for c in culprits if not math.isnan(c.predicted)]
-    drawn = figures.drawable(found, predicted) if attrs["linear_ok"] else []
+    drawn = figures.drawable(found, predicted) if facts.instruments.linear_ok else []
     if not drawn and not any(c.role for c in culprits):
         return []
     words = ["Above: what is left of the event in the run without each step; placebos are steps that nobody suspects."]
     words += [
-        f"Below: what each step added to the {found.quantity} of step {attrs['step']}, "
-        f"{COMPARED[attrs['ranked_by']]}: measured"
+        f"Below: what each step added to the {found.quantity} of step {facts.event.explained}, "
+        f"{COMPARED[facts.blame.ranked_by]}: measured"
     ]
     words[-1] += ", and behind it, lighter, predicted." if drawn else "."
+    words += ["Upright lines: the ± of each."] if facts.replay.replays else []
     if not any(c.role for c in culprits):
         words = ["Nothing was run again without a step: these are predictions, not proofs."]
-    if predicted and not attrs["linear_ok"]:
+    if predicted and not facts.instruments.linear_ok:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
     elif len(drawn) < len(predicted):
         words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
@@ -249,7 +235,7 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
     if known is None:
         why = (
             "its prediction was wrong, and the parts of it would be too."
-            if found.data.attrs["linear_ok"]
+            if found.facts.instruments.linear_ok
             else "the run amplifies too fast for predictions, and for their parts, to mean anything."
         )
         told = f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: {why}"
@@ -286,7 +272,7 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
 
 def _examples(found: FlightExplanation, culprit: Culprit) -> str:
     heading = f"Inside the batch of step {culprit.step}"
-    note = found.data.attrs["examples"].get(str(culprit.step), "")
+    note = str(found.data["example_note"].sel({"step": culprit.step}).item())
     if not culprit.examples:
         reason = note or "they were not looked at"
         return section(heading, f"<p class='story'>The examples were not ranked: {escape(reason)}.</p>")
@@ -302,15 +288,21 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 
 
 def _instruments(found: FlightExplanation) -> list[str]:
-    attrs = found.data.attrs
-    told = [(name, str(attrs[key])) for key, name in INSTRUMENTS.items() if attrs[key]]
-    before = f"Right before the event, at step {_before(found)}: "
-    told = [(name, before + text if name == INSTRUMENTS["update"] else text) for name, text in told]
+    seen, update = found.facts.instruments, found.facts.instruments.update_said
+    told = {
+        "What is not a number": seen.not_a_number_said,
+        "The data": seen.data_said,
+        "The update against its memory": update and f"Right before the event, at step {_before(found)}: {update}",
+        "How fast the run amplifies": "" if seen.amplification is None else seen.amplification.sentence,
+        "How sharp the loss is": "" if seen.sharp is None else seen.sharp.sentence,
+    }
     if found.kind not in CALM:
-        told.append(("Hyperparameters", "; ".join(attrs["changes"]) or "none changed in the window"))
-    if not told:
+        told["Hyperparameters"] = "; ".join(found.facts.settings.settings) or "none changed in the window"
+    rows = "\n".join(
+        f"<dt>{name}</dt><dd>{escape(text[0].upper() + text[1:])}.</dd>" for name, text in told.items() if text
+    )
+    if not rows:
         return []
-    rows = "\n".join(f"<dt>{name}</dt><dd>{escape(text[0].upper() + text[1:])}.</dd>" for name, text in told)
     return [section("The instruments", f"<dl class='instruments'>\n{rows}\n</dl>", *_layers(found))]
 
 
@@ -339,7 +331,7 @@ def _layers(found: FlightExplanation) -> list[str]:
 
 def _before(found: FlightExplanation) -> int:
     """The step right before the event."""
-    return int(max(found.data.attrs["stretch"][0] - 1, int(found.data["place"][0])))
+    return max(found.facts.event.onset - 1, int(found.data["place"][0]))
 
 
 def _rms(value: float) -> str:
@@ -353,7 +345,7 @@ def _numbers(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]
 
 
 def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
-    attrs = found.data.attrs
+    facts = found.facts
     tried, predicted = any(c.role for c in culprits), any(not math.isnan(c.predicted) for c in culprits)
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else [])]
     # parts of what means nothing, or was refuted, or not tried, would mean nothing either
@@ -365,8 +357,9 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     order += ["then as predicted" if tried else "As predicted"] if predicted else []
     return (
         "<div class='wide'><table class='sortable'>\n<caption>"
-        f"What each step added to the {found.quantity} of step {attrs['step']}, {COMPARED[attrs['ranked_by']]}; "
-        f"positive numbers raised it. {', '.join(order)}. Click a column to sort.</caption>\n"
+        f"What each step added to the {found.quantity} of step {facts.event.explained}, "
+        f"{COMPARED[facts.blame.ranked_by]}; positive numbers raised it. {', '.join(order)}. Click a column to "
+        "sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
 
@@ -377,7 +370,9 @@ def _row(found: FlightExplanation, culprit: Culprit, tried: bool, predicted: boo
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
-        cells += [number(culprit.left, _share(culprit.left)), _number(culprit.measured)]
+        share = _share(culprit.left)
+        cells.append(number(culprit.left, share and share + share_spread(culprit.left_spread)))
+        cells.append(_number(culprit.measured, culprit.measured_spread))
     cells += [_number(culprit.predicted)] if predicted else []
     parts = culprit.channels if right(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
     cells += [_number(on_scale(parts[name], found)) for name in channels]
@@ -388,8 +383,10 @@ def _short(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _number(value: float) -> str:
-    return number(value, "" if math.isnan(value) else "off scale" if math.isinf(value) else None)
+def _number(value: float, spread: float = math.nan) -> str:
+    if not math.isfinite(value):
+        return number(value, "" if math.isnan(value) else "off scale")
+    return number(value, f"{value:+.3g}{plus_minus(spread)}" if spread > 0 else None)
 
 
 def _share(left: float) -> str:

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..recorder.explanation import on_scale
+from ..recorder.explanation import batches_of, on_scale
+from ..recorder.facts import BlameFacts
 from ..recorder.verdict import right
+from ..recorder.words import plus_minus, share_spread
 from .inside_figures import CHANNELS
 from .shell import section
 
@@ -51,7 +53,7 @@ for (const name of ["course", "trials"]) {
 
 def step_list(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Section]:
     """Every step that can be opened: the explained one, those that were run again without, then the others."""
-    own = [_own(found)] if found.data.attrs["step"] in found.blamed or _seen(found) in found.descriptions else []
+    own = [_own(found)] if found.facts.event.explained in found.blamed or _seen(found) in found.descriptions else []
     tried = [_earlier(found, c, culprits) for c in culprits if c.role]
     rest = [_earlier(found, c, culprits) for c in culprits if not c.role]
     parts = [*own, *tried]
@@ -64,15 +66,15 @@ def step_list(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Sec
 
 def _seen(found: FlightExplanation) -> int:
     """The step that was asked about: the explained one, or the one after it that is not a number."""
-    return int(found.data.attrs["asked"])
+    return found.facts.event.asked
 
 
 def _own(found: FlightExplanation) -> str:
-    attrs, step = found.data.attrs, _seen(found)
+    blame, step = found.facts.blame, _seen(found)
     word = "blamed" if step in found.blamed else ""
-    says = "the step that is explained" if step == attrs["step"] else "the step that is not a number"
-    left = attrs["own_left"]
-    measured = [] if math.isnan(left) else [f"<p>Without it {left:.0%} of the event is left.</p>"]
+    says = "the step that is explained" if step == found.facts.event.explained else "the step that is not a number"
+    left = f"{blame.own_left:.0%}{share_spread(blame.own_left_spread)}"
+    measured = [] if math.isnan(blame.own_left) else [f"<p>Without it {left} of the event is left.</p>"]
     return _details(step, word, says, [*measured, _itself(found, step), _batch(found, step)])
 
 
@@ -80,7 +82,7 @@ def _earlier(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culp
     step = culprit.step
     word = "blamed" if step in found.blamed else culprit.role
     if culprit.role:
-        says = f"without it {_share(culprit.left)} of the event is left"
+        says = f"without it {_share(culprit.left, culprit.left_spread)} of the event is left"
         measured = _trial(found, culprit, culprits)
     else:
         says = f"predicted {_signed(culprit.predicted)}" if not math.isnan(culprit.predicted) else "nothing predicted"
@@ -104,12 +106,13 @@ def _details(step: int, word: str, says: str, parts: Iterable[str]) -> str:
 
 def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culprit]) -> str:
     """The run as it was, the run without the step, and the runs without placebos, side by side."""
-    attrs = found.data.attrs
-    value, others = attrs["value"], [c for c in culprits if c.role == "placebo" and c.step != culprit.step]
-    rows = [("as it was", _value(value), "100%")]
-    rows.append((f"without step {culprit.step}", _value(value - culprit.measured), _share(culprit.left)))
-    if culprit.step in attrs["group"]:
-        rows.append((_together(attrs), "", _share(attrs["group_left"])))
+    event, blame = found.facts.event, found.facts.blame
+    value, others = event.value, [c for c in culprits if c.role == "placebo" and c.step != culprit.step]
+    rows = [("as it was", _value(value, event.value_spread), "100%")]
+    without = _value(value - culprit.measured, culprit.measured_spread)
+    rows.append((f"without step {culprit.step}", without, _share(culprit.left, culprit.left_spread)))
+    if culprit.step in blame.group:
+        rows.append((_together(blame), "", _share(blame.group_left, blame.group_left_spread)))
     if others:
         name = f"without a placebo (median of {len(others)}; all of them)"
         rows.append(
@@ -120,35 +123,36 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
         for name, value, left in rows
     )
     added = (
-        f"So it added {_signed(culprit.measured)}."
+        f"So it added {_signed(culprit.measured)}{plus_minus(culprit.measured_spread)}."
         if math.isfinite(culprit.measured)
         else "Without it the run diverges."
     )
     return (
         "<div class='wide'><table><caption>Measured, in real runs</caption>\n"
-        f'<thead><tr><th></th><th scope="col" class="number">{found.quantity} of step {attrs["step"]}</th>'
+        f'<thead><tr><th></th><th scope="col" class="number">{found.quantity} of step {event.explained}</th>'
         f'<th scope="col" class="number">left of the event</th></tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
         f"<p>{added} {_prediction(found, culprit)}</p>"
     )
 
 
-def _together(attrs: dict[str, Any]) -> str:
+def _together(blame: BlameFacts) -> str:
     """What was done to the steps of a group."""
-    names = ", ".join(map(str, attrs["group"]))
-    if attrs["group_replaced"]:
+    names = ", ".join(map(str, blame.group))
+    if blame.group_replaced:
         return f"batches like their own in place of those of steps {names}"
     return f"without steps {names} together"
 
 
 def _prediction(found: FlightExplanation, culprit: Culprit) -> str:
-    attrs = found.data.attrs
-    if not attrs["linear_ok"]:
+    if not found.facts.instruments.linear_ok:
         return "Nothing was predicted: the run amplifies too fast."
     if math.isnan(culprit.predicted):
         return "Nothing was predicted."
     if math.isinf(culprit.predicted):
         return "Its prediction is off the scale."
-    return f"Predicted to add {_signed(culprit.predicted)} to the {found.quantity} of step {attrs['step']}."
+    return (
+        f"Predicted to add {_signed(culprit.predicted)} to the {found.quantity} of step {found.facts.event.explained}."
+    )
 
 
 def _spread(values: Sequence[float], word: Callable[[float], str]) -> str:
@@ -171,7 +175,7 @@ def _itself(found: FlightExplanation, step: int) -> str:
 
 def _batch(found: FlightExplanation, step: int) -> str:
     """Where it lies in the data, and what it looks like where that was asked for."""
-    indices = ", ".join(map(str, found.data.attrs["batches"][str(step)]))
+    indices = ", ".join(map(str, batches_of(found, step)))
     seen = found.descriptions.get(step)
     text = f"<h3>Its batch</h3>\n<p>Index in the data: {indices}.</p>"
     if isinstance(seen, bytes):
@@ -182,12 +186,12 @@ def _batch(found: FlightExplanation, step: int) -> str:
 
 def _inside(found: FlightExplanation, culprit: Culprit) -> list[str]:
     """Its examples, memories and layers as predicted, where the prediction was not refuted."""
-    attrs = found.data.attrs
-    if not attrs["linear_ok"] or not math.isfinite(culprit.predicted):
+    facts = found.facts
+    if not facts.instruments.linear_ok or not math.isfinite(culprit.predicted):
         return []
     if culprit.role and not right(found, culprit):
         return ["<p>Its examples, memories and layers are not shown: the prediction of the step was wrong.</p>"]
-    layers = found.data["layer_contribution"].sel({"change": attrs["ranked_by"], "step": culprit.step})
+    layers = found.data["layer_contribution"].sel({"change": facts.blame.ranked_by, "step": culprit.step})
     by_layer = sorted(zip(map(str, layers["layer"].values), layers.values.tolist()), key=lambda part: -abs(part[1]))
     channels = [(CHANNELS[name][0], on_scale(part, found)) for name, part in culprit.channels.items()]
     carried = [(name, on_scale(part, found)) for name, part in by_layer[:LAYERS]]
@@ -215,13 +219,13 @@ def _lines(parts: Iterable[str]) -> str:
     return "\n".join(parts)
 
 
-def _value(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+def _value(value: float, spread: float = math.nan) -> str:
+    return f"{value:.4g}{plus_minus(spread)}" if math.isfinite(value) else "not finite"
 
 
 def _signed(value: float) -> str:
     return f"{value:+.3g}" if math.isfinite(value) else "off the scale"
 
 
-def _share(left: float) -> str:
-    return f"{left:.0%}" if left < 10 else "more than 10 times"
+def _share(left: float, spread: float = math.nan) -> str:
+    return f"{left:.0%}{share_spread(spread)}" if left < 10 else "more than 10 times"

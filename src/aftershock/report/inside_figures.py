@@ -61,7 +61,7 @@ def layer_figure(found: FlightExplanation, step: int) -> Figure:
     """Through which layers a step acted."""
     import plotly.graph_objects as go
 
-    values = found.data["layer_contribution"].sel({"change": found.data.attrs["ranked_by"], "step": step})
+    values = found.data["layer_contribution"].sel({"change": found.facts.blame.ranked_by, "step": step})
     order = np.argsort(-np.abs(values.values))[:LAYERS][::-1]
     names = [str(values["layer"].values[i]) for i in order]
     figure = go.Figure()

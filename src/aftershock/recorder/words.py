@@ -1,0 +1,25 @@
+"""Numbers as they are read: a share of the event, a number with its ±."""
+
+from __future__ import annotations
+
+import math
+
+
+def percent(left: float, spread: float = math.nan) -> str:
+    """A share that is left of an event: not nothing."""
+    if math.isinf(left):
+        return "infinitely much (it diverges)"
+    less = left < 0.01 and not spread > 0
+    return "less than 1%" if less else f"{left:.0%}{share_spread(spread)}"
+
+
+def share_spread(spread: float) -> str:
+    """The ± of a share; nothing where there is none."""
+    if not spread > 0:
+        return ""
+    return f" ± {spread:.0%}" if spread >= 0.1 else f" ± {100 * spread:.2g}%"
+
+
+def plus_minus(spread: float) -> str:
+    """The ± of a number; nothing where there is none."""
+    return f" ± {spread:.2g}" if spread > 0 else ""
