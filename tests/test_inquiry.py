@@ -21,6 +21,7 @@ from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
+from aftershock.recorder.scatter import Scatter
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
 from aftershock.recorder.verdict import several
@@ -29,6 +30,7 @@ from .test_agreement import plain, running, squares
 
 QUIET, SPIKE, STEP = 20, 4.0, 20  # usual losses before the spike, its height, its place
 LOSSES = [1.0 + 0.01 * (i % 3) for i in range(QUIET)] + [1.0 + SPIKE] + [1.0] * 8
+OTHERWISE = [*LOSSES[:STEP], 1.0 + 1.1 * SPIKE, *LOSSES[STEP + 1 :]]  # a replay of a run that does not repeat itself
 EVENT = Event.of(LOSSES, STEP)
 Left = Callable[[frozenset[int]], float]
 
@@ -41,10 +43,14 @@ def test_the_largest_loss_of_an_event_may_come_after_the_explained_one() -> None
 
 class Runs:
     """Stands in for `run_again`: a run's spike is what `left` says of the steps that it leaves out, or `instead` of
-    those that it gives other batches; two steps later where `moves` says so."""
+    those that it gives other batches, or `again` where it starts a rounding away; two steps later where `moves` says
+    so."""
 
-    def __init__(self, left: Left, instead: Left, moves: Callable[[frozenset[int]], bool]) -> None:
-        self.left, self.instead, self.moves = left, instead, moves
+    def __init__(
+        self, left: Left, instead: Left, moves: Callable[[frozenset[int]], bool], again: Left | None = None
+    ) -> None:
+        self.left, self.instead, self.moves, self.again = left, instead, moves, again
+        self.twice = list[frozenset[int]]()
         self.ends = dict[frozenset[int], str]()
 
     def __call__(
@@ -55,6 +61,10 @@ class Runs:
 
     def _losses(self, run: Run) -> dict[int, float]:
         left = self.left(run.left_out) if run.left_out else self.instead(frozenset(run.steps))
+        if run.jittered:
+            assert self.again is not None, "a run that repeats itself is run once"
+            self.twice.append(frozenset(run.steps))
+            left = self.again(frozenset(run.steps))
         high = STEP + 2 * self.moves(run.left_out)
         return {i: 1.0 + SPIKE * left if i == high else min(LOSSES[i], 1.02) for i in range(run.at, len(LOSSES))}
 
@@ -67,17 +77,20 @@ def asked_of(
     *,
     moves: Callable[[frozenset[int]], bool] = lambda out: False,
     rare: Sequence[int] = (),
+    again: Left | None = None,
     **options: Any,
 ) -> Inquiry:
-    """instead: what is left with batches like their own in place of some. rare: steps with another kind of data."""
+    """instead: what is left with batches like their own in place of some. rare: steps with another kind of data. again:
+    what is left in a second run, of one that does not repeat itself."""
     draw = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(64, 3, generator=draw) * torch.tensor([1.0, 1.0, 9.0 if i in rare else 1.0]) for i in range(29)
     ]
     steps = [Step(i, x, None, (), None) for i, x in enumerate(inputs)]  # type: ignore[arg-type]
     trajectory: Any = SimpleNamespace(steps=steps)
-    monkeypatch.setattr(trials, "run_again", Runs(left, instead, moves))
-    return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0} | options)
+    monkeypatch.setattr(trials, "run_again", Runs(left, instead, moves, again))
+    scatter = Scatter() if again is None else Scatter(tuple(dict(enumerate(values)) for values in (LOSSES, OTHERWISE)))
+    return inquire(trajectory, EVENT, suspected, **{"placebos": 8, "seed": 0, "scatter": scatter} | options)
 
 
 def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back(
@@ -116,6 +129,64 @@ def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_
     assert f"too, in 2 of {len(nobody.several)} cases: none of them is special." in several(told)
     told.several_acquitted = False
     assert several(told) == ""
+
+
+# --- where the run does not repeat itself
+
+
+def lefts(found: Inquiry) -> dict[int, tuple[float, float, bool]]:
+    return {t.steps[0]: (round(t.left, 2), round(t.left_spread, 2), t.lucky) for t in found.suspects}
+
+
+def test_a_blame_that_holds_in_one_run_alone_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(out: frozenset[int]) -> float:
+        return 0.1 if 7 in out else 0.9
+
+    holds = asked_of(left, [7, 9], monkeypatch, again=lambda out: 0.25)
+    assert holds.blamed == (7,)
+    # the worse of both is told; what is left of replays of the unchanged run is 0.1 apart, and of the two runs 0.15
+    assert lefts(holds) == {7: (0.25, 0.15, False), 9: (0.9, 0.1, False)}
+    assert trials.run_again.twice == [{7}]  # type: ignore[attr-defined]  # what keeps the event is run once
+    lucky = asked_of(left, [7, 9], monkeypatch, again=lambda out: 0.8, groups=False)
+    assert lucky.blamed == ()
+    assert lefts(lucky) == {7: (0.8, 0.7, True), 9: (0.9, 0.1, False)}
+    alone = asked_of(left, [7, 9], monkeypatch)
+    assert alone.blamed == (7,)
+    assert math.isnan(alone.suspects[0].left_spread)
+
+
+def test_a_placebo_that_removes_it_in_one_run_alone_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    placebo = asked_of(lambda out: 0.9, [7], monkeypatch).placebos[0].steps[0]
+
+    def left(out: frozenset[int]) -> float:
+        return 0.1 if placebo in out else 0.3 if 7 in out else 0.9
+
+    assert placebo in asked_of(left, [7], monkeypatch).blamed
+    found = asked_of(left, [7], monkeypatch, again=lambda out: 0.9 if placebo in out else 0.3, groups=False)
+    assert found.blamed == (7,)
+    assert lefts(found)[placebo] == (0.9, 0.8, True)
+
+
+def test_a_group_and_batches_like_its_own_must_hold_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    guilty = frozenset((5, 6))
+
+    def left(out: frozenset[int]) -> float:
+        return 0.1 if guilty <= out else 0.8 - 0.05 * len(out & guilty)
+
+    twice = asked_of(left, [5, 6, 9], monkeypatch, again=left)
+    assert twice.blamed == (5, 6)
+    assert twice.group is not None
+    assert twice.group.left_spread == pytest.approx(0.1, abs=0.01)
+    assert asked_of(left, [5, 6, 9], monkeypatch, again=lambda out: 0.8).blamed == ()
+
+    def instead(steps: frozenset[int]) -> float:
+        return 0.2 if 5 in steps else 0.95
+
+    def without(out: frozenset[int]) -> float:
+        return 0.7 if 5 in out else 0.9
+
+    assert asked_of(without, [5, 9], monkeypatch, instead, again=instead, groups=False).blamed == (5,)
+    assert asked_of(without, [5, 9], monkeypatch, instead, again=lambda steps: 0.9, groups=False).blamed == ()
 
 
 def test_one_of_few_other_groups_acquits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

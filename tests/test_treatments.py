@@ -13,7 +13,7 @@ from aftershock.recorder import treatments
 from aftershock.recorder.event import Event
 from aftershock.recorder.other_runs import outcome
 from aftershock.recorder.reruns import Run
-from aftershock.recorder.treatments import Outcome, Treatment, proved
+from aftershock.recorder.treatments import Outcome, Treatment, proved, twice
 from aftershock.recorder.verdict import treated
 
 EVENT = Event.of([1.0] * 20 + [9.0] + [1.0] * 4, 20)
@@ -70,3 +70,15 @@ def test_what_helps_once_may_be_luck(
         return
     said = treated(SimpleNamespace(treatment=None, data=data))  # type: ignore[arg-type]
     assert said.startswith("2 of the 3 treatments that were tried prevent it, and none does so too")
+
+
+@pytest.mark.parametrize(("high", "removes"), [(1.5, True), (3.0, True), (8.0, False)])
+def test_what_a_second_run_does_not_do_is_not_told(monkeypatch: pytest.MonkeyPatch, high: float, removes: bool) -> None:
+    """A former value after which no event is left: in the second run a loss of up to `high`, of 9."""
+    monkeypatch.setattr(treatments, "run_again", lambda *_, **__: [CALM | {20: high}])
+    first = Outcome(Treatment("lr held", Run(19), 5), CALM, 0.0, True, False, 1.0)
+    told = twice(None, EVENT, first)  # type: ignore[arg-type]
+    left = (high - 1) / 8
+    assert (told.removes, told.prevents, told.lucky) == (removes, high < 2, high >= 2)
+    assert told.left == pytest.approx(0.0 if told.prevents else left, abs=1e-3)
+    assert told.left_apart == pytest.approx(left, abs=1e-3)

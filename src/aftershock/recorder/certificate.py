@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..results.certificate import TRUST, Certificate, Finding
 from .facts import Facts
 from .unrecorded import after
+from .verdict import CALM
 
 if TYPE_CHECKING:
     from .explanation import FlightExplanation
@@ -41,16 +42,20 @@ def _scatter(facts: Facts) -> list[Finding]:
         return []
     sentence = (
         f"± is how far apart the recording and {facts.replay.replays} replays of the unchanged run are in the same "
-        f"number (the {event.quantity} of step {event.explained}: {spread:.2g}), or, where that is more, two runs with "
-        "the same change, which start a rounding apart: what the verdict names was run twice, and holds in both."
+        f"number (the {event.quantity} of step {event.explained}: {spread:.2g})"
     )
-    return [Finding("care", "scatter", event.quantity, spread, 0.0, sentence)]
+    if event.kind not in CALM:
+        sentence += (
+            ", or, where that is more, two runs with the same change, which start a rounding apart: what the verdict "
+            "names was run twice, and holds in both"
+        )
+    return [Finding("care", "scatter", event.quantity, spread, 0.0, f"{sentence}.")]
 
 
 def _after(facts: Facts) -> list[Finding]:
     recording = facts.recording
     sentence = after(recording)
-    if facts.event.kind in ("no spike", "not a number") or not sentence:
+    if facts.event.kind in CALM or not sentence:
         return []
     return [Finding("care", "event", "steps after it", recording.after, recording.after_wanted, sentence)]
 

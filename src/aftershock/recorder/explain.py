@@ -165,7 +165,7 @@ def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int)
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
             least=LEAST if isinstance(verify, int) else len(accused),
             own=own_batches(f.replayed.trajectory, f.event) if bad_itself else (),
-            scatters=f.scatter.known,
+            scatter=f.scatter,
             tick=tick,
         )
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from ..errors import InvalidInput, MissingPackage
 from ..results.certificate import TRUST
-from ..results.files import load_dataset, write_whole
+from ..results.files import load_dataset, malformed, write_whole
 from ..results.labelled import LabelledResult
 from . import certificate as trust
 from . import verdict as saying
@@ -25,11 +26,10 @@ from .quantity import Quantity
 from .words import plus_minus, share_spread
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from ..results.certificate import Certificate
 
 SHOWN = 10
+KEPT_AS = "saved explanation of a flight"
 OFF_SCALE = TRUST.off_scale  # times the event: a prediction beyond it has no size
 COLUMNS = {  # side and least width
     "step": (">", 8), "delay": (">", 5), "role": ("<", 8),
@@ -62,6 +62,19 @@ class Culprit:
     channels: dict[str, float]  # the predicted contribution by where it waited: θ, m, v
     batches: tuple[int, ...]  # indices of its batches in the data
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
+
+
+class _Row(NamedTuple):
+    """What the dataset holds of one earlier step."""
+
+    step: int
+    contribution: np.ndarray  # by channel
+    measured: float
+    measured_spread: float
+    left: float
+    left_spread: float
+    role: str
+    example_share: np.ndarray
 
 
 class FlightExplanation(LabelledResult):
@@ -103,9 +116,12 @@ class FlightExplanation(LabelledResult):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """An explanation that was saved with `save`."""
-        return cls(load_dataset(Path(path), cls.wanted, "saved explanation of a flight"))
+        found = cls(load_dataset(Path(path), cls.wanted, KEPT_AS))
+        with malformed(Path(path), KEPT_AS):
+            str(found)  # every number that it states can be read
+        return found
 
-    @property
+    @functools.cached_property
     def facts(self) -> Facts:
         """What it states beside its numbers by step and treatment: the event, the recording, the replays, the blame,
         settings that changed, instruments."""
@@ -115,12 +131,12 @@ class FlightExplanation(LabelledResult):
     def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
         """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
         "no spike" or "unknown"."""
-        return str(self.data["kind"].item())
+        return self.facts.event.kind
 
     @property
     def blamed(self) -> tuple[int, ...]:
         """The steps that did it, by number: the event is gone without them, and not without others."""
-        return tuple(self.data["blamed"].values.tolist())
+        return self.facts.blame.blamed
 
     @property
     def treatment(self) -> str | None:
@@ -131,12 +147,12 @@ class FlightExplanation(LabelledResult):
     @property
     def hyperparameter(self) -> str | None:
         """The hyperparameter whose change did it."""
-        return str(self.data["hyperparameter"].item()) or None
+        return self.facts.settings.hyperparameter
 
     @property
     def quantity(self) -> Quantity:
         """What is explained: "loss" or "gradient norm"."""
-        return cast(Quantity, self.data["quantity"].item())
+        return self.facts.event.quantity
 
     @property
     def course(self) -> np.ndarray:
@@ -146,44 +162,36 @@ class FlightExplanation(LabelledResult):
     @property
     def size(self) -> float:
         """How far it is above what was usual before."""
-        return float(self.data["value"] - self.data["usual"])
+        return self.facts.event.size
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
         """Every step: the blamed, those that were run without by what is left of the event, the rest by prediction."""
-        predicted = self.data["contribution"].sel(change=self.data["ranked_by"].item())
-        totals = dict(zip(predicted["step"].values.tolist(), predicted.sum("channel", skipna=False).values))
-        left = dict(zip(predicted["step"].values.tolist(), self.data["left"].values))
-        blamed = self.blamed
+        data, blamed = self.data.sel(change=self.facts.blame.ranked_by), self.blamed
+        rows = [_Row(*row) for row in zip(*(data[name].values for name in _Row._fields))]
 
-        def rank(step: int) -> tuple[bool, float, float]:
-            tried = left[step] if math.isfinite(left[step]) or math.isinf(left[step]) else math.inf
-            guess = totals[step] if math.isfinite(totals[step]) else -math.inf
-            return step not in blamed, tried, -guess
+        def rank(row: _Row) -> tuple[bool, float, float]:
+            guess = row.contribution.sum()
+            tried = math.inf if math.isnan(row.left) else row.left
+            return row.step not in blamed, tried, -(guess if math.isfinite(guess) else -math.inf)
 
-        return tuple(self._culprit(step, predicted) for step in sorted(totals, key=rank))
+        return tuple(self._culprit(row, data["channel"].values.tolist()) for row in sorted(rows, key=rank))
 
-    def _culprit(self, step: int, predicted: xr.DataArray) -> Culprit:
-        row = predicted.sel(step=step)
-        own = self.data[["measured", "measured_spread", "left", "left_spread", "role", "example_share"]]
-        own = own.sel(step=step, change=predicted["change"])
-        shares = own["example_share"].values
-        order = [int(i) for i in np.argsort(-shares) if math.isfinite(shares[i])]
-        total = float(row.sum(skipna=False))
-        bounded = on_scale(total, self)
-        parts = {str(name): float(row.sel(channel=name)) for name in row["channel"].values}
+    def _culprit(self, row: _Row, channels: list[str]) -> Culprit:
+        predicted, shares = on_scale(float(row.contribution.sum()), self), row.example_share
+        parts = [math.nan] * len(channels) if math.isinf(predicted) else row.contribution.tolist()
         return Culprit(
-            step=step,
-            delay=int(self.data["explained"]) - step,
-            role=str(own["role"].item()),
-            predicted=bounded,
-            measured=float(own["measured"]),
-            measured_spread=float(own["measured_spread"]),
-            left=float(own["left"]),
-            left_spread=float(own["left_spread"]),
-            channels=dict.fromkeys(parts, math.nan) if math.isinf(bounded) else parts,
-            batches=batches_of(self, step),
-            examples=tuple((i, float(shares[i])) for i in order),
+            step=int(row.step),
+            delay=self.facts.event.explained - int(row.step),
+            role=str(row.role),
+            predicted=predicted,
+            measured=float(row.measured),
+            measured_spread=float(row.measured_spread),
+            left=float(row.left),
+            left_spread=float(row.left_spread),
+            channels=dict(zip(channels, parts)),
+            batches=batches_of(self, int(row.step)),
+            examples=tuple((int(i), float(shares[i])) for i in np.argsort(-shares) if math.isfinite(shares[i])),
         )
 
     @property
@@ -211,8 +219,8 @@ class FlightExplanation(LabelledResult):
     @property
     def skip(self) -> list[int]:
         """Indices of the batches to leave out: those of the blamed steps; none where no batch did it."""
-        if self.kind == "not a number" and bool(self.data["batch_is_bad"]):
-            return self.data["asked_batches"].values.tolist()
+        if self.kind == "not a number" and self.facts.instruments.batch_is_bad:
+            return list(self.facts.recording.asked_batches)
         return [index for step in self.blamed for index in batches_of(self, step)]
 
     def save_skip_list(self, path: str | Path) -> Path:
@@ -280,10 +288,11 @@ class FlightExplanation(LabelledResult):
         telling, idle = with_an_effect(runs)
         lines = ["What would have prevented it (each run again, until half of the event was there or it was over):"]
         width = max((len(run.name) for run in telling), default=0)
+        words = max([18, *(len(run.word) for run in telling)])
         for run in telling:
             known = not math.isnan(run.after)
             after = f"{self.quantity} after it {run.after:.4g}{plus_minus(run.after_spread)}" if known else ""
-            lines.append(f"  {run.name:<{width}}  {run.word:<18} {after}".rstrip())
+            lines.append(f"  {run.name:<{width}}  {run.word:<{words}} {after}".rstrip())
         return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
 
     def _steps(self) -> str:
@@ -313,15 +322,16 @@ class FlightExplanation(LabelledResult):
 
 def batches_of(found: FlightExplanation, step: int) -> tuple[int, ...]:
     """Indices in the data of the batches of a step: one of the window, or that which was asked about."""
-    if step not in found.data["place"].values:
+    places = found.data["place"].values.tolist()
+    if step not in places:
         return found.facts.recording.asked_batches
-    own = found.data[["batch_index", "batch_count"]].sel(place=step)
-    return tuple(own["batch_index"].values.tolist()[: int(own["batch_count"])])
+    at = places.index(step)
+    return tuple(found.data["batch_index"].values[at, : found.data["batch_count"].values[at]].tolist())
 
 
 def on_scale(value: float, found: FlightExplanation) -> float:
     """A predicted size; infinite where it is so many times the event that it has none."""
-    absurd = abs(value) > OFF_SCALE * max(float(found.data["peak"]), 0.0) > 0
+    absurd = abs(value) > OFF_SCALE * max(found.facts.event.peak, 0.0) > 0
     return math.copysign(math.inf, value) if absurd else value
 
 

@@ -8,8 +8,8 @@ number of that name: NaN where the run repeats itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, get_args, get_origin, get_type_hints
@@ -200,18 +200,20 @@ class _Form(NamedTuple):
     dimension: str | None
 
 
-def _forms(facts: type) -> Iterator[_Form]:
-    hints = get_type_hints(facts)
+@functools.cache
+def _forms(facts: type) -> tuple[_Form, ...]:
+    hints, found = get_type_hints(facts), []
     for each in dataclasses.fields(facts):
         hint = hints[each.name]
         optional = isinstance(hint, UnionType)
         kind = str if hint is Quantity else get_args(hint)[0] if optional or get_origin(hint) is tuple else hint
-        yield _Form(each.name, kind, optional, each.metadata.get("dimension"))
+        found.append(_Form(each.name, kind, optional, each.metadata.get("dimension")))
+    return tuple(found)
 
 
 def _variables(facts: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for form in _forms(type(facts)):
+    for form in _forms(facts.__class__):
         value, dtype = getattr(facts, form.name), DTYPES[form.kind]
         if form.optional and form.kind is not str:
             value, dtype = math.nan if value is None else value, np.float64
@@ -223,7 +225,7 @@ def _variables(facts: Any) -> dict[str, Any]:
 def _read(facts: type, data: xr.Dataset) -> Any:
     found: dict[str, Any] = {}
     for form in _forms(facts):
-        values = data[form.name].values
+        values = data.variables[form.name].values
         if form.dimension is not None:
             found[form.name] = tuple(map(form.kind, values.tolist()))
         else:

@@ -80,12 +80,17 @@ class Findings:
     def lost_in_scatter(self) -> bool:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
         event = self.event
-        return event.is_one and self.scatter.explained >= event.values[event.step] - event.usual
+        return event.is_one and self.value_spread >= event.values[event.step] - event.usual
+
+    @property
+    def value_spread(self) -> float:
+        """The ± of the explained value."""
+        return self.scatter.spread(lambda run: run[self.event.step])
 
     @functools.cached_property
     def scatter(self) -> Scatter:
         """The ± of what is measured, by replays of the unchanged run."""
-        return Scatter.of(self.replayed, self.event)
+        return Scatter.of(self.replayed, self.event.quantity)
 
     @property
     def rose_before(self) -> bool:

@@ -16,7 +16,6 @@ from ..core.state import CHANNELS
 from ..results.provenance import provenance
 from .examples import example_shares
 from .findings import Findings
-from .scatter import told
 from .stated import facts, left_spread
 from .sweep import CHANGES, readout_at
 from .treatments import sufficient
@@ -78,9 +77,9 @@ def _by_step(f: Findings) -> Variables:
             if at == last:
                 continue  # the explained step itself: its value is what is explained
             roles[at], lucky[at] = role, trial.lucky
-            left[at], left_spread[at] = trial.left, told(f.scatter.left, trial.left_spread)
+            left[at], left_spread[at] = trial.left, trial.left_spread
             measured[row, at] = values[last] - trial.values[last]
-            measured_spread[row, at] = told(f.scatter.explained, trial.value_spread)
+            measured_spread[row, at] = trial.value_spread
             for i in range(at + 1, max(trial.values) + 1):
                 emergence[at, i - at - 1] = values[i] - trial.values[i]
     return {
@@ -104,7 +103,7 @@ def _by_place(f: Findings) -> Variables:
     return {
         "loss": ("place", [step.loss for step in steps]),
         "norm": ("place", [step.clip.norm for step in steps]),
-        "spread": ("place", list(f.scatter.value)),
+        "spread": ("place", [f.scatter.spread(lambda run, i=i: run[i]) for i in range(len(steps))]),  # type: ignore[misc]
         "clip_factor": ("place", [step.clip.factor for step in steps]),
         "lr": ("place", [record.lr for record in records]),
         "update_size": ("place", [math.nan] * len(steps) if f.updates is None else f.updates.whole.numpy()),
@@ -121,7 +120,7 @@ def _by_treatment(f: Findings) -> Variables:
         "left": [o.left for o in tried],
         "left_spread": [left_spread(f, o) for o in tried],
         "after": [o.after for o in tried],
-        "after_spread": [told(f.scatter.after, o.after_spread) for o in tried],
+        "after_spread": [max(f.scatter.spread(f.event.after), o.after_apart) for o in tried],  # NaN stays NaN
         "prevents": [o.prevents for o in tried],
         "delays": [o.delays for o in tried],
         "blows_up": [o.blows_up for o in tried],

@@ -1,57 +1,47 @@
-"""The ± of measured numbers: how far replays of the unchanged run are apart in them."""
+"""The ± of measured numbers: how far runs of one thing that differ by a rounding are apart in them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .event import Event
+from .quantity import Quantity
 from .replay import Replay
+from .reruns import Values
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """How far apart replays of the unchanged run, and the recording, are in the numbers that are told of other runs;
-    NaN where the run repeats itself.
+    """The values of the unchanged run, of every replay and of the recording; one alone where the run repeats itself.
 
-    Each is the number itself asked of the unchanged run, such as what is left of the event, which should be 1. A run
-    with something changed scatters about as much where it keeps the event, and less where it does not.
+    The ± of a number that is measured in another run is how far apart these are in the same number, such as what is
+    left of the event, which should be 1. A run with something changed scatters about as much where it keeps the event,
+    and less where it does not. No further run is made for it.
     """
 
-    value: tuple[float, ...]  # at each step of the path
-    left: float  # of the event
-    peak: float
-    after: float  # of the mean of the last values
-    step: int  # place in the path of the explained value
+    runs: tuple[Values, ...] = ()
 
     @classmethod
-    def of(cls, replayed: Replay, event: Event) -> Scatter:
-        """No further run is made."""
-        runs = [dict(enumerate(values)) for values in replayed.runs(event.quantity)]
-
-        def spread(number: Callable[[dict[int, float]], float]) -> float:
-            return apart([number(run) for run in runs]) if len(runs) > 1 else math.nan
-
-        value = tuple(spread(lambda run, i=i: run[i]) for i in range(len(event.values)))  # type: ignore[misc]
-        return cls(value, spread(event.left), spread(event.height), spread(event.after), event.step)
-
-    @property
-    def explained(self) -> float:
-        """Of the explained value, and of what a step adds to it."""
-        return self.value[self.step]
+    def of(cls, replayed: Replay, quantity: Quantity) -> Scatter:
+        return cls(tuple(dict(enumerate(values)) for values in replayed.runs(quantity)))
 
     @property
     def known(self) -> bool:
-        return not math.isnan(self.left)
+        """Does the run not repeat itself?"""
+        return len(self.runs) > 1
+
+    def spread(self, number: Callable[[Values], float], like: Values | None = None) -> float:
+        """The ± of a number of a run; NaN where the run repeats itself.
+
+        like: the values of the run that it was measured in, at whose steps alone the others are looked at, too.
+        """
+        if not self.known:
+            return math.nan
+        runs = self.runs if like is None else [{i: run[i] for i in like} for run in self.runs]
+        return apart(*(number(run) for run in runs))
 
 
-def apart(values: Sequence[float]) -> float:
+def apart(*values: float) -> float:
     """How far the outermost are from each other; nothing where all are the same, infinite ones too."""
     return 0.0 if min(values) == max(values) else max(values) - min(values)
-
-
-def told(scatter: float, own: float) -> float:
-    """The ± of a number: how far replays of the unchanged run are apart in it, or, where that is more, the two runs
-    that it was measured in. NaN where the run repeats itself."""
-    return math.nan if math.isnan(scatter) else max(scatter, own)

@@ -9,7 +9,6 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts, RecordingFacts, ReplayFacts, SettingFacts
 from .findings import AFTER, Findings
 from .quantity import seen
-from .scatter import told
 from .treatments import Outcome
 
 
@@ -25,17 +24,17 @@ def _event(f: Findings) -> EventFacts:
         asked=f.asked,
         explained=f.explained,
         value=event.values[event.step],
-        value_spread=f.scatter.explained,
+        value_spread=f.value_spread,
         usual=event.usual,
         sigma=event.sigma,
         peak=event.peak,
-        peak_spread=f.scatter.peak,
+        peak_spread=f.scatter.spread(event.height),
         gone=event.gone,
         highest=numbers[event.highest],
         onset=numbers[event.onset],
         end=numbers[event.last],
         tail=event.after(dict(enumerate(event.values))),
-        tail_spread=f.scatter.after,
+        tail_spread=f.scatter.spread(event.after),
         rise=None if f.rise is None else f.rise[0],
         rose_before=f.rose_before,
         norm_first=f.norm_first,
@@ -90,7 +89,7 @@ def _replay(f: Findings) -> ReplayFacts:
 
 
 def _blame(f: Findings) -> BlameFacts:
-    inquiry, group, left = f.inquiry, f.group, f.scatter.left
+    inquiry, group = f.inquiry, f.group
     numbers = [record.step for record in f.replayed.records]
     own = next((t for t in inquiry.suspects if t.steps == (f.replayed.last,)), None)
     blamed = inquiry.blamed_by_replacing if f.blamed else ()
@@ -98,14 +97,14 @@ def _blame(f: Findings) -> BlameFacts:
     return BlameFacts(
         ranked_by=f.main,
         own_left=math.nan if own is None else own.left,
-        own_left_spread=math.nan if own is None else told(left, own.left_spread),
+        own_left_spread=math.nan if own is None else own.left_spread,
         replaced_placebos=len(inquiry.replaced_placebos),
         replaced_placebos_change=sum(not t.keeps for t in inquiry.replaced_placebos),
         kin=inquiry.kin,
         group_left=math.nan if group is None else group.left,
-        group_left_spread=math.nan if group is None else told(left, group.left_spread),
+        group_left_spread=math.nan if group is None else group.left_spread,
         group_back=inquiry.group_back,
-        group_back_spread=left,
+        group_back_spread=f.scatter.spread(f.event.left),
         group_replaced=group is inquiry.group and inquiry.group_replaced,
         group_placebos=len(inquiry.group_placebos),
         group_placebos_change=sum(not t.keeps for t in inquiry.group_placebos),
@@ -117,7 +116,7 @@ def _blame(f: Findings) -> BlameFacts:
         blamed=tuple(numbers[i] for i in f.blamed),
         replaced=tuple(numbers[t.steps[0]] for t in replaced),
         replaced_left=tuple(t.left for t in replaced),
-        replaced_left_spread=tuple(told(left, t.left_spread) for t in replaced),
+        replaced_left_spread=tuple(t.left_spread for t in replaced),
         cleared=tuple(numbers[t.steps[0]] for t in inquiry.cleared),
         group=() if group is None else tuple(numbers[i] for i in group.steps),
     )
@@ -141,7 +140,7 @@ def _settings(f: Findings) -> SettingFacts:
 
 def left_spread(f: Findings, outcome: Outcome) -> float:
     """The ± of what a treatment leaves."""
-    return told(f.scatter.left, outcome.left_spread)
+    return max(f.scatter.spread(f.event.left_by_then, like=outcome.values), outcome.left_apart)  # NaN stays NaN
 
 
 def _instruments(f: Findings) -> InstrumentFacts:

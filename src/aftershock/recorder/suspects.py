@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from ..core.trajectory import Trajectory
 from .event import BARS, Event
 from .groups import compare_several, look_further
+from .scatter import Scatter
 from .trials import Inquiry, Runs, Trial
 
+REPEATS = Scatter()  # of a run that repeats itself
 LEAST = 2  # suspects that are run without where placebos show already that nobody did it
 
 
@@ -25,7 +27,7 @@ def inquire(
     groups: bool = True,
     least: int = LEAST,
     own: tuple[int, ...] = (),
-    scatters: bool = False,
+    scatter: Scatter = REPEATS,
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
     """Run again without steps that nobody suspects, the placebos, and without each suspect, until it is decided.
@@ -41,9 +43,9 @@ def inquire(
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
     own: steps of the event whose batches are high by themselves, which may be all there is to it.
-    scatters: the run does not repeat itself, and so whatever removes half of the event is run a second time.
+    scatter: of the unchanged run; where it does not repeat itself, whatever removes half is run a second time.
     """
-    runs, draw = Runs(trajectory, event, tick, scatters), random.Random(seed)
+    runs, draw = Runs(trajectory, event, tick, scatter), random.Random(seed)
     alike = {other for i in suspected for other in runs.likeness.kin(i, runs.before)} - set(suspected)
     innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)

@@ -37,7 +37,7 @@ class Treatment:
 class Outcome:
     """What became of the event. `left`: its share that is left; `after`: the mean of the last values of the stretch,
     NaN for a run that ended before because the event was there. `lucky`: it prevents it in one run, and not in one
-    that starts a rounding away, which is what is told then. Spreads: how far two such runs are apart."""
+    that starts a rounding away, which is what is told then. `…_apart`: how far these two runs are."""
 
     treatment: Treatment
     values: Values
@@ -47,8 +47,8 @@ class Outcome:
     after: float
     blows_up: bool = False
     lucky: bool = False
-    left_spread: float = 0.0
-    after_spread: float = 0.0
+    left_apart: float = 0.0
+    after_apart: float = 0.0
 
     @property
     def removes(self) -> bool:
@@ -60,7 +60,7 @@ class Outcome:
         second."""
         holds = again.removes >= self.removes and again.prevents >= self.prevents
         found = self if holds else replace(again, delays=again.delays and not self.prevents, lucky=self.prevents)
-        return replace(found, left_spread=apart([self.left, again.left]), after_spread=apart([self.after, again.after]))
+        return replace(found, left_apart=apart(self.left, again.left), after_apart=apart(self.after, again.after))
 
 
 def try_all(

@@ -12,7 +12,7 @@ from ..core.trajectory import Trajectory
 from .event import BARS, Event
 from .neighbours import Likeness
 from .reruns import Run, Values, run_again
-from .scatter import apart
+from .scatter import Scatter, apart
 
 KIN = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
 MOST = 14  # times the window: what runs without steps may cost, beyond which nothing further is looked for
@@ -28,8 +28,8 @@ class Trial:
     departs: float = 0.0  # from the recorded values, as a share of the event's height
     blows_up: bool = False
     lucky: bool = False  # it removed half in one of two runs, and this is the other one
-    left_spread: float = 0.0  # how far two such runs are apart
-    value_spread: float = 0.0  # and of the explained value
+    left_spread: float = math.nan  # the ± of what is left; NaN where the run repeats itself
+    value_spread: float = math.nan  # and of the explained value
 
     @property
     def removes(self) -> bool:
@@ -121,7 +121,7 @@ class Runs:
     trajectory: Trajectory
     event: Event
     tick: Callable[[], None]
-    scatters: bool = False  # the run does not repeat itself: what removes the event must do so twice
+    scatter: Scatter  # where the run does not repeat itself, what removes the event must do so twice
     known: dict[tuple[int, ...], Trial] = field(default_factory=dict)  # those that were accused
     spent: list[int] = field(default_factory=list)  # the steps of every run that was made
 
@@ -182,15 +182,15 @@ class Runs:
     def _proved(self, first: Trial, steps: Mapping[int, Step | None]) -> Trial:
         """The same where the run repeats itself. Elsewhere what removes half is run again from a start that differs by
         one rounding, and the worse of the two runs is told: a blame that holds in one alone is none."""
-        if not (self.scatters and first.removes):
+        if not (self.scatter.known and first.removes):
             return first
-        second = self._trial(steps, jittered=True)
-        values = [trial.values[self.event.step] for trial in (first, second)]
+        second, step = self._trial(steps, jittered=True), self.event.step
+        worse = max(first, second, key=lambda trial: (not trial.removes, trial.left))
         return replace(
-            max(first, second, key=lambda trial: (not trial.removes, trial.left)),
+            worse,
             lucky=not second.removes,
-            left_spread=apart([first.left, second.left]),
-            value_spread=apart(values),
+            left_spread=max(worse.left_spread, apart(first.left, second.left)),
+            value_spread=max(worse.value_spread, apart(first.values[step], second.values[step])),
         )
 
     def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
@@ -199,4 +199,12 @@ class Runs:
         done, left = (event.decided, event.left) if placebo else (event.stays, event.left_by_then)
         (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
         self.spent.append(len(values))
-        return Trial(tuple(steps), values, left(values, out), event.departs(values, out), event.blows_up(values, out))
+        return Trial(
+            tuple(steps),
+            values,
+            left(values, out),
+            event.departs(values, out),
+            event.blows_up(values, out),
+            left_spread=self.scatter.spread(lambda run: left(run, out), like=values),
+            value_spread=self.scatter.spread(lambda run: run[event.step]),
+        )

@@ -82,6 +82,10 @@ def _spike(event: EventFacts) -> str:
     return f"the {noun} of {size} ({_span(event)}, usual {event.quantity} {event.usual:.3g})"
 
 
+def _value(event: EventFacts) -> str:
+    return f"{event.value:.4g}{plus_minus(event.value_spread)}"
+
+
 def _span(event: EventFacts) -> str:
     return f"steps {event.onset}–{event.end}"
 
@@ -278,7 +282,7 @@ def _unknown(found: FlightExplanation) -> str:
     if event.rose_before:
         return risen(found)
     if not event.value > _level(event):
-        return f"Whether the {event.quantity} {event.value:.4g} of step {event.explained} is a spike is not known."
+        return f"Whether the {event.quantity} {_value(event)} of step {event.explained} is a spike is not known."
     if not tried:
         said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
@@ -324,7 +328,7 @@ def _no_spike(found: FlightExplanation) -> str:
     if recording.nothing_seen and event.quantity == "loss":
         return recording.nothing_seen
     return (
-        f"Step {event.explained} is no spike: its {event.quantity} {event.value:.4g} lies within the usual spread "
+        f"Step {event.explained} is no spike: its {event.quantity} {_value(event)} lies within the usual spread "
         f"(median {event.usual:.4g}, σ {event.sigma:.2g})."
     )
 
