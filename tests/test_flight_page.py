@@ -311,6 +311,9 @@ def test_an_unknown_cause_is_said_in_whole_sentences(found: FlightExplanation) -
     said = with_facts(one, kind="unknown", blamed=(), highest=SPIKE + 1, after=3).verdict
     assert f"is not known: without step {CULPRIT}, the most suspected, 90% of it stays. Its largest loss is" in said
     assert "  " not in said
+    data["lucky"].loc[{"step": CULPRIT}] = True  # in a second run
+    said = with_facts(FlightExplanation(data), kind="unknown", blamed=()).verdict
+    assert f" Without step {CULPRIT} half of it was gone in one run, and not in a second one, which began a" in said
 
 
 def test_a_run_that_went_away_flattens_no_bar(found: FlightExplanation) -> None:
@@ -501,6 +504,10 @@ def test_an_explanation_is_saved_and_says_the_same(flight: Path, found: FlightEx
     for name in ("role", "usual", "treatment_held"):
         FlightExplanation(found.data.drop_vars(name)).save(tmp_path / "other.zarr")
         with pytest.raises(InvalidFile, match=f"not a saved explanation of a flight of this version.*no '{name}'"):
+            FlightExplanation.load(tmp_path / "other.zarr")
+    for given in ({"after_ends": "at noon", "after": 0}, {"kind": "a miracle"}):
+        with_facts(found, **given).save(tmp_path / "other.zarr")
+        with pytest.raises(InvalidFile, match="damaged or not a saved explanation of a flight"):
             FlightExplanation.load(tmp_path / "other.zarr")
 
 

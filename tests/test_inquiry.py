@@ -628,6 +628,17 @@ def test_a_run_that_ends_early_is_the_beginning_of_the_whole_one() -> None:
     assert torch.tensor([losses[4] for losses in whole]).unique().numel() == 3  # the runs differ
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_start_one_rounding_away_is_another_one_in_any_type(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(dtype)
+    batches = [(torch.randn(8, 6).to(dtype), torch.randn(8, 1).to(dtype)) for _ in range(4)]
+    path = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-2), squares).follow(batches)
+    plain_run, moved = run_again(path.trajectory, [Run(0), Run(0, jittered=True)], 3)
+    away = max(abs(plain_run[i] / moved[i] - 1) for i in plain_run)
+    assert 0 < away < 100 * torch.finfo(dtype).eps
+
+
 def test_runs_whose_control_parts_in_rows_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As 16-bit kernels round otherwise in rows, and a run amplifies that until its spike is another one."""
     run = running(plain)

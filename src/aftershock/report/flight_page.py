@@ -233,11 +233,11 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         return []
     known = next((c for c in blamed if right(found, c)), None)
     if known is None:
-        why = (
-            "its prediction was wrong, and the parts of it would be too."
-            if found.facts.instruments.linear_ok
-            else "the run amplifies too fast for predictions, and for their parts, to mean anything."
-        )
+        why = "its prediction was wrong, and the parts of it would be too."
+        if not found.facts.instruments.linear_ok:
+            why = "the run amplifies too fast for predictions, and for their parts, to mean anything."
+        elif math.isnan(blamed[0].predicted):
+            why = "nothing could be predicted here."
         told = f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: {why}"
         return [section(f"Inside step {blamed[0].step}", f"<p class='story'>{told}</p>")]
     step = known.step
