@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ..recorder.explanation import OFF_SCALE
 from ..recorder.facts import EventFacts
 from ..recorder.verdict import CALM
 from ..recorder.words import share_spread
-from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style
+from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style, upright
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -239,7 +239,7 @@ def _add_marks(
     figure.add_scatter(
         x=[step for step, _, _ in tried],
         y=[MOST_LEFT if far else left for (_, left, _), far in zip(tried, beyond)],
-        error_y=_error([math.nan if far else spread for (_, _, spread), far in zip(tried, beyond)], colour),
+        error_y=upright([math.nan if far else spread for (_, _, spread), far in zip(tried, beyond)], colour),
         customdata=words,
         mode=mode,
         line={"color": colour, "width": 1.5, "dash": "dot"},
@@ -267,7 +267,7 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
             y=values,
             width=width,
             opacity=opacity,
-            error_y=_error(spreads, INK),
+            error_y=upright(spreads, INK),
             marker={"color": [RAISES if value > 0 else LOWERS for value in values]},
             showlegend=False,
             name=name,
@@ -276,12 +276,6 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
             col=1,
         )
     figure.add_hline(y=0, line={"color": FAINT, "width": 1}, row=row, col=1)
-
-
-def _error(spreads: Sequence[float], colour: str) -> dict[str, Any]:
-    """Upright lines of ±; none where there is none."""
-    known = any(spread > 0 for spread in spreads)
-    return {"visible": known, "array": gaps(spreads), "color": colour, "thickness": 1, "width": 3} if known else {}
 
 
 def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .looks import COLOURS, FAINT, style, zero_line
+from .looks import COLOURS, FAINT, style, upright, zero_line
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -25,10 +25,12 @@ def emergence_figure(found: FlightExplanation, step: int) -> Figure:
 
     curve = found.data["emergence"].sel({"step": step}).values
     curve = curve[np.isfinite(curve)]
+    later = found.data["spread"].sel(place=slice(step + 1, None)).values[: len(curve)]
     figure = go.Figure()
     figure.add_scatter(
         x=[step + 1 + h for h in range(len(curve))],
         y=curve.tolist(),
+        error_y=upright(later.tolist(), FAINT),
         mode="lines+markers",
         marker={"size": 5},
         line={"color": RAISES, "width": 2},

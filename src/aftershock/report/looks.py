@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -79,3 +79,9 @@ def zero_line(figure: Figure) -> None:
 def gaps(values: Iterable[float]) -> list[float | None]:
     """Numbers for a drawing, in which what is not finite is a gap."""
     return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def upright(spreads: Sequence[float], colour: str) -> dict[str, Any]:
+    """The ± of points or bars as upright lines; none where there is none."""
+    known = any(spread > 0 for spread in spreads)
+    return {"array": gaps(spreads), "color": colour, "thickness": 1, "width": 3} if known else {}
