@@ -33,7 +33,7 @@ from .hyperparameters import HyperChange, hyperparameters, one_of_each
 from .instruments import data, own_batches, update_sizes
 from .labels import labelled
 from .not_a_number import is_finite
-from .opening import Code, open_event
+from .opening import OTHERS, Code, open_event
 from .recorder import FlightRecorder
 from .records import Source
 from .reruns import Run, state_after
@@ -43,7 +43,6 @@ from .sweep import sweep
 from .treatments import Outcome, Treatment, not_by_luck, proved, try_all, twice
 
 PLACEBOS = 8
-BESIDE = 8  # batches run on the spike's weights, to tell a bad batch from bad weights
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
 RERUN = 9  # times the window's steps, that runs with something changed may take once somebody is blamed
 HELD = 3  # hyperparameters that are held at their former value
@@ -138,7 +137,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     trajectory, last = f.replayed.trajectory, f.replayed.last
     steps = trajectory.steps
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
-    before = [s.batch for s in steps[max(0, last - BESIDE) : last]]
+    before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
     after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
     f.data = data(trajectory, last, before, after, f.event.quantity)
     f.changes = _changes(f)

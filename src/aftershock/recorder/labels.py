@@ -116,11 +116,13 @@ def _by_place(f: Findings) -> Variables:
 def _by_treatment(f: Findings) -> Variables:
     tried, best = f.held + f.outcomes, sufficient(f.outcomes)
     named = f.held[f.setting] if f.setting is not None and f.held else None
-    columns = {
+    numbers = {
         "left": [o.left for o in tried],
         "left_spread": [left_spread(f, o) for o in tried],
         "after": [o.after for o in tried],
         "after_spread": [max(f.scatter.spread(f.event.after), o.after_apart) for o in tried],  # NaN stays NaN
+    }
+    flags = {
         "prevents": [o.prevents for o in tried],
         "delays": [o.delays for o in tried],
         "blows_up": [o.blows_up for o in tried],
@@ -128,9 +130,11 @@ def _by_treatment(f: Findings) -> Variables:
         "sufficient": [o is best for o in tried],
         "held": [o is named for o in tried],
     }
-    kinds = {name: float if name.startswith(("left", "after")) else bool for name in columns}
-    found = {f"treatment_{name}": ("treatment", np.array(one, dtype=kinds[name])) for name, one in columns.items()}
-    return {**found, "treatment_value": (("treatment", "place"), _curves(f))}
+    return {
+        **{f"treatment_{name}": ("treatment", np.array(one, dtype=float)) for name, one in numbers.items()},
+        **{f"treatment_{name}": ("treatment", np.array(one, dtype=bool)) for name, one in flags.items()},
+        "treatment_value": (("treatment", "place"), _curves(f)),
+    }
 
 
 def _curves(f: Findings) -> np.ndarray:

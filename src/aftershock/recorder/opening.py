@@ -25,7 +25,7 @@ from .store import Flight
 from .sweep import Swept
 from .triggers import THRESHOLD, risen, robust_z
 
-OTHERS = 8  # batches run on the weights of a step that is not finite, to tell a bad batch from bad weights
+OTHERS = 8  # batches run on the weights of a step, to tell a bad batch from bad weights
 
 
 @dataclass(frozen=True)
