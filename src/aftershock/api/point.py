@@ -183,11 +183,14 @@ class TrainingPoint:
         lifted = self.to(dtype=torch.float64)
         try:
             return lifted._check(batch)
-        except InvalidLoss:
-            constants_too = replace(lifted.captured, loss=lifted.loss.within(lifting))
+        except (InvalidLoss, WrongHessian) as error:  # a part in float32 rounds as much as kinks allow no larger step
+            wrong = error if isinstance(error, WrongHessian) else None
+            all_of_it = replace(lifted.captured, loss=lifted.loss.within(lifting))
         try:
-            return TrainingPoint(constants_too)._check(batch)
-        except (InvalidLoss, WrongHessian):
+            return TrainingPoint(all_of_it)._check(batch)
+        except (InvalidLoss, WrongHessian) as error:
+            if wrong is not None:
+                raise wrong from error
             return self._check(batch)  # a model that insists on its own dtype is checked in it
 
     def _check(self, batch: Batch) -> Check:
