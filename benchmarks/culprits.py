@@ -27,7 +27,7 @@ from rich.table import Table
 
 import aftershock as ak
 from aftershock.errors import AftershockError
-from aftershock.recorder.triggers import AtStep, usual
+from aftershock.recorder.triggers import AtStep, scatter
 
 from .culprit_runs import (
     RARE_EVERY,
@@ -213,7 +213,7 @@ def _trigger(plant: Plant, losses: list[float], delay: int) -> int:
     """When the rare shard comes back; else the first loss from the cause on that is high; else the next step."""
     if plant.waits or plant.name == NOT_ZEROED:
         return LEAD + delay
-    middle, sigma = usual(losses[:LEAD])
+    middle, sigma = scatter(losses[:LEAD])
     first = LEAD if plant.kinds == ("shift",) else LEAD + 1  # a wrong update is seen one loss later
     high = [i for i in range(first, LEAD + LONGEST + 1) if losses[i] > middle + SIGMAS * sigma]
     return high[0] if high else LEAD + 1

@@ -2,6 +2,9 @@
 
 A draw is equal to the bit, refused by name, or noticed by `path.matches`; anything else is printed with the seed that
 makes it again. Traps are what a loop does without telling aftershock; most draws have none and must be equal.
+
+`AFTERSHOCK_LOOPS=cuda` runs the loops on a GPU, with kernels that repeat themselves; `--recorded` plays every pass back
+there, as those of large models are.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from rich.table import Table
 from tests import loop_losses as losses
 from tests import loop_models as models
 from tests import loop_tricks as tricks
+from tests.loop_losses import DEVICE
 from tests.loop_optimizers import Disguised, Lookahead, Shrinking
 from tests.loops import EQUAL, NOTICED, REFUSED, Loop, Verdict, judge
 from torch import nn
 from torch.optim import lr_scheduler
+
+from aftershock.core import playback
 
 TRAPPED = 0.35  # the share of draws with a trap
 CLIP = 0.5
@@ -357,8 +363,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first draw; the others count on from it")
+    parser.add_argument("--recorded", action="store_true", help="play back the passes of every model, however small")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(DEVICE.type == "cuda", warn_only=True)  # else two plain runs differ
+    if options.recorded:
+        playback.LARGE = 0
     warnings.simplefilter("ignore")
     console = Console() if sys.stdout.isatty() else Console(width=160)
     began, judged = time.perf_counter(), []
@@ -369,7 +379,7 @@ def main() -> None:
             console.print(f"    again: python -m benchmarks.fuzz --draws 1 --seed {found.draw.seed}", markup=False)
     console.print(shares(judged))
     failures = sum(found.failed for found in judged)
-    console.print(f"{failures} failed; {time.perf_counter() - began:.0f} s, torch {torch.__version__}, one CPU thread")
+    console.print(f"{failures} failed; {time.perf_counter() - began:.0f} s, torch {torch.__version__}, {DEVICE}")
     sys.exit(failures > 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, CLASSES, SIZE, TOKENS = 4, 3, 6, 9
+DEVICE = torch.device(os.environ.get("AFTERSHOCK_LOOPS", "cpu"))  # where the loops run
 
 # --- batches
 
@@ -97,7 +99,7 @@ def pseudo_labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def autocast_inside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
@@ -159,27 +161,29 @@ def eval_probe(model: nn.Module) -> Tensor:
     """As users write it: eval mode, and not back."""
     model.eval()
     torch.manual_seed(3)
-    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    x, y = torch.randn(8, 4, device=DEVICE), torch.randint(0, 3, (8,), device=DEVICE)
     return F.cross_entropy(model(x), y)
 
 
 def accuracy(model: nn.Module) -> Tensor:
     """No derivative."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(40, 4, generator=generator), torch.randint(0, 3, (40,), generator=generator)
+    x, y = held_out(40)
     return (model(x).argmax(-1) == y).float().mean()
 
 
 def penalty_probe(model: nn.Module) -> Tensor:
     """A probe that differentiates: gradients must be enabled."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-    return penalized(model, (x, y))
+    return penalized(model, held_out())
 
 
-def held_out() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(8, WIDTH, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
+def held_out(count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cpu").manual_seed(3)
+    with torch.device("cpu"):
+        x, y = (
+            torch.randn(count, WIDTH, generator=generator),
+            torch.randint(0, CLASSES, (count,), generator=generator),
+        )
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def freezing_probe(model: nn.Module) -> Tensor:

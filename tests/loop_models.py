@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .loop_losses import CLASSES, SIZE, TOKENS, WIDTH
+from .loop_losses import CLASSES, DEVICE, SIZE, TOKENS, WIDTH
 
 
 def mlp(activation: type[nn.Module] = nn.Tanh, extra: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
@@ -143,10 +143,10 @@ class OwnGenerator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.generator = mlp(), torch.Generator().manual_seed(5)
+        self.layers, self.generator = mlp(), torch.Generator(DEVICE).manual_seed(5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+        return self.layers(x + 0.1 * torch.randn(x.shape, generator=self.generator, device=DEVICE))
 
 
 class Averaging(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .loop_losses import CLASSES, classes, cross_entropy, sizes
+from .loop_losses import CLASSES, DEVICE, classes, cross_entropy, sizes
 from .loop_models import mlp
 from .loop_optimizers import adamw
 from .loops import STEPS, Loop, plain_update
@@ -77,7 +77,7 @@ def told_clip(loop: Loop) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def bfloat16() -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         yield
 
 
@@ -245,11 +245,11 @@ def uneven(made: Loop) -> None:
 
 
 def generator_in_the_loop(made: Loop) -> None:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(DEVICE).manual_seed(7)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
-        return cross_entropy(model, (x + 0.1 * torch.randn(x.shape, generator=generator), y))
+        return cross_entropy(model, (x + 0.1 * torch.randn(x.shape, generator=generator, device=DEVICE), y))
 
     made.loss_fn = loss_fn
 
@@ -288,7 +288,7 @@ def training_mode(made: Loop, batch: Any) -> Tensor:
 
 def loader_draws(made: Loop) -> None:
     """An augmentation draws from torch's generator between steps."""
-    torch.rand(3)
+    torch.rand(3, device=DEVICE)
 
 
 def scaled_loss(made: Loop, batch: Any) -> Tensor:

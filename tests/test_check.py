@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,6 +91,38 @@ def test_constants_of_the_loss_in_float32_do_not_blur_the_check(kind: str) -> No
     assert found.dtype == torch.float64
     assert found.error < 1e-6
     assert {p.dtype for p in (*teacher.parameters(), *after.parameters(), weights)} == {torch.float32}
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda x: x.to(torch.float32)], ids=["float()", "to()"])
+def test_a_cast_to_float32_does_not_blur_the_check_of_a_model_with_kinks(cast: Callable) -> None:
+    """Its rounding needs a large step, on which kinks are crossed: an ordinary network was refused."""
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3)]
+    model = nn.Sequential(
+        *layers, nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)
+    )
+    optimizer, labels = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.arange(32) % 5
+    batch = (torch.randn(5, 3, 8, 8)[labels] + 0.7 * torch.randn(32, 3, 8, 8), labels)
+
+    def loss_fn(m: nn.Module, b: tuple) -> torch.Tensor:
+        return F.cross_entropy(cast(m(b[0])), b[1])
+
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    found = ak.capture(model, optimizer, loss_fn).check(batch)
+    assert found.dtype == torch.float64
+    assert found.error < 1e-3
+
+
+def test_a_wrong_product_is_wrong_behind_a_cast() -> None:
+    model = Detached()
+    point = ak.capture(
+        model, torch.optim.AdamW(model.parameters()), lambda m, b: F.cross_entropy(m(b[0]).float(), b[1])
+    )
+    with pytest.raises(WrongHessian):
+        point.check(classes((4,))())
 
 
 def test_autocast_does_not_blur_the_check() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
-from ..core.guards import Check, check, repeated
+from ..core.guards import Check, check, refuse_changing, repeated
 from ..core.hooks import Hooks
 from ..core.lifting import lifting
 from ..core.live_loop import Unused
@@ -181,14 +182,20 @@ class TrainingPoint:
         if needed > budget(memory, self.loss.layout.device):
             return self._check(batch)
         lifted = self.to(dtype=torch.float64)
+        throughout = TrainingPoint(replace(lifted.captured, loss=lifted.loss.within(lifting)))
         try:
             return lifted._check(batch)
+        except WrongHessian as error:  # parts in float32 round, and kinks allow no step at which that is little
+            wrong = error
         except InvalidLoss:
-            constants_too = replace(lifted.captured, loss=lifted.loss.within(lifting))
-        try:
-            return TrainingPoint(constants_too)._check(batch)
-        except (InvalidLoss, WrongHessian):
+            with contextlib.suppress(InvalidLoss, WrongHessian):
+                return throughout._check(batch)
             return self._check(batch)  # a model that insists on its own dtype is checked in it
+        with contextlib.suppress(InvalidLoss, WrongHessian):
+            found = throughout._check(batch)
+            refuse_changing(lambda: lifted._check(batch))
+            return found
+        raise wrong
 
     def _check(self, batch: Batch) -> Check:
         return check(self.loss, self.captured.state, batch, self.captured.random)

@@ -7,7 +7,7 @@ One central difference of the gradient catches every known silent error: weight_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,6 +36,10 @@ NOISE_LIMIT = 1e-3
 # Biases of zero and an empty image put a ReLU on its kink: no step is small enough there. Products that are right
 # beside it, where each parameter is moved by this much of its size, are right; wrong ones are wrong there, too.
 BESIDE = 0.1
+CHANGING = (
+    "the same Hessian product was wrong once and right once: the model or loss_fn counts its calls, or uses something "
+    "that changes by itself"
+)
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             sides = [compared(replace(state, theta=state.theta + side * away)) for side in (1, -1)]
             error, asymmetry = torch.tensor(sides, dtype=torch.float64).amax(0).tolist()  # NaN stays NaN
         if error <= tolerance and compared(state)[0] <= tolerance:
-            raise Nondeterministic(
-                "the same Hessian product was wrong once and right once: the model or loss_fn counts its calls, or "
-                "uses something that changes by itself"
-            )
+            raise Nondeterministic(CHANGING)
     if not error <= tolerance or not asymmetry <= tolerance:
         raise WrongHessian(
             f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
@@ -163,6 +164,13 @@ def _on_kink(loss: LossFunction, state: JointState, batch: Batch, random: Random
         if not float(norms(up - down)) > TOLERANCE[dtype] * float(norms(up + down)):
             return False
     return True
+
+
+def refuse_changing(again: Callable[[], Check]) -> None:
+    """Raise where a check that failed passes when it is made again."""
+    with contextlib.suppress(WrongHessian):
+        again()
+        raise Nondeterministic(CHANGING)
 
 
 def repeated(

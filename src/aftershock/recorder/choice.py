@@ -13,7 +13,7 @@ from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
-from .triggers import FAR, THRESHOLD, usual
+from .triggers import FAR, THRESHOLD, scatter
 from .updates import clip_factor
 
 
@@ -117,7 +117,7 @@ def nothing_seen(flight: Flight) -> str:
     if not losses:
         return "Nothing triggered in this run."
     highest = max(losses, key=losses.__getitem__)
-    middle, sigma = usual(list(losses.values()))
+    middle, sigma = scatter(list(losses.values()))
     told = f"a spike is told from {THRESHOLD:g} robust σ above the losses before it on"
     if losses[highest] > middle + THRESHOLD * sigma:
         told = f"step={highest} explains it"

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.batches import Accumulated, Batch, accumulate
 from ..core.dynamics import Step
 from ..core.structure import flatten
-from .triggers import robust_z
+from .triggers import FLATTEST, scatter
 
 ALIKE = 2  # batches that stand in for one: a single one would bring its own luck
 # Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at
@@ -40,7 +40,8 @@ def neighbours(step: int, norms: Sequence[float], references: int) -> list[int]:
     An ordinary batch is meant: a bad one among the references would make every step around it look good.
     """
     others = [i for i in range(len(norms)) if i != step]
-    ordinary = [i for i in others if robust_z(norms[i], norms) <= FAR]
+    middle, spread = scatter(norms)
+    ordinary = [i for i in others if norms[i] - middle <= FAR * max(spread, FLATTEST * middle)]
     pool = ordinary if len(ordinary) >= references else others
     return sorted(pool, key=lambda i: (abs(i - step), i))[:references]
 
