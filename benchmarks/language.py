@@ -375,11 +375,14 @@ def answers(run: Run, bandwidth: float) -> Iterator[Row]:
     """All three answers within a fixed memory, beside nothing but the captured point: no pass is recorded yet."""
     run.drop_everything()
     run.point.loss.player = Player(run.point.loss.layout, wanted=run.point.loss.player.wanted)
-    path = run.follow(memory=run.point.captured.state.nbytes)  # too little for a second state: only the start is kept
-    change = path.replace(run.candidates)
+    short = run.point.follow(run.path_batches, memory=run.point.captured.state.nbytes)  # keeps its first state alone
     emptied(run.device)
     there = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
     limit = LIMIT_GIB * 2**30 - there - SLACK if run.device.type == "cuda" else CPU_LIMIT
+    path = ak.Path(run.point, short.trajectory, limit)
+    path.check()
+    change = path.replace(run.candidates)
+    emptied(run.device)
     clock = clock_of(run.device)
     try:
         estimate, refused = change.estimate(run.probe, memory=limit), ""

@@ -46,7 +46,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         x = self.embed(ids)
         x = checkpoint(self.block, x, mask, use_reentrant=False) if self.checkpointed else self.block(x, mask)
         return self.head(x)

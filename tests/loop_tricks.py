@@ -172,7 +172,7 @@ def freeze_later(made: Loop) -> None:
 
 def grow(made: Loop) -> None:
     if made.taken == 4:
-        made.model.append(nn.Linear(CLASSES, CLASSES))  # type: ignore[operator]
+        made.model.append(nn.Linear(CLASSES, CLASSES, device=DEVICE))  # type: ignore[operator]
         made.optimizer.add_param_group({"params": list(made.model[-1].parameters())})  # type: ignore[index]
 
 

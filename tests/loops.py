@@ -164,12 +164,13 @@ def _read(loop: Loop, start: tuple[Any, ...]) -> float:
 
 
 def _random_state() -> tuple[Any, ...]:
-    drawn = torch.get_rng_state() if DEVICE.type == "cpu" else torch.cuda.get_rng_state()
+    drawn = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE.type == "cuda" else [])]
     return drawn, random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
 def _install(state: tuple[Any, ...]) -> None:
-    (torch.set_rng_state if DEVICE.type == "cpu" else torch.cuda.set_rng_state)(state[0])
+    for install, drawn in zip((torch.set_rng_state, torch.cuda.set_rng_state), state[0]):
+        install(drawn)
     random.setstate(state[1])
     np.random.set_state(state[2])  # noqa: NPY002
 
@@ -245,7 +246,7 @@ def _matches(path: ak.Path, live: Loop) -> tuple[bool | None, str]:
 
 
 def _same_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and all(np.array_equal(x, y) for x, y in zip(a[2], b[2]))
+    return all(map(torch.equal, a[0], b[0])) and a[1] == b[1] and all(np.array_equal(x, y) for x, y in zip(a[2], b[2]))
 
 
 def _first_difference(a: list[Moment], b: list[Moment]) -> str:

@@ -239,3 +239,40 @@ def test_a_state_takes_its_own_size_of_gpu_memory_and_no_more(tmp_path: Path) ->
         recorded = peak(recorder)
         assert recorder.recording
     assert recorded - plain < 1.1 * size  # a tenth for batches and norms
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recurrent_networks_have_every_answer(kind: Any, frozen: bool) -> None:
+    """cuDNN's have no second derivative, and torch moves their weights, frozen ones too, into one piece."""
+    torch.manual_seed(0)
+    cells, head = kind(6, 8, num_layers=2, batch_first=True), torch.nn.Linear(8, 3)
+    model = torch.nn.ModuleList([cells, head]).cuda()
+    if frozen:
+        cells.bias_ih_l0.requires_grad_(False)
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(m[1](m[0](batch[0])[0][:, -1]), batch[1])
+
+    data = [(torch.randn(8, 5, 6).cuda(), torch.randint(3, (8,)).cuda()) for _ in range(12)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+
+    train(data[:3])
+    places = [p.data_ptr() for p in model.parameters()]
+    path = ak.capture(model, optimizer, loss_fn).follow(data[3:8])
+    response = path.replace(data[8:10]).response(data[10])
+    assert places == [p.data_ptr() for p in model.parameters()]
+    assert list(response.data["answer"].values) == ["exact", "semilinear", "tangent"]
+    exact, semilinear = response.exact.values, response.semilinear.values
+    np.testing.assert_allclose(semilinear, exact, atol=0.1 * np.abs(exact).max())
+    train(data[3:8])
+    assert path.matches(model, optimizer)
+    names, after = path.point.loss.layout.names, path.trajectory.state(5).theta
+    views, live = path.point.loss.layout.by_name(after), dict(model.named_parameters())
+    assert all(torch.equal(views[name], live[name]) for name in names)

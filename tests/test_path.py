@@ -245,3 +245,20 @@ def test_graphs_that_change_the_gradient_are_not_used_for_the_control() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     case = Case("silu", model, optimizer, cross_entropy, classes((8,), size=64))
     check_follow_equals_training(case, keep="graphs")
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fused", [None, True])
+def test_step_counts_are_torchs_under_any_default_type(default: torch.dtype, fused: bool | None) -> None:
+    """bfloat16 knows no count between 256 and 258."""
+    case, before = make("tanh_mlp", torch.float32), torch.get_default_dtype()
+    case.optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2, betas=(0.9, 0.9999), fused=fused)
+    batches = case.batches(260)
+    try:
+        torch.set_default_dtype(default)
+        case.train(batches[:255])
+        path = case.point().follow(batches[255:])
+        case.train(batches[255:])
+        assert_same_bits(case, path, path.trajectory.state(5))
+    finally:
+        torch.set_default_dtype(before)

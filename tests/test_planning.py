@@ -210,6 +210,25 @@ def test_work_is_cut_to_fit(name: str, together: bool) -> None:
     assert max(chunks) > 3  # answers by themselves
 
 
+def test_rows_that_are_cut_go_without_the_control() -> None:
+    """Where the path keeps its first state alone: the control is read before, and its place is a row's."""
+    path, others, probe = ready("mlp", together=False)
+    point, batches = path.point, [step.batch for step in path.steps]
+    short = ak.Path(point, point.follow(batches, memory=point.captured.state.nbytes).trajectory, None)
+    assert list(short.trajectory._states) == [0]
+    change = short.replace([*others, batches[0]])
+    whole = change.response(probe, answers=("exact",))
+    limit = short.replace(others[:1]).estimate(probe, answers=("exact",)).memory  # a change, rounding and the control
+    planned = change.estimate(probe, answers=("exact",), memory=limit)
+    assert planned.chunks == 3  # of five rows, where beside the control one by one would fit
+    found: list[ak.Response] = []
+    real, _ = measured(lambda: found.append(change.response(probe, answers=("exact",), memory=limit)))
+    assert_close(planned.memory, real, "rows in chunks")
+    np.testing.assert_array_equal(found[0].exact.values, whole.exact.values)
+    assert not found[0].exact.values[-1].any()  # a batch of the control's own is no change
+    np.testing.assert_array_equal(found[0].data["noise_floor"], whole.data["noise_floor"])
+
+
 def test_separate_passes_give_the_same_answers() -> None:
     case = make("two_groups")
     path = case.path(4)

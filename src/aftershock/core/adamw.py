@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.optimizer import _get_scalar_dtype
 
 from .layout import Layout
 from .state import JointState, Lag
@@ -103,8 +104,9 @@ def adam_(
 ) -> None:
     """Torch's own step on tensors that share their hyperparameters, in place; `counts` are the steps before it."""
     device = theta[0].device if hyper.fused or hyper.capturable else torch.device("cpu")
-    # one transfer for all, which nobody waits for
-    steps = torch.tensor([float(count) for count in counts], pin_memory=device.type == "cuda")
+    # one transfer for all, which nobody waits for; as torch's own counts, whatever the default type is
+    dtype = _get_scalar_dtype(is_fused=hyper.fused)
+    steps = torch.tensor([float(count) for count in counts], dtype=dtype, pin_memory=device.type == "cuda")
     adam(
         theta, grads, m, v, [], list(steps.to(device, non_blocking=True).unbind()),
         foreach=hyper.foreach, capturable=hyper.capturable, fused=hyper.fused,

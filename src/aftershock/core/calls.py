@@ -73,6 +73,7 @@ class Calls:
         self.surroundings: Surroundings = lambda model: contextlib.nullcontext()
         self.moving = _running_statistics(model)  # buffers that a pass writes to; more are added where seen
         self.places = Places(model)
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         self.keeper = Keeper(model, loss_fn)
         self._tried = False  # has a pass been seen to leave the constants as they are?
 
@@ -116,6 +117,8 @@ class Calls:
             if derivative:
                 # flash and efficient attention have no second derivative; math agrees to rounding
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if self._recurrent and device.type == "cuda":  # nor have cuDNN's RNNs
+                    stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             if evaluating:
                 stack.enter_context(in_mode(self.model, training=False))
             drawing = stack.enter_context(drawing_from(random, device))

@@ -142,6 +142,7 @@ class PrivateCopy:
                 "(locks, open files, tensors with a graph) from its attributes"
             ) from error
         _strip_compilation(self.model)
+        _leave_weights_in_place(self.model)
         self.original = {name: blank[id(p)] for name, p in self.model.named_parameters()}
         self.buffers = {name: blank_buffers[id(b)] for name, b in self.model.named_buffers()}
 
@@ -170,6 +171,17 @@ def _strip_compilation(model: nn.Module) -> None:
         for name, child in module.named_children():
             if hasattr(child, "_orig_mod"):
                 setattr(module, name, child._orig_mod)
+
+
+def _leave_weights_in_place(model: nn.Module) -> None:
+    """cuDNN likes an RNN's weights in one piece, and torch moves the tensors that it finds there to make one: those of
+    the path, and frozen ones of the live model. In a copy it copies them instead, with the same numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None: ...
 
 
 def _refuse_unsupported_modules(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -30,15 +31,17 @@ from .trajectory import Trajectory
 
 @dataclass(frozen=True)
 class ControlStep:
-    """The step that a change happens at: the control before it, its raw gradient, the control after it."""
+    """The step that a change happens at: the control before it, its raw gradient, and the control after it, which is
+    made when it is first asked for."""
 
     dynamics: Dynamics
     step: Step
     before: JointState
-    after: JointState
     raw: Float[Tensor, " param"]
     present: tuple[bool, ...]
     linear: LinearStep
+    buffers: Mapping[str, Tensor]  # after it
+    kept: JointState | None  # the control after it, where the path keeps it
 
     @classmethod
     def of(cls, trajectory: Trajectory, at: int) -> ControlStep:
@@ -47,28 +50,34 @@ class ControlStep:
         found = dynamics.loss.gradient(before.theta, before.buffers, step.batch, step.random, step.where)
         raw, present = dynamics.layout.join(found.grads), found.present
         linear = dynamics.linear_step(step, before, raw, present)
-        after = trajectory.kept(at + 1) or dynamics.advance_with(found, step, before)[0]
-        return cls(dynamics, step, before, after, raw, present, linear)
+        return cls(dynamics, step, before, raw, present, linear, found.buffers, trajectory.kept(at + 1))
 
     @classmethod
     def linearized(cls, trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:
-        """The same from a linearized step: no gradient, and no step where its end is kept."""
-        dynamics, raw, present = trajectory.dynamics, at.graph.raw, at.graph.present
-        after = trajectory.kept(at.step.index + 1)
-        if after is None:  # its buffers are then not known
-            after, _ = dynamics.apply(at.step, before, raw, present)
-        return cls(dynamics, at.step, before, after, raw, present, at.linear)
+        """The same from a linearized step, without a gradient; where its end is not kept, its buffers are not known."""
+        kept = trajectory.kept(at.step.index + 1)
+        buffers = (kept or before).buffers
+        return cls(trajectory.dynamics, at.step, before, at.graph.raw, at.graph.present, at.linear, buffers, kept)
+
+    @cached_property
+    def after(self) -> JointState:
+        """The control after the step: where it is not kept, one elementwise pass."""
+        return self.kept or self.apply(self.raw, self.present)[0]
 
     def apply(
         self, raw: Float[Tensor, " param"], present: tuple[bool, ...], step: Step | None = None
     ) -> tuple[JointState, Clip]:
         """The state after this step had it seen another gradient; buffers are the control's."""
         state, clip = self.dynamics.apply(step or self.step, self.before, raw, present)
-        return replace(state, buffers=self.after.buffers), clip
+        return replace(state, buffers=self.buffers), clip
 
     def nothing(self) -> Shock:
         """The change that is none, to the bit: a gradient computed once more, or beside others, may round otherwise."""
-        return Shock(lambda scale: (self.after.clone(), self.step.clip), torch.zeros_like(self.raw))
+
+        def endpoint(scale: float) -> tuple[JointState, Clip]:
+            return replace(self).after.clone(), self.step.clip  # of another one, so that none stays in memory here
+
+        return Shock(endpoint, torch.zeros_like(self.raw))
 
 
 @dataclass(frozen=True)

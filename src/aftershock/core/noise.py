@@ -39,11 +39,13 @@ class Noise:
         self._ran: list[float] = []
         self._eps = 0.0
 
-    def row(self, control: JointState) -> JointState:
-        """Where the further row starts: the control's state right after the step, θ one rounding away."""
+    def row(self, control: JointState, *, spend: bool = False) -> JointState:
+        """Where the further row starts: the control's state right after the step, θ one rounding away. `spend` gives
+        that state's tensors away."""
         self._ran = []
         theta = jitter(self._watch.trajectory.dynamics.layout, control).add_(control.theta)
-        return JointState(theta, control.m.clone(), control.v.clone(), control.counts, control.buffers)
+        m, v = (control.m, control.v) if spend else (control.m.clone(), control.v.clone())
+        return JointState(theta, m, v, control.counts, control.buffers)
 
     def ran(self, value: Float[Tensor, ""]) -> None:
         """How far that row's reading is from the control's, horizon by horizon."""

@@ -237,23 +237,25 @@ def pass_bytes(work: Work, each: Pass) -> int:
     """The peak of one chunk of a pass, beside the model and the path."""
     load = work.load(each)
     trajectory = work.watch.trajectory
-    replayed = trajectory.spacing > 1 and not work.kept
+    replayed = trajectory.spacing > 1 and not work.kept and not each.apart
     carried = rollout_bytes(
         trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed
     )
     # gradients of changes in rows are there until the last one is used, and so is the control's
-    waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(work.watch.trajectory).vector * each.shocks_in_rows
+    waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
-    started = _control_bytes(work) + 3 * Footprint.of(work.watch.trajectory).vector * (_held(load) + load.predicted)
-    return max(_start_bytes(work, before) + waiting, started, carried)
+    v = Footprint.of(trajectory).vector
+    jittered = v * (each.apart and work.rounding)  # the last row takes the control's place, but for a θ of its own
+    started = _control_bytes(work, apart=each.apart) + 3 * v * (_held(load) + load.predicted) + jittered
+    return max(_start_bytes(work, before, each.apart) + waiting, started, carried)
 
 
-def _start_bytes(work: Work, load: Load) -> int:
+def _start_bytes(work: Work, load: Load, apart: bool) -> int:
     """While rows are started, one change after another: what they are so far, and what the last one takes."""
     trajectory, at = work.watch.trajectory, work.watch.at
     f = Footprint.of(trajectory)
     v = f.vector
-    control, exact = _control_bytes(work), _held(load)
+    control, exact = _control_bytes(work, apart=apart), _held(load)
     rows = 3 * v * (exact + load.predicted)
     gradient = rows - 3 * v * min(exact, work.scales) + max(f.gradient, 3 * v)
     # beside its raw gradient and ξ: the state in which it ends, then its tangent, for which one change alone has no
@@ -267,10 +269,12 @@ def _start_bytes(work: Work, load: Load) -> int:
     return control + max(gradient, rows + max(end, write))
 
 
-def _control_bytes(work: Work) -> int:
-    """The control's step: its raw gradient, and the states before and after it where they are not kept."""
+def _control_bytes(work: Work, *, apart: bool) -> int:
+    """The control's step: its raw gradient, and the states before and after it where they are not kept; where the
+    control goes apart, the one after it is not needed."""
     trajectory, at = work.watch.trajectory, work.watch.at
-    made = 0 if work.kept else sum(trajectory.kept(time) is None for time in (at, at + 1))
+    times = (at,) if apart else (at, at + 1)
+    made = 0 if work.kept else sum(trajectory.kept(time) is None for time in times)
     return Footprint.of(trajectory).vector * (1 + 3 * made)
 
 
@@ -334,8 +338,17 @@ def rollout_bytes(
 def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:
     """As many changes at once as fit, in chunks of one size; None where not even one does."""
     units = work.units(answers)
-    most = next((n for n in _sizes(units) if pass_bytes(work, Pass(answers, n)) <= available), None)
-    return None if most is None else Pass(answers, math.ceil(units / math.ceil(units / most)))
+    passes = (Pass(answers, n, apart=_apart(work, answers, n)) for n in _sizes(units))
+    found = next((each for each in passes if pass_bytes(work, each) <= available), None)
+    return None if found is None else replace(found, at_once=math.ceil(units / math.ceil(units / found.at_once)))
+
+
+def _apart(work: Work, answers: tuple[str, ...], at_once: int) -> bool:
+    """Whether the control goes before rows that are cut into chunks, where they run alone and it is not kept."""
+    trajectory = work.watch.trajectory
+    alone = not trajectory.together("gradient", work.load(Pass(answers, at_once)).exact + 1)
+    cut = answers == ("exact",) and at_once < work.units(answers)
+    return cut and alone and work.by_scale and trajectory.spacing > 1 and not work.kept
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> Plan:

@@ -81,6 +81,8 @@ def respond(
     for each in passes:
         if "exact" not in each.answers:
             watch.trajectory.dynamics.loss.player.narrow()
+        if each.apart:
+            _read_control(watch, out, reader, noise)
         first, size = 0, each.at_once
         units = len(edits) + (noise is not None and "exact" in each.answers)
         while first < units:
@@ -122,6 +124,7 @@ class Pass:
     at_once: int
     parked: bool = False
     shocks_in_rows: bool = False  # the gradients of the changes themselves too
+    apart: bool = False  # the control goes first, alone: rows that run alone need no more of it than was read
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,15 @@ class Chunk:
     @property
     def rounded(self) -> bool:
         return self.stop > self.changes
+
+
+def _read_control(watch: Watch, out: Responses, reader: Reader, noise: Noise | None) -> None:
+    """The control alone, from the change to the last horizon."""
+    for moment in rollout(watch.trajectory, watch.first, Rows(), watch.last):
+        if watch.reads(h := moment.time - watch.at):
+            out.control[h - 1] = reader.control(moment)
+            if noise is not None:
+                noise.look(moment)
 
 
 def _carry(
@@ -204,11 +216,14 @@ class _Starts:
         for i, shock in enumerate(shocks_of(control, edits, in_rows=each.shocks_in_rows)):
             self._start(control, shock, some.start + i)
             del shock
+        # without the control nobody can see that a change is none: one whose ξ is not zero is one
+        distinct = each.apart and all(out.xi_norm[i] > 0 for i in range(some.start, some.stop))
         if noise is not None:
-            self._add_exact(noise.row(control.after))
+            self._add_exact(noise.row(control.after, spend=distinct and control.kept is None))
         self.rows = Rows(
             _handed_over(self._exact), self._semilinear.rows, self._linear.rows, self._semilinear.lags,
-            self._linear.lags, control=control.after, owned=True, parked=each.parked,
+            self._linear.lags, control=None if distinct else control.after, distinct=distinct, owned=True,
+            parked=each.parked,
         )  # fmt: skip
 
     def _start(self, control: ControlStep, shock: Shock, i: int) -> None:

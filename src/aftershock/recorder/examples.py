@@ -57,7 +57,7 @@ def _one_by_one(
 
     base = after(ordinary)
     moved = [difference(after(mixed), base) for mixed in _mixtures(batch, ordinary)]
-    ordinary_control = replace(control, after=base)  # what a write is measured against is the ordinary state
+    ordinary_control = replace(control, kept=base)  # what a write is measured against is the ordinary state
     return difference_scores(ordinary_control, adjoint, trajectory, moved)[:, 0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..core.batches import Batch, same_batch
-from ..core.changes import ControlStep, Edit, Replace, Shock, names_of, scales_of
+from ..core.batches import Batch
+from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.exact_rows import ExactRows
 from ..core.footprint import Footprint, room
 from ..core.memory import readable
@@ -182,18 +181,8 @@ class _Reruns:
 
     def of(self, change: Change) -> _Reruns:
         control = ControlStep.of(self.watch.trajectory, self.watch.at)
-        # of the state after the step only the buffers are needed: its tensors would wait through every rerun
-        lean = replace(control, after=replace(control.before, buffers=control.after.buffers))
-        del control
-        self.values = torch.stack([self._change(self._shock(edit, lean)) for edit in change.edits])
+        self.values = torch.stack([self._change(edit.shock(control)) for edit in change.edits])
         return self
-
-    def _shock(self, edit: Edit, control: ControlStep) -> Shock:
-        """A batch that is the control's own ends where the control does, which is computed when it is asked for."""
-        shock, trajectory = edit.shock(control), self.watch.trajectory
-        if not (isinstance(edit, Replace) and same_batch(edit.batch, control.step.batch)):
-            return shock
-        return replace(shock, endpoint=lambda scale: (trajectory.state(self.watch.first).clone(), control.step.clip))
 
     def _change(self, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
         self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
