@@ -101,10 +101,20 @@ def _decide(
     if _guilty(found, event):
         _among_kin(runs, found, len(innocent), draw)
         compare_several(runs, found, len(innocent), draw)
+        _clear(runs, found)
         if not found.blamed:
             look_further(runs, found, repeated, innocent, draw, groups=groups)
     elif not (own_batch and any(t.removes for t in (*found.suspects, *([found.own] if found.own else [])))):
         look_further(runs, found, repeated, innocent, draw, groups=groups)
+
+
+def _clear(runs: Runs, found: Inquiry) -> None:
+    """Where each of several steps removes the event, clear those that keep it with the batches most like their own in
+    their place: what is missed without them is their kind of data, of which there may be too few here to tell it."""
+    several = [i for i in found.alone if i != runs.event.step]
+    if len(several) > 1 and not found.acquitted:
+        instead = [runs.replaced((i,), several) for i in several]
+        found.replaced += [t for t in instead if t.keeps]
 
 
 def _guilty(found: Inquiry, event: Event) -> list[Trial]:

@@ -101,7 +101,7 @@ def _batch(found: FlightExplanation) -> str:
         f"{plus_minus(best.measured_spread)} {part}{_waited(found, best)}."
     )
     by_itself = [raised] if best.left <= BARS.half else []  # else a batch like its own did what none does not
-    return " ".join([_replaced(found) if blame.replaced else said, *by_itself, *_inside(found, best)])
+    return " ".join([_replaced(found) if blame.replaced else said + _cleared(blame), *by_itself, *_inside(found, best)])
 
 
 def _replaced(found: FlightExplanation) -> str:
@@ -177,6 +177,7 @@ def _group(found: FlightExplanation) -> str:
     return (
         f"Steps {names} did it, and each was needed: without any one of them at most "
         f"{most.left:.0%}{share_spread(most.left_spread)} of {_spike(event)} is left, {_placebos(blame)}."
+        f"{_cleared(blame)}"
     )
 
 
