@@ -41,7 +41,8 @@ class OnCPU:
     def __init__(self, work: Any, theta: Tensor, batch: Any, stream: object = None) -> None:
         self._work, (self._leaves, self._structure) = work, flatten(batch)
         self.result: Tensor
-        self.played, self._lent = 0, None
+        self.grads: list[Tensor | None]
+        self.played, self._lent = 0, list[Tensor]()
 
     def faithful(self, *_: object) -> bool:
         return True
@@ -52,12 +53,13 @@ class OnCPU:
         self, theta: Tensor, buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], random: Any, *, lent: bool = False
     ) -> Played:
         self.played += 1
-        if self._lent is not None:  # it is gone with the next run
-            self._lent.fill_(torch.nan)
+        for grad in self._lent:  # it is gone with the next run
+            grad.fill_(torch.nan)
         given = iter(inputs)
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self._leaves]
         played = self._work.plain(theta, self._structure.unflatten(leaves))
-        self.result, self._lent = played.loss, played.grad if lent else None
+        self.result, self.grads = played.loss, played.grads
+        self._lent = [grad for grad in played.grads if grad is not None] if lent else []
         return played
 
     run = play

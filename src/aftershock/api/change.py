@@ -208,5 +208,5 @@ class Change:
 
 
 def _noise_cost(watch: Watch, answers: Sequence[str]) -> float:
-    """Of the noise floor, in gradients: ten readings, and one exact row where there are others."""
-    return 10 * FORWARD_COST + watch.horizons * (1 + FORWARD_COST) * ("exact" in answers)
+    """Of the noise floor, in gradients: seven readings, and one exact row where there are others."""
+    return 7 * FORWARD_COST + watch.horizons * (1 + FORWARD_COST) * ("exact" in answers)

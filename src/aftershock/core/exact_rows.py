@@ -7,7 +7,7 @@ own, which a GPU steps beside others where its gradient is recorded in lanes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -163,29 +163,34 @@ class ExactRows:
 
     # --- the step
 
-    def advance(self, time: int) -> None:
-        """Every row takes its own step at `time`."""
+    def advance(self, time: int, control: Callable[[], JointState] | None = None) -> None:
+        """Every row takes its own step at `time`; `control`, the control's, is taken beside those of rows that run
+        alone, where there are any."""
         if self.together:
             self._step_together(time, self._gradients(time)[0])
         else:
-            self._step_beside(time)
+            self._step_beside(time, control)
         self._found = None
 
-    def _step_beside(self, time: int) -> None:
+    def _step_beside(self, time: int, control: Callable[[], JointState] | None) -> None:
         """Rows that run alone, launched without waiting for a GPU: their numbers are looked at when they are asked for,
         or a step later."""
         ready = self._found[1] if self._found is not None and self._found[0] == time else None
         self._look()
 
         going = [slot for slot, alive in enumerate(self._alive) if alive and self._step(slot, time) is not None]
+        steps = len(going) + (control is not None and len(going) > 0)
 
         def step(i: int) -> JointState | None:
+            if i == len(going):
+                assert control is not None
+                return control()
             slot = going[i]
             before = None if self.parked else self._states[slot]
             self._step_alone(slot, time, None if ready is None else ready[slot])
             return before  # held until all rows have taken their step, which may be on several streams
 
-        self.dynamics.loss.spread("gradient", self.trajectory.steps[time].batch, len(going), step)
+        self.dynamics.loss.spread("gradient", self.trajectory.steps[time].batch, steps, step)
 
     def _step_alone(self, slot: int, time: int, gradient: Gradient | None) -> None:
         step = self._step(slot, time)

@@ -24,9 +24,9 @@ from .trajectory import Trajectory
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
 COUNTING = 6  # and where coordinates with v = 0 are counted
 FEW = 3  # rows whose memory stands for that of many
-# copies of the flat vector that must be free where a pass is recorded, which takes two and the activations, and where
-# products are, which takes eleven
-ROOM, PRODUCTS_ROOM = 8, 40
+ROOM = 8  # copies of the flat vector that must be free where a pass is recorded, which takes two and the activations
+# and where Hessian products of so many vectors are recorded at once, which takes two for each; rows are beside them
+PRODUCTS_ROOM = {4: 40, 2: 24, 1: 16}
 PRODUCTS_TOGETHER = 16  # that a path may use where products of several vectors are tried, which takes ten beside it
 
 
@@ -154,7 +154,7 @@ class Curvature:
     build: int  # while it is made
     product: int  # of one vector alone, beside the graph and the product itself
     products: int  # of each further one together
-    played: bool  # products are recorded, a few rows at a time
+    played: int  # rows whose products are recorded at a time; 0 where none are
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Curvature:
@@ -167,8 +167,9 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     f = Footprint.of(trajectory)
     if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
-    if loss.player.pays and loss.player.has("gradient") and _recordable(trajectory) >= PRODUCTS_ROOM * f.vector:
-        _record_products(trajectory)
+    if loss.player.pays and loss.player.has("gradient"):
+        left = _recordable(trajectory) // f.vector
+        _record_products(trajectory, max((count for count, room in PRODUCTS_ROOM.items() if room <= left), default=0))
     few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
     try:
@@ -181,8 +182,8 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     except AftershockError:  # a model without second derivatives has exact answers only
         build, graph, product, products = f.gradient, f.gradient, f.gradient, f.gradient
     batch, _ = trajectory.typical or (step.batch, None)
-    played = loss.recorded("products", batch) is not None
-    return Curvature(graph, build, product, products, played)
+    vectors = loss.player.vectors if loss.recorded("products", batch) is not None else None
+    return Curvature(graph, build, product, products, 0 if vectors is None else len(vectors))
 
 
 def room(trajectory: Trajectory, memory: str | int | None) -> int:
@@ -202,10 +203,9 @@ def record_gradient(trajectory: Trajectory, lanes: int = 1) -> None:
         loss.rehearse("gradient", state.theta, state.buffers, trajectory.typical, first.random, lanes=lanes)
 
 
-def _record_products(trajectory: Trajectory) -> None:
-    """The same for its Hessian products."""
+def _record_products(trajectory: Trajectory, count: int) -> None:
+    """The same for its Hessian products, of so many vectors at once."""
     loss, first, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    if trajectory.typical is not None:
+    if count and trajectory.typical is not None:
         with contextlib.suppress(AftershockError):  # a model without second derivatives
-            rehearse_products(loss, state.theta, state.buffers, trajectory.typical, first.random)
-        loss.player.spare_vectors()
+            rehearse_products(loss, state.theta, state.buffers, trajectory.typical, first.random, count)

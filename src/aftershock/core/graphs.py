@@ -20,7 +20,6 @@ from .derivatives import derivative_error
 from .layout import Layout
 from .loss import Gradient, LossFunction
 from .mapping import mapped_over
-from .playback import TOGETHER
 from .randomness import RandomState
 from .recordings import Recording
 from .reductions import norms
@@ -112,7 +111,8 @@ class GradientGraph:
     def pieces(self, count: int) -> list[slice]:
         """So many rows as they are computed: a few at a time where products of the path are played back, since room for
         no more is planned, whatever the shape of this batch; else at once."""
-        size = TOGETHER if self._function.player.has("products") else max(count, 1)
+        vectors = self._function.player.vectors
+        size = max(count, 1) if vectors is None else len(vectors)
         return [slice(first, first + size) for first in range(0, count, size)]
 
     def _recorded(self) -> tuple[Recording, list[Tensor]] | None:
@@ -121,13 +121,16 @@ class GradientGraph:
     def _played(
         self, vectors: Float[Tensor, "change param"], recording: Recording, inputs: list[Tensor]
     ) -> Float[Tensor, "change param"]:
-        out, given, buffers, random = torch.empty_like(vectors), self._function.player.vectors, *self._arguments
+        out, given, (buffers, random) = torch.zeros_like(vectors), self._function.player.vectors, self._arguments
+        assert given is not None
         for some in self.pieces(len(vectors)):
             count = len(vectors[some])
             given[:count].copy_(vectors[some])
             given[count:].zero_()
             recording.run(self._at[0], buffers, inputs, random)
-            out[some].copy_(recording.result[:count])
+            places = zip(self._function.layout.row_views(out[some]), recording.grads)
+            pairs = [(place, found[:count]) for place, found in places if found is not None]
+            torch._foreach_copy_([place for place, _ in pairs], [found for _, found in pairs])
         return out
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
@@ -180,7 +183,10 @@ class GradientGraph:
         out: Float[Tensor, "change param"],
     ) -> bool:
         with _explained():
-            write_mapped(self._function.layout, curved, self._leaves, vectors, out)
+            found = mapped_products(self._function.layout, curved, self._leaves, vectors)
+        for place, values in zip(self._function.layout.row_views(out), found):
+            if values is not None:
+                place.copy_(values)
         return True
 
     def _agrees(self, curved: Mapping[int, GradientEdge], beside: Float[Tensor, " param"]) -> bool:
@@ -217,14 +223,13 @@ class GradientGraph:
             layout.write(out, places)
 
 
-def write_mapped(
+def mapped_products(
     layout: Layout,
     curved: Mapping[int, GradientEdge],
     leaves: Sequence[Tensor],
     vectors: Float[Tensor, "change param"],
-    out: Float[Tensor, "change param"],
-) -> None:
-    """Products of many vectors through one backward pass, into `out`, which is zero."""
+) -> list[Tensor | None]:
+    """Products of many vectors through one backward pass, by parameter, `[change, *shape]`."""
     views, used = layout.row_views(vectors), list[int]()
 
     def one(own: list[Tensor]) -> list[Tensor]:
@@ -235,10 +240,9 @@ def write_mapped(
         return [found[i] for i in used]
 
     # not `is_grads_batched`: its older batching runs row by row where it has no rule
-    found = mapped_over((0,), one, randomness="error")([views[i] for i in curved])
-    places = layout.row_views(out)
-    for i, values in zip(used, found):
-        places[i].copy_(values)
+    mapped = mapped_over((0,), one, randomness="error")([views[i] for i in curved])
+    found = dict(zip(used, mapped))
+    return [found.get(i) for i in range(len(leaves))]
 
 
 def edges(grads: Sequence[Tensor | None]) -> dict[int, GradientEdge]:

@@ -189,7 +189,7 @@ class LossFunction(Calls):
         played = found[0].play(theta, buffers, found[1], random, lent=lent)
         if played.norm is None:
             return Evaluation(played.loss, played.buffers, played.random)
-        return Gradient(played.loss, played.buffers, played.random, played.grads(self.layout), played.norm)
+        return Gradient(played.loss, played.buffers, played.random, played.grads, played.norm)
 
     def rehearse(
         self,

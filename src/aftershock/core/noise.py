@@ -51,22 +51,23 @@ class Noise:
         """How far that row's reading is from the control's, horizon by horizon."""
         self._ran.append(float(value))
 
-    def look(self, moment: Moment) -> None:
-        """The scatter of readings by the probe's own arithmetic: three forward passes, at three states in all.
+    def look(self, moment: Moment, reader: Reader) -> None:
+        """The scatter of readings by the probe's own arithmetic: two forward passes, at three states in all.
 
         F(θ + d) + F(θ − d) − 2 F(θ) at a jitter d of half a rounding is rounding alone, where d's curvature is small.
         """
         if moment.time not in self._times or moment.time in self._read:
             return
-        trajectory, state = self._watch.trajectory, moment.control
-        theta = jitter(trajectory.dynamics.layout, state, self._dtype).div_(2).add_(state.theta)
+        trajectory, probe, state = self._watch.trajectory, self._watch.probe, moment.control
+        further = jitter(trajectory.dynamics.layout, state, self._dtype).div_(2).add_(state.theta)
+        thetas = [further, further.neg().add_(state.theta, alpha=2)]  # on both sides, equally far
+        loss, batch, _, _ = probe.arguments(trajectory, moment.time)
 
-        def value(theta: Float[Tensor, " param"]) -> Tensor:
-            return self._watch.probe.value(trajectory, moment.time, theta, state, wait=False)
+        def launched(i: int) -> Tensor:
+            return probe.value(trajectory, moment.time, thetas[i], state, wait=False)
 
-        found = [value(state.theta), value(theta), value(theta.neg_().add_(state.theta, alpha=2))]
-        middle, *beside = (value.double() for value in found)
-        self._read[moment.time] = float(sum(beside) - 2 * middle)
+        found = loss.spread("value", batch, 2, launched, evaluating=probe.evaluating)
+        self._read[moment.time] = float(found[0].double() + found[1].double()) - 2 * reader.alone(moment)
         self._eps = torch.finfo(found[0].dtype).eps
 
     def floor(self, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
@@ -81,11 +82,11 @@ class Noise:
 
 
 def noise_floor(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
-    """The same for exact rows that were carried elsewhere: one more row, and nine forward passes."""
+    """The same for exact rows that were carried elsewhere: one more row, and seven forward passes."""
     noise, reader, start = Noise(watch), Reader(watch.trajectory, watch.probe), watch.trajectory.state(watch.first)
     for moment in rollout(watch.trajectory, watch.first, Rows([noise.row(start)], owned=True), watch.last):
         noise.ran(reader.exact(moment)[0])
-        noise.look(moment)
+        noise.look(moment, reader)
     return noise.floor(control)
 
 

@@ -20,7 +20,6 @@ from ..errors import OutOfMemory
 from .footprint import Curvature, Footprint, record_gradient, room
 from .lanes import LANES
 from .memory import budget, free, readable
-from .playback import TOGETHER
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .rows import AT_ONCE
@@ -241,8 +240,9 @@ def pass_bytes(work: Work, each: Pass) -> int:
     carried = rollout_bytes(
         trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed
     )
-    # gradients of changes in rows are there until the last one is used, and so is the control's
-    waiting = (min(each.at_once, work.changes) + 2) * Footprint.of(trajectory).vector * each.shocks_in_rows
+    # gradients of changes in rows are there until the last one is used, in lanes one for each, and so is the control's
+    lanes = len(trajectory.dynamics.loss.player.lanes) or work.changes
+    waiting = (min(each.at_once, work.changes, lanes) + 2) * Footprint.of(trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
     v = Footprint.of(trajectory).vector
     jittered = v * (each.apart and work.rounding)  # the last row takes the control's place, but for a θ of its own
@@ -304,15 +304,16 @@ def rollout_bytes(
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value + v * rounding]
-    if (trajectory.spacing > 1 if replayed is None else replayed) and (predicted or not together):
+    work = [f.value + 2 * v * rounding]
+    replayed = (trajectory.spacing > 1 if replayed is None else replayed) and bool(predicted or not together)
+    if replayed:
         carried += 3 * v
         work.append(max(f.gradient, v + f.update))
     if load.exact:
         count = load.exact + 1
         carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
         shared = count * v + min(AT_ONCE, count) * (f.row - v)
-        stepping = f.gradient + v * (load.exact - 1) if own else f.step * min(lanes, load.exact)
+        stepping = f.gradient + v * (load.exact - 1) if own else f.step * min(lanes, load.exact + replayed)
         alone = max(stepping, v * load.exact * own + f.update) + 3 * v * load.parked
         work.append(shared if together else alone)
     if load.linear:
@@ -323,7 +324,7 @@ def rollout_bytes(
         work.append(min(AT_ONCE, count) * (v + f.value) if together else lanes * v + f.value)
     if predicted:
         c = Curvature.of(trajectory)
-        most = min(max(load.semilinear, load.linear), TOGETHER if c.played else predicted)
+        most = min(max(load.semilinear, load.linear), c.played or predicted)
         pieces = min(AT_ONCE, most) if trajectory.together("product", most) else 1
         # clipping takes two more copies of linear rows, and one of a semilinear one
         clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MOST = 6  # passes of one model that are recorded: on each lane they hold activations, and a gradient's the gradient
 LOOKED = 32  # shapes of batches that are tried at all: where every batch has its own, recording is given up
-TOGETHER = 4  # vectors whose Hessian products are recorded in one pass; where there are fewer, the rest are zero
 LARGE = 2**25  # parameters from which a recorded pass over one row costs less than its share of many rows together
 LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
 LONG = 32  # steps of a path from which it pays to record its gradient
@@ -66,7 +65,7 @@ class Player:
         self.layout, self.wanted = layout, wanted
         self.lanes = Lanes(layout)
         self._looked: list[Looked] = []
-        self._vectors: list[Float[Tensor, "change param"]] = []  # where products read theirs
+        self.vectors: Float[Tensor, "change param"] | None = None  # where recorded Hessian products read theirs
         self._measured: WeakKeyDictionary[object, dict[type, Any]] = WeakKeyDictionary()
 
     @property
@@ -87,14 +86,7 @@ class Player:
     def nbytes(self) -> int:
         """What the recordings keep on the device."""
         kept = [recording.nbytes for known in self._looked for recording in known.recordings]
-        return sum(kept) + self.lanes.nbytes + sum(place.nbytes for place in self._vectors)
-
-    @property
-    def vectors(self) -> Float[Tensor, "change param"]:
-        """Whose Hessian products the next pass of that kind gives."""
-        if not self._vectors:
-            self._vectors.append(self.layout.zeros(TOGETHER))
-        return self._vectors[0]
+        return sum(kept) + self.lanes.nbytes + (0 if self.vectors is None else self.vectors.nbytes)
 
     def measured(self, path: object, kind: type[T], measure: Callable[[], T]) -> T:
         """What passes along a path hold in memory: measured once, and anew after recordings were given back."""
@@ -110,7 +102,7 @@ class Player:
         self._looked.clear()
         self._measured.clear()
         self.lanes.narrow(0)
-        self._vectors.clear()
+        self.vectors = None
 
     def narrow(self, lanes: int = 1) -> None:
         """Give back what further lanes hold: work that has no exact rows needs the room."""
@@ -123,11 +115,6 @@ class Player:
         """What lanes beside the first hold."""
         held = [recording.nbytes for known in self._looked for recording in known.recordings[1:]]
         return sum(held) + self.lanes.nbytes - (self.lanes.nbytes // len(self.lanes) if self.lanes else 0)
-
-    def spare_vectors(self) -> None:
-        """Give their place back where no recording reads them."""
-        if not self.has("products"):
-            self._vectors.clear()
 
     def looked_at(
         self, function: object, kind: str, batch: Batch, *, evaluating: bool

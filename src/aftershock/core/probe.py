@@ -196,9 +196,10 @@ class Reader:
         """F at the control: one forward pass, once per state; none where it was read among rows."""
         if moment.exact.together and moment.time in self._among_rows:
             return self._among_rows[moment.time]
-        return self._alone(moment)
+        return self.alone(moment)
 
-    def _alone(self, moment: Moment) -> float:
+    def alone(self, moment: Moment) -> float:
+        """F at the control as it is read by itself: one forward pass, once per state."""
         if moment.time not in self._controls:
             if self.probe.own and not moment.last:
                 value = self.trajectory.steps[moment.time].loss
@@ -233,7 +234,7 @@ class Reader:
         found = seen(loss.spread("value", batch, count, launched, evaluating=self.probe.evaluating)).tolist()
         if states and math.isfinite(found[-1]):  # else the control's own reading says so
             self._controls[moment.time] = found[-1]
-        return rows.by_row(found[:slots], self._alone(moment))
+        return rows.by_row(found[:slots], self.alone(moment))
 
     def semilinear(self, moment: Moment) -> Float[Tensor, " row"]:
         """One forward pass a row."""
@@ -242,7 +243,7 @@ class Reader:
         together = loss.together("value", batch, 1 + moment.semilinear.rows, evaluating=self.probe.evaluating)
         thetas = Displaced(moment.control.theta, moment.semilinear.theta, with_base=together)
         values = self.values(moment.time, thetas, [moment.control.buffers] * len(thetas))
-        apart = values[1:] - values[0] if together else values - self._alone(moment)
+        apart = values[1:] - values[0] if together else values - self.alone(moment)
         # rows of one call may round differently by their place: one that is not displaced reads what the control does
         return torch.where(nonzero(moment.semilinear.theta).cpu(), apart, 0.0)
 

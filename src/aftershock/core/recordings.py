@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from .batches import Batch
 from .keeper import Left
-from .layout import Layout
 from .memory import set_aside
 from .randomness import RandomState, drawing_from
-from .reductions import equal, norms
+from .reductions import equal, joint_norm, same_bits
 from .structure import flatten
 
 if TYPE_CHECKING:
@@ -62,22 +61,21 @@ def _equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Played:
-    """What a pass gave: the loss, the gradient as a flat vector and its norm, buffers, randomness."""
+    """What a pass gave: the loss, the gradient by parameter and its norm, buffers, randomness."""
 
     loss: Tensor
-    grad: Float[Tensor, " param"] | None
-    present: tuple[bool, ...]
+    grads: list[Tensor | None]
     norm: Tensor | None
     buffers: dict[str, Tensor]
     random: RandomState
 
-    def grads(self, layout: Layout) -> list[Tensor | None]:
-        """The gradient by parameter."""
-        assert self.grad is not None
-        return [view if ok else None for view, ok in zip(layout.views(self.grad), self.present)]
+    @property
+    def present(self) -> tuple[bool, ...]:
+        return tuple(grad is not None for grad in self.grads)
 
 
-# A pass at θ over a batch: the parameters that are put in place, and what is computed with the model.
+# A pass at θ over a batch: the parameters that are put in place, and what is computed with the model. By parameter it
+# gives a gradient, or Hessian products of several vectors.
 Program = Callable[[nn.Module], tuple[Tensor, list[Tensor | None], Tensor | None]]
 Make = Callable[[Float[Tensor, " param"], Batch], tuple[list[Tensor], Program]]
 
@@ -103,14 +101,16 @@ class Work:
 
     def plain(self, theta: Float[Tensor, " param"], batch: Batch) -> Played:
         """By running the user's code."""
-        layout = self.loss.layout
         parameters, program = self.make(theta, batch)
         (loss, grads, norm), after, random = self.run(parameters, program, [])
-        return Played(loss, _joined(layout, grads), _present(grads), norm, after, random)
+        return Played(loss, grads, norm, after, random)
 
 
 class Recording:
-    """One pass as a CUDA graph: inputs are copied in, the graph runs, results are copied out."""
+    """One pass as a CUDA graph: inputs are copied in, the graph runs, results are copied out.
+
+    `grads` are what it gives by parameter, in its own memory, to be read before the next run.
+    """
 
     def __init__(
         self, work: Work, theta: Float[Tensor, " param"], batch: Batch, stream: torch.cuda.Stream | None = None
@@ -124,18 +124,14 @@ class Recording:
         parameters, program = work.make(theta, structure.unflatten(own))
 
         def record(model: nn.Module) -> Any:
-            def whole() -> tuple[Tensor, Tensor | None, tuple[bool, ...], Tensor | None]:
-                loss, grads, norm = program(model)
-                return loss, _joined(self.layout, grads), _present(grads), norm
-
             self._buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in work.buffers}
-            found, self.nbytes, idle = _recorded(self._graph, theta.device, whole, stream)
+            found, self.nbytes, idle = _recorded(self._graph, theta.device, lambda: program(model), stream)
             set_aside(self, idle)
             return found
 
         left: list[Left] = []
         found, after, drawn = work.run(parameters, record, left)
-        self.result, self._grad, self._present, self._norm = found
+        self.result, self.grads, self._norm = found
         self._moving = [name for name in self._buffers if name in work.loss.moving]
         self._draws = True
         replaced = any(after[name].data_ptr() != b.data_ptr() for name, b in self._buffers.items())
@@ -147,7 +143,7 @@ class Recording:
         draws = False
         for at, batch in ((theta, batches[0]), (APART * theta, batches[-1])):
             plain, inputs = work.plain(at, batch), Shape.of("", False, batch, theta.device)[1]
-            played = self.play(at, work.buffers, inputs, work.random)
+            played = self.play(at, work.buffers, inputs, work.random, lent=True)
             draws |= not plain.random.same(work.random)
             same = plain.random.same(played.random) and plain.present == played.present
             if not same or any(not torch.equal(plain.buffers[name], b) for name, b in played.buffers.items()):
@@ -195,9 +191,15 @@ class Recording:
         """
         random = self.run(theta, buffers, inputs, random)
         after = {**buffers, **{name: self._buffers[name].clone() for name in self._moving}}
-        grad = self._grad if lent or self._grad is None else self._grad.clone()
         norm = None if self._norm is None else self._norm.clone()
-        return Played(self.result.clone(), grad, self._present, norm, after, random)
+        return Played(self.result.clone(), self.grads if lent else self._copied(), norm, after, random)
+
+    def _copied(self) -> list[Tensor | None]:
+        """The gradient in memory of its own: views of one vector."""
+        if not self.grads:
+            return []
+        views = self.layout.views(self.layout.join(self.grads))
+        return [None if grad is None else view for view, grad in zip(views, self.grads)]
 
     def run(
         self,
@@ -206,7 +208,7 @@ class Recording:
         inputs: Sequence[Tensor],
         random: RandomState,
     ) -> RandomState:
-        """The same, left in the recording's own memory, of which `result` is to be read before the next run."""
+        """The same, left in the recording's own memory: `result` and `grads` are to be read before the next run."""
         self._theta.copy_(theta)
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(inputs))
@@ -221,29 +223,17 @@ class Recording:
         return random
 
 
-def _present(grads: Sequence[Tensor | None]) -> tuple[bool, ...]:
-    return tuple(grad is not None for grad in grads)
-
-
-def _joined(layout: Layout, grads: Sequence[Tensor | None]) -> Float[Tensor, " param"] | None:
-    """Gradients as a flat vector of their own, zero where a parameter has none."""
-    if not grads:
-        return None
-    if any(grad is None for grad in grads):
-        return layout.join(grads)
-    flat = layout.blank()
-    layout.write(flat, grads)
-    return flat
-
-
 def _apart(a: Played, b: Played) -> float:
     """How far two passes are from each other, relative to the first: 0 where their bits are the same."""
-    pairs = [(a.loss.reshape(-1), b.loss.reshape(-1))]
-    if a.grad is not None and b.grad is not None:
-        pairs.append((a.grad, b.grad))
-    if all(equal(x, y) for x, y in pairs):
+    if equal(a.loss, b.loss) and same_bits(a.grads, b.grads):
         return 0.0
-    return max(float((norms(x - y) / norms(x).clamp(min=1e-30)).max()) for x, y in pairs)
+    grads = [(x, y) for x, y in zip(a.grads, b.grads) if x is not None and y is not None]
+    parts = [[(a.loss, b.loss)], grads] if grads else [[(a.loss, b.loss)]]
+    return max(_relative(pairs) for pairs in parts)
+
+
+def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    return float(joint_norm([x - y for x, y in pairs]) / joint_norm([x for x, _ in pairs]).clamp(min=1e-30))
 
 
 # --- recording

@@ -150,7 +150,7 @@ def _read_control(watch: Watch, out: Responses, reader: Reader, noise: Noise | N
         if watch.reads(h := moment.time - watch.at):
             out.control[h - 1] = reader.control(moment)
             if noise is not None:
-                noise.look(moment)
+                noise.look(moment, reader)
 
 
 def _carry(
@@ -186,7 +186,7 @@ def _carry(
             out.values["tangent"][some, :, h] = starts.scaled(reader.linear(moment))
         out.control[h] = reader.control(moment)
         if noise is not None:
-            noise.look(moment)
+            noise.look(moment, reader)
         if moment.last and "exact" in answers:
             switched = torch.tensor(moment.exact.clip_switches()[:rows], dtype=torch.bool).view(shape)
             out.clip_switched[some] |= switched

@@ -13,7 +13,7 @@ something of them looks at each `Moment` as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .dynamics import Linearized
@@ -88,7 +88,7 @@ def rollout(trajectory: Trajectory, begin: int, rows: Rows, stop: int) -> Iterat
         yield Moment(trajectory, time, time == stop, controls, exact, rows.semilinear, rows.linear)
         if time == stop:
             return
-        exact.advance(time)
+        exact.advance(time, None if predicted else controls.following(time))
         if predicted:
             _predict(trajectory, time, controls, rows)
 
@@ -120,6 +120,18 @@ class _Controls:
         while self._time < time:
             self.advance()
         return self._state
+
+    def following(self, time: int) -> Callable[[], JointState] | None:
+        """The control's step at `time`, for rows to take beside theirs, where that takes a gradient and the control was
+        asked for so far; it returns the state before it."""
+        asked = self._exact is None and self._state is not None and self._time == time
+        return self._follow if asked and self._trajectory.kept(time + 1) is None else None
+
+    def _follow(self) -> JointState:
+        before = self._state
+        self.advance()
+        assert before is not None
+        return before
 
     def advance(self, at: Linearized | None = None) -> None:
         """One state on: the one that is kept, else by the step, whose gradient a linearized step has already."""
