@@ -19,7 +19,7 @@ from ..core.probe import Watch
 from ..core.state import CHANNELS
 from ..core.sweep_plans import SweepPlan, plan_explanation, with_reruns
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, Certificate, Finding
+from ..results.certificate import TRUST, Certificate, Finding, masks
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
@@ -69,7 +69,7 @@ class Contributions(LabelledResult):
     @property
     def certificate(self) -> Certificate:
         """How far the contributions may be trusted: each rerun is compared with what the other reruns predict."""
-        return Certificate(tuple(_findings(self)))
+        return Certificate((*_findings(self), *masks(self.data)))
 
     @property
     def off_scale(self) -> xr.DataArray:
@@ -274,6 +274,7 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
             "value": float(watch.probe.value(trajectory, time, state.theta, state)),
             "change": change,
             "probe": watch.probe.name,
+            "other_masks": 0.0 if change in MEASURED_ONLY else path.check().other_masks,
         },
         coords={"step": list(range(time)), "channel": list(CHANNELS)},
         attrs={**provenance(trajectory), "check": proof},

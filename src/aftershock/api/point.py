@@ -17,7 +17,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
-from ..core.guards import Check, check, refuse_changing, repeated
+from ..core.guards import Check, check, other_masks, refuse_changing, repeated
 from ..core.hooks import Hooks
 from ..core.lifting import lifting
 from ..core.live_loop import Unused
@@ -171,7 +171,9 @@ class TrainingPoint:
             raise self.loss.refused
         if not (self._checked and self._checked[0][0] is batch):
             try:
-                self._checked[:] = [(batch, self._check_lifted(batch, memory))]
+                found = self._check_lifted(batch, memory)
+                masks = other_masks(self.loss, self.captured.state, batch, self.captured.random)
+                self._checked[:] = [(batch, replace(found, other_masks=masks))]
             except (Nondeterministic, WrongHessian, HiddenState) as error:
                 self.loss.refused = error
                 raise

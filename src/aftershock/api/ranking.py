@@ -20,7 +20,7 @@ from ..core.responses import first_disagreement
 from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
 from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, Certificate, Finding
+from ..results.certificate import TRUST, Certificate, Finding, masks
 from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
@@ -90,7 +90,8 @@ class Ranking(LabelledResult):
     @property
     def certificate(self) -> Certificate:
         """How far the ranking may be trusted: reruns spread over it are compared with what the others predict."""
-        return Certificate((*_findings(self), *_curve_findings(float(self.data["curve_error"]))))
+        curves = _curve_findings(float(self.data["curve_error"]))
+        return Certificate((*_findings(self), *curves, *masks(self.data)))
 
     def __str__(self) -> str:
         predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
@@ -284,6 +285,7 @@ def _calibrated(
             "raw_error": float(nrmse(truth, plain).median()) if count else torch.nan,
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
+            "other_masks": path.check().other_masks,
             "by": by,
             "at": watch.at,
             "probe": watch.probe.name,

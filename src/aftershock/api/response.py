@@ -312,6 +312,7 @@ def labelled(
             "kind": change.kind,
             "probe": watch.probe.name,
             "refused": refused,
+            "other_masks": 0.0 if set(answers) == {"exact"} else change.path.check().other_masks,
         },
         coords={
             "answer": answers,

@@ -16,11 +16,10 @@ from ..errors import UnsupportedModel
 from .adamw import Hyper, adamw_step
 from .batches import Batch
 from .clipping import Clip, clip_, global_norm, scale_
-from .graphs import GradientGraph
+from .graphs import GradientGraph, graph_apart
 from .linear_step import LinearStep
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import same_bits
 from .state import JointState
 
 NOT_TAKEN = Clip(math.nan, 1.0)
@@ -116,7 +115,7 @@ class Dynamics:
         self, step: Step, state: JointState, plain: Gradient | None = None
     ) -> tuple[JointState, Taken, Linearized]:
         """The same, keeping the gradient's graph for later products; `plain` is the gradient where it is known."""
-        graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
+        graph = self.graph(step, state, plain)
         found = self.plain_gradient(graph, step, state, plain)
         if step.max_norm is not None:  # clipping writes into it
             found = replace(found, grads=[None if grad is None else grad.clone() for grad in found.grads])
@@ -131,15 +130,21 @@ class Dynamics:
         """The gradient that training would have, from a graph that is there anyway where that is the same.
 
         `create_graph` and the math attention kernel may change a gradient by an ulp, and the control's must be the
-        plain one: the model's first step finds out whether they agree, and where they do not, it is computed.
+        plain one.
         """
-        if self.loss.graph_is_plain:
+        if graph.plain or self.loss.graph_apart == 0:
             return graph.gradient
-        if plain is None:
-            plain = self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
-        if self.loss.graph_is_plain is None and graph.built:
-            self.loss.graph_is_plain = same_bits(plain.grads, graph.gradient.grads)
-        return plain
+        return plain or self.loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+
+    def graph(self, step: Step, state: JointState, plain: Gradient | None = None) -> GradientGraph:
+        """The gradient at `state` with its graph. Where that draws other masks than training, which the check has found
+        out or the first one does, it holds the plain gradient: 1 g more."""
+        given = (state.theta, state.buffers, step.batch, step.random, step.where)
+        graph_apart(self.loss, *given)
+        graph = GradientGraph(self.loss, *given)
+        if not graph.plain and self.loss.draws_otherwise:
+            graph.hold_plain(plain or self.loss.gradient(*given))
+        return graph
 
     def advance_with(
         self, found: Gradient, step: Step, state: JointState, *, consume: bool = False
@@ -168,7 +173,7 @@ class Dynamics:
 
     def linearize(self, step: Step, state: JointState) -> Linearized:
         """A_s at `state`: about 1.2 g, then 1 to 2 g per vector."""
-        graph = GradientGraph(self.loss, state.theta, state.buffers, step.batch, step.random, step.where)
+        graph = self.graph(step, state)
         return Linearized(step, self.linear_step(step, state, graph.raw, graph.present), graph)
 
     def linear_step(

@@ -22,7 +22,7 @@ from .loss import Gradient, LossFunction
 from .mapping import mapped_over
 from .randomness import RandomState
 from .recordings import Recording
-from .reductions import norms
+from .reductions import gradients_apart, norms
 from .rows import tolerance
 
 
@@ -60,14 +60,19 @@ class GradientGraph:
             found = Gradient(value, after, random, plain, global_norm(plain, loss.layout.model_order))
             loss.refuse_not_finite(found, where)
             del grads, plain
-        self.raw: Float[Tensor, " param"] = loss.layout.join(found.grads)  # ĝ
-        views = loss.layout.typed_views(self.raw)
+        self.plain = self._graph is None  # the gradient is training's own: that of a graph may round otherwise
+        self._hold(found)
+
+    def _hold(self, found: Gradient) -> None:
+        layout = self._function.layout
+        self.raw: Float[Tensor, " param"] = layout.join(found.grads)  # ĝ
+        views = layout.typed_views(self.raw)
         self.gradient = replace(found, grads=[v if ok else None for v, ok in zip(views, found.present)])
 
-    @property
-    def built(self) -> bool:
-        """Whether it holds a graph, whose gradient may round otherwise; else the gradient is a plain one."""
-        return self._graph is not None
+    def hold_plain(self, plain: Gradient) -> None:
+        """Training's own gradient in place of the graph's."""
+        self._hold(plain)
+        self.plain = True
 
     @property
     def present(self) -> tuple[bool, ...]:
@@ -221,6 +226,45 @@ class GradientGraph:
                 leaf.grad = None
         if not layout.uniform:
             layout.write(out, places)
+
+
+def graph_gradient(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batch: Batch,
+    random: RandomState,
+    where: str,
+) -> list[Tensor | None]:
+    """The gradient of passes that are differentiated twice: 1.2 g. It may round otherwise than the plain one, and draw
+    other dropout masks."""
+    leaves = loss.leaves(theta)
+
+    def program(model: nn.Module) -> list[Tensor | None]:
+        sums: list[Tensor | None] = [None] * len(leaves)
+        for micro, share in micro_batches(batch, loss.layout.device):
+            found = loss.grad(share(loss.raw(model, micro, where)), leaves, where, create_graph=True)
+            for i, grad in enumerate(map(accumulated, found, leaves)):
+                before = sums[i]
+                sums[i] = grad if before is None else before if grad is None else before + grad
+        return sums
+
+    return loss.call(leaves, buffers, random, program, derivative=True)[0]
+
+
+def graph_apart(
+    loss: LossFunction,
+    theta: Float[Tensor, " param"],
+    buffers: Mapping[str, Tensor],
+    batch: Batch,
+    random: RandomState,
+    where: str,
+) -> float:
+    """How far that is from the plain one: 2 g, once for a model."""
+    if loss.graph_apart is None:
+        given = (theta, buffers, batch, random, where)
+        loss.graph_apart = gradients_apart(loss.gradient(*given).grads, graph_gradient(loss, *given))
+    return loss.graph_apart
 
 
 def mapped_products(

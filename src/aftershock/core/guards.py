@@ -17,10 +17,10 @@ from torch import Tensor
 from ..errors import Nondeterministic, NotFinite, UnsupportedModel, WrongHessian
 from .batches import Batch
 from .calls import WRITTEN
-from .graphs import GradientGraph
+from .graphs import GradientGraph, graph_apart, graph_gradient
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import norm, norms, products, same_bits
+from .reductions import finite, gradients_apart, norm, norms, products
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
@@ -53,6 +53,7 @@ class Check:
     dtype: torch.dtype
     steps: tuple[int, ...] = ()  # of the path, where it was made at several
     beside: bool = False  # made at weights moved by `BESIDE`: those of the run lie on a kink
+    other_masks: float = 0.0  # how far off a gradient is whose passes draw other dropout masks than training's; 0: none
 
     @classmethod
     def joined(cls, checks: Mapping[int, Check]) -> Check:
@@ -66,6 +67,7 @@ class Check:
             all_of[0].dtype,
             tuple(checks),
             any(one.beside for one in all_of),
+            max(one.other_masks for one in all_of),
         )
 
     def __str__(self) -> str:
@@ -78,6 +80,8 @@ class Check:
         text += "replay is exact to the bit" if self.replay_noise == 0 else f"replay noise {self.replay_noise:.1e}"
         if self.steps:
             text += f" (steps {', '.join(map(str, self.steps))} of the path)"
+        if self.other_masks:
+            text += "; they are of other dropout masks than training's, which torch's fused attention draws by itself"
         if self.hidden:
             text += f"; the loss depends on moving buffers ({', '.join(self.hidden[:3])})"
         return text + "."
@@ -92,6 +96,7 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     rounding = 2 * torch.finfo(_working_dtype(loss)).eps * float(once.norm)  # of one gradient
     moved = moved_buffers(state.buffers, once.buffers)
     del once  # memory is short on a large model: no more vectors than are needed
+    graph_apart(loss, state.theta, state.buffers, batch, random, "the check")
     tolerance = TOLERANCE[_working_dtype(loss)]
     compared = partial(_compared, loss, batch=batch, random=random, rounding=rounding)
     error, asymmetry = compared(state)
@@ -114,6 +119,13 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
         )
     hidden = hidden_buffers(loss, state, moved, batch, random)
     return Check(error, asymmetry, noise, hidden, _working_dtype(loss), beside=beside)
+
+
+def other_masks(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> float:
+    """How far off the gradient of a pass is that draws other dropout masks where it is differentiated twice; 0 for any
+    other model. 2 g, once for a model. A check in float64 does not see it: there attention is never fused."""
+    apart = graph_apart(loss, state.theta, state.buffers, batch, random, "the check")
+    return apart if loss.draws_otherwise else 0.0
 
 
 def _compared(
@@ -152,8 +164,7 @@ def _on_kink(loss: LossFunction, state: JointState, batch: Batch, random: Random
     u = (_direction(loss, state, generator), _direction(loss, state, generator))[1]  # as compared
 
     def gradient(at: float) -> Tensor:
-        found = loss.gradient(state.theta + at * u, state.buffers, batch, random, "the check")
-        return loss.layout.join(found.grads)
+        return _gradient(loss, replace(state, theta=state.theta + at * u), batch, random)
 
     middle = gradient(0.0)
     for h in RELATIVE_STEPS[dtype]:
@@ -164,6 +175,18 @@ def _on_kink(loss: LossFunction, state: JointState, batch: Batch, random: Random
         if not float(norms(up - down)) > TOLERANCE[dtype] * float(norms(up + down)):
             return False
     return True
+
+
+def _gradient(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> Tensor:
+    """A gradient with the dropout masks that products have: the plain one, but for a model that draws otherwise there.
+    Raises `NotFinite`."""
+    given = (state.theta, state.buffers, batch, random, "the check")
+    if not loss.draws_otherwise:
+        return loss.layout.join(loss.gradient(*given).grads)
+    found = loss.layout.join(graph_gradient(loss, *given))
+    if not finite(found):
+        raise NotFinite("a gradient of the check is not finite")
+    return found
 
 
 def refuse_changing(again: Callable[[], Check]) -> None:
@@ -181,7 +204,7 @@ def repeated(
     once, twice = (loss.gradient(state.theta, state.buffers, batch, random, where) for _ in range(2))
     if _fingerprint(loss, state) != before:
         raise UnsupportedModel(WRITTEN)
-    noise = 0.0 if same_bits(once.grads, twice.grads) else _relative(loss, once.grads, twice.grads)
+    noise = gradients_apart(once.grads, twice.grads)
     if noise > NOISE_LIMIT:
         raise Nondeterministic(
             f"the same gradient at {where}, run twice from the same random state, differs by {noise:.1%}. The model or "
@@ -254,8 +277,7 @@ def _difference_error(
     """Relative distance of H u from a central difference of step h."""
     try:
         up, down = (
-            loss.layout.join(loss.gradient(state.theta + sign * h * u, state.buffers, batch, random, "the check").grads)
-            for sign in (1.0, -1.0)
+            _gradient(loss, replace(state, theta=state.theta + sign * h * u), batch, random) for sign in (1.0, -1.0)
         )
     except NotFinite:
         return float("inf")
@@ -263,8 +285,3 @@ def _difference_error(
     del down
     scale = max(float(norms(hu)), float(norms(estimate)))
     return float(norms(estimate - hu)) / scale if scale > rounding else 0.0  # a linear loss has H = 0
-
-
-def _relative(loss: LossFunction, a: list[Tensor | None], b: list[Tensor | None]) -> float:
-    x, y = loss.layout.join(a), loss.layout.join(b)
-    return float(norms(x - y) / (norms(x) + norms(y)))

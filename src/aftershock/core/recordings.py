@@ -17,7 +17,7 @@ from .batches import Batch
 from .keeper import Left
 from .memory import set_aside
 from .randomness import RandomState, drawing_from
-from .reductions import equal, joint_norm, same_bits
+from .reductions import gradients_apart
 from .structure import flatten
 
 if TYPE_CHECKING:
@@ -225,15 +225,7 @@ class Recording:
 
 def _apart(a: Played, b: Played) -> float:
     """How far two passes are from each other, relative to the first: 0 where their bits are the same."""
-    if equal(a.loss, b.loss) and same_bits(a.grads, b.grads):
-        return 0.0
-    grads = [(x, y) for x, y in zip(a.grads, b.grads) if x is not None and y is not None]
-    parts = [[(a.loss, b.loss)], grads] if grads else [[(a.loss, b.loss)]]
-    return max(_relative(pairs) for pairs in parts)
-
-
-def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    return float(joint_norm([x - y for x, y in pairs]) / joint_norm([x for x, _ in pairs]).clamp(min=1e-30))
+    return max(gradients_apart([a.loss], [b.loss]), gradients_apart(a.grads, b.grads))
 
 
 # --- recording

@@ -105,6 +105,18 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a is b or torch.equal(a, b)
 
 
+def gradients_apart(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    """‖a − b‖ / (‖a‖ + ‖b‖) of gradients given by parameter: 0 where they have the same bits, 1 where other parameters
+    have one."""
+    if same_bits(a, b):
+        return 0.0
+    if any((x is None) != (y is None) for x, y in zip(a, b)):
+        return 1.0
+    pairs = [(x, y) for x, y in zip(a, b) if x is not None and y is not None]
+    sizes = sum(joint_norm(list(some)) for some in zip(*pairs))
+    return float(joint_norm([x - y for x, y in pairs]) / sizes)
+
+
 def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
     """The same for gradients given by parameter, `None` where there is none."""
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b))

@@ -104,11 +104,30 @@ class Certificate:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def masks(data: xr.Dataset) -> list[Finding]:
+    """That predictions are of other dropout masks than the run's.
+
+    >>> import xarray as xr
+    >>> [finding.level for finding in masks(xr.Dataset({"other_masks": 0.31}))], masks(xr.Dataset())
+    (['care'], [])
+    """
+    apart = float(data["other_masks"]) if "other_masks" in data else 0.0
+    if not apart:
+        return []
+    sentence = (
+        "Predictions are approximate: torch's fused attention draws dropout masks of its own and has no second "
+        f"derivative, so that Hessian products are of other masks than training's (gradients of both are {apart:.0%} "
+        'apart). Attention without dropout, or attn_implementation="eager" in training, has none of this.'
+    )
+    return [Finding("care", "dropout", "gradients apart", apart, 0.0, sentence)]
+
+
 def certify(data: xr.Dataset, trust: Trust = TRUST) -> Certificate:
     """The certificate of a response's dataset: what may be believed, and the numbers that say so.
 
     data: as in `Response.data`: `response[answer, change, scale, horizon]`, `noise_floor[horizon]`,
-        `clip_switched[change, scale]`, and per change `zero_v`, `zero_v_touched`, `no_derivative`.
+        `clip_switched[change, scale]`, and per change `zero_v`, `zero_v_touched`, `no_derivative`; where predictions
+        are of other dropout masks, `other_masks`.
     trust: the thresholds.
 
     >>> import xarray as xr
@@ -133,7 +152,7 @@ within 20 % up to horizon 2 of 2.
     """
     answers = [str(answer) for answer in data["answer"].values]
     others = [answer for answer in answers if answer != "exact"]
-    warnings = [_noise(data, answers, trust), *_warnings(data, answers)]
+    warnings = [_noise(data, answers, trust), *_warnings(data, answers), *masks(data)]
     if "exact" not in answers:
         sentence = "Not verified: the exact pair was not run, so nothing here is proved. Do not trust it blindly."
         return Certificate((Finding("bad", "exact", "answers", None, None, sentence), *warnings))
