@@ -373,6 +373,39 @@ def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
         models.find_model(str(tmp_path / "bad.gguf"))
 
 
+def test_a_gguf_file_is_read_once_for_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    def written(seed: int) -> models.ModelSource:
+        torch.manual_seed(seed)
+        shape = {**SHAPE, "hidden_size": 32, "intermediate_size": 32}
+        made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape))
+        write_gguf(tmp_path / "tiny.gguf", made, gguf.GGMLQuantizationType.F32)
+        return models.find_model(str(tmp_path / "tiny.gguf"))
+
+    def build(source: models.ModelSource) -> nn.Module:
+        return models.build_model(source, torch.device("cpu"), torch.float32, 0)
+
+    reads = []
+    own = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained",
+        lambda *words, **options: reads.append(words) or own(*words, **options),
+    )  # fmt: skip
+    source = written(0)
+    first = build(source)
+    weights = torch.nn.utils.parameters_to_vector(first.parameters()).detach().clone()
+    with torch.no_grad():
+        for parameter in first.parameters():  # as training moves them
+            parameter.add_(1)
+    second = build(source)
+    assert len(reads) == 1
+    assert torch.equal(torch.nn.utils.parameters_to_vector(second.parameters()), weights)
+    third = build(written(1))  # another file of the same name
+    assert len(reads) == 2
+    assert not torch.equal(torch.nn.utils.parameters_to_vector(third.parameters()), weights)
+
+
 def write_gguf(path: Path, model: Any, kind: Any) -> None:
     """A Llama as llama.cpp stores it, matrices in the given type."""
     import gguf
