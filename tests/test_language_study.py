@@ -490,6 +490,15 @@ def test_a_tokenizer_that_is_missing_or_belongs_to_another_model(folder: Path, t
         models.require_length(network, 17)
 
 
+def test_a_text_with_the_models_padding_is_refused(folder: Path, tmp_path: Path) -> None:
+    """torch gives the row of a padding token no gradient, whatever the loss says."""
+    shape = {**SHAPE, "pad_token_id": 3}
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path)
+    words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick"]
+    told = refused("language", "--model", tmp_path, *words, "--out", tmp_path / "out")
+    assert "token 3, which" in told and "for padding" in told and "config.json" in told
+
+
 def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
     with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):

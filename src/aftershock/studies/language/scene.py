@@ -199,11 +199,19 @@ def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tenso
 
 
 def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], name: str) -> None:
-    known, largest = network.get_input_embeddings().num_embeddings, int(tokens.max())
+    """Refuse tokens that the model does not know, or that it takes for padding: those have no gradient."""
+    embeddings = network.get_input_embeddings()
+    known, padding, largest = embeddings.num_embeddings, embeddings.padding_idx, int(tokens.max())
     if largest >= known:
         raise InvalidInput(
             f"the tokenizer belongs to another model: it gives token {largest}, and {name} knows {known} tokens; give "
             "the model's own with --tokenizer FILE"
+        )
+    if padding is not None and bool((tokens == padding).any()):
+        raise InvalidInput(
+            f"the text holds token {padding}, which {name} takes for padding: its embedding gets no gradient, so that "
+            "second derivatives through it are wrong; take it out of the text, or set pad_token_id to null in the "
+            "model's config.json"
         )
 
 
