@@ -499,6 +499,15 @@ def test_a_text_with_the_models_padding_is_refused(folder: Path, tmp_path: Path)
     assert "token 3, which" in told and "for padding" in told and "config.json" in told
 
 
+def test_a_model_that_sees_later_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    shape = {**SHAPE, "pad_token_id": None}
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**shape)).save_pretrained(tmp_path / "both-ways")
+    words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick"]
+    told = refused("language", "--model", tmp_path / "both-ways", *words, "--out", tmp_path / "out")
+    assert "both-ways is no causal language model" in told
+
+
 def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
     with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):

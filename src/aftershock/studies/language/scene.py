@@ -32,6 +32,7 @@ SLACK = 2**30  # of which the libraries take this
 ONE_STATE, TWO_STATES = 4, 8  # in states: the memory with which a path keeps its first, and its last too
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
 SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
+ROUNDINGS = 16  # by which logits may differ that no later token changes
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -164,6 +165,7 @@ def prepare(
         require_length(network, protocol.length - 1)
         require_vocabulary(network, tokens, model.name)
         require_room(model.name, sum(p.numel() for p in network.parameters()), DTYPES[dtype].itemsize, place)
+        require_causal(network, tokens[:1, :-1], model.name)
         mask = causal_mask(network, tokens[:1, :-1])
     with clock.part("continuation"):
         batches = [_batch(tokens[i : i + 1], mask) for i in range(protocol.continuation)]
@@ -196,6 +198,20 @@ def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tenso
             return None
     same = (given - plain).abs().max() <= SAME_LOGITS * plain.abs().max()
     return mask if bool(same) else None
+
+
+def require_causal(network: Any, tokens: Int64[Tensor, "row token"], name: str) -> None:
+    """Refuse a model whose logits see what they are to predict: two forward passes, which differ in the last token."""
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % network.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        plain, changed = (network(input_ids=some, use_cache=False).logits[:, :-1] for some in (tokens, other))
+    rounding = ROUNDINGS * torch.finfo(plain.dtype).eps * plain.abs().max()
+    if bool((changed - plain).abs().max() > rounding):
+        raise InvalidInput(
+            f"{name} is no causal language model: a later token changes the logits of those before it; choose a model "
+            "that predicts the next token"
+        )
 
 
 def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], name: str) -> None:
