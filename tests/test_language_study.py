@@ -451,6 +451,27 @@ def refused(*words: object) -> str:
     return str(result.stderr)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "language --model a b --text c d=e --fresh --tokenizer t",
+        "language --tokenizer t --fresh --text c --model a --model b --text d=e",
+        "language --model=a --model b --fresh --text c d=e --tokenizer t",
+        "--model a --model b --text c --text d=e --fresh --tokenizer t language",
+    ],
+)
+def test_lists_of_models_and_texts(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recipe(*given: Any) -> None:
+        asked.append(given[-1])
+        raise InvalidInput("nothing is run here")
+
+    monkeypatch.setattr(cli, "_recipe", recipe)
+    assert "nothing is run here" in refused(*words.split())
+    assert asked == [cli.LanguageOptions(("a", "b"), ("c", "d=e"), Path("t"), True)]
+
+
 def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_on_hub", lambda repository: False)
     words, model = folder / "words.txt", folder / "neox"
