@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from ... import theory
 from ...api.path import Path as Run
 from ...api.point import TrainingPoint, capture
 from ...core.batches import Batch
+from ...core.lifting import lifting
 from ...core.memory import free, readable
 from ...errors import InvalidInput, OutOfMemory
 from ...theory.finite_difference import STEPS
@@ -61,8 +62,11 @@ QUICK = Protocol(sequences=64, length=33, continuation=20, candidates=4, horizon
 
 
 def logits_of(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "row token kind"], Int64[Tensor, "row token"]]:
+    """The logits and what they should predict. Float64 weights compute in float64 throughout: norms and softmaxes of
+    many models go through float32, whose rounding would stay."""
     tokens = batch["tokens"]
-    found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
+    with lifting(model) if model.dtype == torch.float64 else nullcontext():
+        found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
     return found.logits, tokens[:, 1:]
 
 
