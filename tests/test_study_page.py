@@ -236,7 +236,8 @@ def test_kept_systems_make_the_tables_and_figures_beside_them(folder: Path, tmp_
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert escape(verdict(cells)) in page
     drawn = [*drawings(results), *language_drawings(results)]
-    assert drawn and page.count('class="plot"') == len(drawn)
+    assert drawn
+    assert page.count('class="plot"') == len(drawn)
     assert [one.name for one in drawn if escape(one.caption) not in page] == []
 
 
