@@ -65,7 +65,7 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "row token 
     """The logits and what they should predict. Float64 weights compute in float64 throughout: norms and softmaxes of
     many models go through float32, whose rounding would stay."""
     tokens = batch["tokens"]
-    with lifting(model) if model.dtype == torch.float64 else nullcontext():
+    with lifting(model) if next(model.parameters()).dtype == torch.float64 else nullcontext():
         found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
     return found.logits, tokens[:, 1:]
 
