@@ -14,6 +14,7 @@ import torch
 
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language.recipe import SETTING, language_study
+from aftershock.studies.language.scene import DTYPES
 from aftershock.studies.results import SystemResults
 from aftershock.studies.runner import this_machine
 
@@ -54,11 +55,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for one file per system")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     study = language_study(
         options.model, options.text, tokenizer=options.tokenizer, fresh=options.fresh, seed=options.seed,
-        quick=options.quick, device=options.device,
+        quick=options.quick, device=options.device, dtype=options.dtype,
     )  # fmt: skip
     store = CarriedStore(options.out, study)
     store.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 import warnings
@@ -9,11 +10,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from benchmarks import language_study as language_benchmark
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -21,6 +24,7 @@ import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
 from aftershock.core import playback
+from aftershock.core.noise import noise_floor
 from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
 from aftershock.studies.language import models, recipe, scene, text
@@ -109,7 +113,8 @@ class Loop:
 
     def loss(self, *which: int) -> Tensor:
         ids = self.tokens[list(which)]
-        logits = self.model(ids[:, :-1], use_cache=False).logits
+        with mock.patch.object(torch, "float32", torch.float64):  # the types that norms and softmaxes ask for by name
+            logits = self.model(ids[:, :-1], use_cache=False).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     def gradient(self, *which: int) -> list[Tensor]:
@@ -175,12 +180,19 @@ def test_predictions_hybrids_and_norms_of_the_same_system(folder: Path) -> None:
     assert 0 < float(data["write_norm"][0]) < 1e-3 * float(torch.cat([p.detach().flatten() for p in before]).norm())
 
 
+@pytest.mark.parametrize("name", ["neox", "llama"])
+def test_float64_is_float64_throughout(folder: Path, name: str) -> None:
+    """Norms and softmaxes of transformers go through float32, which left a noise of 1e-9 in a float64 study."""
+    made, data = reruns(folder, name)
+    noise = noise_floor(made.path.watch(0, made.probe), torch.as_tensor(data["control"].values))
+    assert 0 < float(noise.max()) < 1e-14
+
+
 def words_and_next(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     return model(batch[:, :-1]), batch[:, 1:]
 
 
 def test_the_error_of_finite_differences_falls_as_the_square_of_the_step() -> None:
-    """On a model that computes in float64 throughout, which those of transformers do not."""
     torch.manual_seed(0)
     layers = nn.Embedding(8, 6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8)
     model = nn.Sequential(*layers).double()
@@ -294,6 +306,35 @@ def test_the_study_runs_in_float32_and_its_results_travel(folder: Path, tmp_path
         require_same_sources(made, results)
 
 
+def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "QUICK", replace(TINY, candidates=4))  # ranks need three
+    grid = ["--model", str(folder / "llama"), str(folder / "neox"), "--text", str(folder / "words.txt"), "--quick"]
+    grid += ["--tokenizer", str(folder / "tokenizer.json"), "--dtype", "float64"]
+
+    def run(*words: str) -> None:
+        result = CliRunner().invoke(cli.app, list(words))
+        assert result.exit_code == 0, result.output
+
+    run("reproduce", "language", *grid, "--workers", "1", "--out", str(tmp_path / "here"))
+    monkeypatch.setattr(sys, "argv", ["study", *grid, "--out", str(tmp_path / "away"), "--device", "cpu"])
+    language_benchmark.main()
+    run("gather", str(tmp_path / "home"), str(tmp_path / "away"))
+
+    def cells(out: str) -> list[dict[str, Any]]:
+        found = json.loads((tmp_path / out / "tables.json").read_text())["cells"]
+        return [cell for cell in found if cell["table"] != "text:exp3_cost"]  # seconds differ
+
+    assert cells("home") == cells("here")
+    ranking = [cell for cell in cells("here") if cell["table"] == "tab:app_exp3_ranking"]
+    assert {"neox, words", "llama, words", "Median"} <= {cell["row"] for cell in ranking if cell["ours"] is not None}
+    for out in ("here", "home"):
+        page = (tmp_path / out / "report.html").read_text()
+        for told in ("Finite differences against the exact tangent", "Noise of finite differences, or real?", "llama"):
+            assert told in page
+
+
 def test_fresh_weights_are_said_plainly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(models, "_on_hub", lambda repository: False)
     with pytest.warns(UserWarning, match="pythia-410m gets FRESH weights"):
@@ -373,6 +414,39 @@ def test_gguf_files_say_how_they_were_rounded(tmp_path: Path) -> None:
         models.find_model(str(tmp_path / "bad.gguf"))
 
 
+def test_a_gguf_file_is_read_once_for_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    def written(seed: int) -> models.ModelSource:
+        torch.manual_seed(seed)
+        shape = {**SHAPE, "hidden_size": 32, "intermediate_size": 32}
+        made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape))
+        write_gguf(tmp_path / "tiny.gguf", made, gguf.GGMLQuantizationType.F32)
+        return models.find_model(str(tmp_path / "tiny.gguf"))
+
+    def build(source: models.ModelSource) -> nn.Module:
+        return models.build_model(source, torch.device("cpu"), torch.float32, 0)
+
+    reads = []
+    own = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained",
+        lambda *words, **options: reads.append(words) or own(*words, **options),
+    )  # fmt: skip
+    source = written(0)
+    first = build(source)
+    weights = torch.nn.utils.parameters_to_vector(first.parameters()).detach().clone()
+    with torch.no_grad():
+        for parameter in first.parameters():  # as training moves them
+            parameter.add_(1)
+    second = build(source)
+    assert len(reads) == 1
+    assert torch.equal(torch.nn.utils.parameters_to_vector(second.parameters()), weights)
+    third = build(written(1))  # another file of the same name
+    assert len(reads) == 2
+    assert not torch.equal(torch.nn.utils.parameters_to_vector(third.parameters()), weights)
+
+
 def write_gguf(path: Path, model: Any, kind: Any) -> None:
     """A Llama as llama.cpp stores it, matrices in the given type."""
     import gguf
@@ -418,6 +492,27 @@ def refused(*words: object) -> str:
     return str(result.stderr)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "language --model a b --text c d=e --fresh --tokenizer t",
+        "language --tokenizer t --fresh --text c --model a --model b --text d=e",
+        "language --model=a --model b --fresh --text c d=e --tokenizer t",
+        "--model a --model b --text c --text d=e --fresh --tokenizer t language",
+    ],
+)
+def test_lists_of_models_and_texts(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recipe(*given: Any) -> None:
+        asked.append(given[-1])
+        raise InvalidInput("nothing is run here")
+
+    monkeypatch.setattr(cli, "_recipe", recipe)
+    assert "nothing is run here" in refused(*words.split())
+    assert asked == [cli.LanguageOptions(("a", "b"), ("c", "d=e"), Path("t"), True)]
+
+
 def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_on_hub", lambda repository: False)
     words, model = folder / "words.txt", folder / "neox"
@@ -455,6 +550,26 @@ def test_a_tokenizer_that_is_missing_or_belongs_to_another_model(folder: Path, t
         scene.require_vocabulary(network, torch.tensor([[1, 8]]), "neox")
     with pytest.raises(InvalidInput, match="have 17 tokens before the last, and this model takes 16"):
         models.require_length(network, 17)
+
+
+def test_a_text_with_the_models_padding_is_refused(folder: Path, tmp_path: Path) -> None:
+    """torch gives the row of a padding token no gradient, whatever the loss says."""
+    shape = {**SHAPE, "pad_token_id": 3}
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path)
+    words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick"]
+    told = refused("language", "--model", tmp_path, *words, "--out", tmp_path / "out")
+    assert "token 3, which" in told
+    assert "for padding" in told
+    assert "config.json" in told
+
+
+def test_a_model_that_sees_later_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    shape = {**SHAPE, "pad_token_id": None}
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**shape)).save_pretrained(tmp_path / "both-ways")
+    words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick"]
+    told = refused("language", "--model", tmp_path / "both-ways", *words, "--out", tmp_path / "out")
+    assert "both-ways is no causal language model" in told
 
 
 def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

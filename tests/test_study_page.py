@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,13 @@ import numpy as np
 import pytest
 
 from aftershock.report import study_data
+from aftershock.report.language_figures import language_drawings
 from aftershock.report.study_figures import drawings
 from aftershock.report.study_files import write_figures
 from aftershock.report.study_page import kind_of, write_study_page
+from aftershock.studies.carried import bring_in
 from aftershock.studies.cells import Cell
+from aftershock.studies.results import load_results
 from aftershock.studies.tables import build, verdict
 
 from .study_results import CHANGES, FUTURES, made, slopes, study_of
@@ -211,9 +217,32 @@ def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path:
 
 # --- what the repository carries
 
+STORED = Path(__file__).parent.parent / "docs" / "results"
+KEPT = sorted(path.parent for path in STORED.glob("*/systems"))  # studies whose systems are small enough to be kept
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
+def test_kept_systems_make_the_tables_and_figures_beside_them(folder: Path, tmp_path: Path) -> None:
+    """What fails here is mended by `aftershock gather docs/results/X docs/results/X/systems --library …`."""
+    assert bring_in([folder / "systems"], tmp_path)
+    study, results = load_results(tmp_path)
+    cells = build(study.name, results)
+    stored = json.loads((folder / "tables.json").read_text(encoding="utf-8"))["cells"]
+    places = [(cell["table"], cell["row"], cell["column"], cell["rule"], cell["note"]) for cell in stored]
+    assert places == [(cell.table, cell.row, cell.column, cell.rule, cell.note) for cell in cells]
+    for cell, there in zip(cells, stored):
+        number = math.nan if there["ours"] is None else there["ours"]
+        assert number == pytest.approx(cell.ours, rel=1e-3, nan_ok=True), there
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert escape(verdict(cells)) in page
+    drawn = [*drawings(results), *language_drawings(results)]
+    assert drawn
+    assert page.count('class="plot"') == len(drawn)
+    assert [one.name for one in drawn if escape(one.caption) not in page] == []
+
 
 def test_the_results_in_the_repository_stay_small() -> None:
-    folder = Path(__file__).parent.parent / "docs" / "results"
+    folder = STORED
     kept = [file for file in folder.rglob("*") if file.is_file() and not {"results.zarr", "figures"} & set(file.parts)]
     assert {"tables.json", "report.html"} <= {file.name for file in kept}
     assert sum(file.stat().st_size for file in kept) < 3e6

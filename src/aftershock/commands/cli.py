@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import __version__
 from ..errors import AftershockError, InvalidInput, MissingPackage
@@ -161,7 +162,21 @@ Library = Annotated[
 ]
 
 
-@app.command()
+class Lists(TyperCommand):
+    """`--model A B --text C D` for `--model A --model B --text C --text D`, where the study is the first word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words, option = args[:1], ""
+        for word in args[1:]:
+            if word.startswith("-"):
+                option = word if word in ("--model", "--text") and not args[0].startswith("-") else ""
+            elif option and words[-1] != option:
+                words.append(option)
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+@app.command(cls=Lists)
 def reproduce(
     study: Annotated[StudyName, typer.Argument(help="Which of the paper's studies.")],
     out: Annotated[Path | None, typer.Option(help="Folder for everything.", show_default="reproduction/STUDY")] = None,
@@ -178,11 +193,11 @@ def reproduce(
     data: Annotated[Path | None, typer.Option(help="CIFAR-10: a folder or file.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="language: a folder, a GGUF file, a hub name, pythia-410m; NAME=… names it. Repeatable."),
+        typer.Option(help="language: a folder, a GGUF file, a hub name, pythia-410m; NAME=… names it. One or more."),
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="language: a UTF-8 file, a dataset, wikitext-103; NAME=… names it. Repeatable."),
+        typer.Option(help="language: a UTF-8 file, a dataset, wikitext-103; NAME=… names it. One or more."),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="language: tokenizer.json.", show_default="the model's")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,7 +154,7 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
     require_transformers()
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    options = _options(dtype)
     try:
         if source.weights == "fresh":
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -161,8 +162,7 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
                 model = AutoModelForCausalLM.from_config(configuration(source), **options)
         elif source.is_gguf:
             path = Path(source.place)
-            with _without_bars():
-                model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options)
+            model = copy.deepcopy(_read_gguf(path, path.stat().st_mtime_ns, dtype))
         else:
             with _without_bars():
                 # nothing is unpickled
@@ -172,6 +172,20 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
     if hasattr(model, "set_experts_implementation"):  # the fused products of a mixture know float32 alone
         model.set_experts_implementation("eager")
     return model.to(device).eval().requires_grad_(True)
+
+
+def _options(dtype: torch.dtype) -> dict[str, Any]:
+    return {"dtype": dtype, "attn_implementation": "eager"}
+
+
+@lru_cache(maxsize=1)
+def _read_gguf(path: Path, written: int, dtype: torch.dtype) -> nn.Module:
+    """The last GGUF file's model stays in the host's memory: reading it takes longer than the rest of a load, and a
+    model on several texts is read once. written: when the file was, so that another one of its name is read."""
+    from transformers import AutoModelForCausalLM
+
+    with _without_bars():
+        return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **_options(dtype))
 
 
 @contextlib.contextmanager
@@ -230,22 +244,31 @@ def load_encoder(source: ModelSource, tokenizer: Path | None) -> Encode:
             "--tokenizer tokenizer.json"
         )
     require_transformers()
-    from transformers import AutoTokenizer
-
     path = Path(source.place)
-    options: dict[str, Any] = {"gguf_file": path.name} if tokenizer is None and source.is_gguf else {}
+    own = tokenizer is None and source.is_gguf
     place = tokenizer or (path.parent if source.is_gguf else source.place)
     folder = Path(place)
-    if not options and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
+    if not own and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
         # transformers would make one without any words
         raise InvalidInput(f"{place} holds no tokenizer; give one with --tokenizer FILE")
     try:
-        found = AutoTokenizer.from_pretrained(str(place), **options)
+        found = _read_gguf_tokenizer(path, path.stat().st_mtime_ns) if own else _tokenizer(str(place))
     except Exception as error:  # every format has its own way to say that there is none
         raise InvalidInput(
             f"no tokenizer could be loaded from {place} ({first_line(error)}); give one with --tokenizer FILE"
         ) from error
     return lambda texts: found(list(texts), add_special_tokens=False)["input_ids"]
+
+
+def _tokenizer(place: str, **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place, **options)
+
+
+@lru_cache(maxsize=1)
+def _read_gguf_tokenizer(path: Path, written: int) -> Any:
+    return _tokenizer(str(path.parent), gguf_file=path.name)
 
 
 def _from_file(path: Path) -> Encode:

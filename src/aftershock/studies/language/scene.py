@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from ... import theory
 from ...api.path import Path as Run
 from ...api.point import TrainingPoint, capture
 from ...core.batches import Batch
+from ...core.lifting import lifting
 from ...core.memory import free, readable
 from ...errors import InvalidInput, OutOfMemory
 from ...theory.finite_difference import STEPS
@@ -32,6 +33,7 @@ SLACK = 2**30  # of which the libraries take this
 ONE_STATE, TWO_STATES = 4, 8  # in states: the memory with which a path keeps its first, and its last too
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
 SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
+ROUNDINGS = 16  # by which logits may differ that no later token changes
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -60,8 +62,11 @@ QUICK = Protocol(sequences=64, length=33, continuation=20, candidates=4, horizon
 
 
 def logits_of(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "row token kind"], Int64[Tensor, "row token"]]:
+    """The logits and what they should predict. Float64 weights compute in float64 throughout: norms and softmaxes of
+    many models go through float32, whose rounding would stay."""
     tokens = batch["tokens"]
-    found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
+    with lifting(model) if next(model.parameters()).dtype == torch.float64 else nullcontext():
+        found = model(input_ids=tokens[:, :-1], attention_mask=batch["mask"], use_cache=False)
     return found.logits, tokens[:, 1:]
 
 
@@ -164,6 +169,7 @@ def prepare(
         require_length(network, protocol.length - 1)
         require_vocabulary(network, tokens, model.name)
         require_room(model.name, sum(p.numel() for p in network.parameters()), DTYPES[dtype].itemsize, place)
+        require_causal(network, tokens[:1, :-1], model.name)
         mask = causal_mask(network, tokens[:1, :-1])
     with clock.part("continuation"):
         batches = [_batch(tokens[i : i + 1], mask) for i in range(protocol.continuation)]
@@ -198,12 +204,34 @@ def causal_mask(network: Any, tokens: Int64[Tensor, "row token"]) -> Float[Tenso
     return mask if bool(same) else None
 
 
+def require_causal(network: Any, tokens: Int64[Tensor, "row token"], name: str) -> None:
+    """Refuse a model whose logits see what they are to predict: two forward passes, which differ in the last token."""
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % network.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        plain, changed = (network(input_ids=some, use_cache=False).logits[:, :-1] for some in (tokens, other))
+    rounding = ROUNDINGS * torch.finfo(plain.dtype).eps * plain.abs().max()
+    if bool((changed - plain).abs().max() > rounding):
+        raise InvalidInput(
+            f"{name} is no causal language model: a later token changes the logits of those before it; choose a model "
+            "that predicts the next token"
+        )
+
+
 def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], name: str) -> None:
-    known, largest = network.get_input_embeddings().num_embeddings, int(tokens.max())
+    """Refuse tokens that the model does not know, or that it takes for padding: those have no gradient."""
+    embeddings = network.get_input_embeddings()
+    known, padding, largest = embeddings.num_embeddings, embeddings.padding_idx, int(tokens.max())
     if largest >= known:
         raise InvalidInput(
             f"the tokenizer belongs to another model: it gives token {largest}, and {name} knows {known} tokens; give "
             "the model's own with --tokenizer FILE"
+        )
+    if padding is not None and bool((tokens == padding).any()):
+        raise InvalidInput(
+            f"the text holds token {padding}, which {name} takes for padding: its embedding gets no gradient, so that "
+            "second derivatives through it are wrong; take it out of the text, or set pad_token_id to null in the "
+            "model's config.json"
         )
 
 
