@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[torch.device, bool], list]] = {
     "tangents": rows.tangents,
     "rank": rows.rank,
     "examples": rows.examples,
+    "scores": rows.scores,
     "elementwise": rows.elementwise,
     "adjoint": rows.adjoint,
     "recording": recording.recording,

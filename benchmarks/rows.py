@@ -8,6 +8,7 @@ import torch
 import xarray  # noqa: F401  (aftershock loads it with its first result, which is not what is timed)
 from torch import Tensor
 
+from aftershock import theory
 from aftershock.api.path import Path
 from aftershock.core.adamw import Hyper
 from aftershock.core.clipping import Clip
@@ -201,6 +202,39 @@ def _examples(system: System, many: int, rounds: int) -> Row:
         "forward passes",
         "forward-mode passes over the pool + a sweep of H products",
         f"{measured}; {_line(times, few, many, 'forward', 'passes')}",
+    )
+
+
+# --- the table of scores --------------------------------------------------------------------------
+
+
+def scores(device: torch.device, full: bool) -> list[Row]:
+    """The whole table of scores against the gradients, graphs and products of its five propagations."""
+    return [_scores(mlp_system(device), 3), _scores(cnn_system(device), 3 if full else 1)]
+
+
+def _scores(system: System, rounds: int) -> Row:
+    path, changes = _checked(system, HORIZONS), 6
+    change = path.replace(system.batches(changes, start=24))
+    works = {
+        **_pieces(system, gradients=8, graphs=4, products=12),
+        "forward": Work(cycled(system.forward, len(system.data)), 24),
+        "ours": Work(lambda: theory.scores(change, system.probe)),
+    }
+    times = interleave(works, rounds, system.device, warm=system.device.type == "cuda")
+    steps = HORIZONS - 1
+
+    def parts(t: dict[str, float]) -> float:
+        products = 5 * changes * steps * t["product"]  # full, initial θ, clamped θ, frozen, endpoint
+        return (changes + 1 + HORIZONS) * t["g"] + steps * t["graph"] + products + changes * HORIZONS * t["forward"]
+
+    return Row(
+        f"table of scores, {changes} changes × {HORIZONS} horizons: {system.name}",
+        times.ratio(lambda t: t["ours"] / parts(t)),
+        1.3,
+        "× its propagations",
+        "N + H gradients, H graphs, 5·N·H products, N·H forward passes",
+        f"{times.ratio(lambda t: t['ours'] / t['g']):.0f} g in all",
     )
 
 

@@ -18,6 +18,7 @@ from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import adjoint, example_direction
 from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
+from aftershock.results.calibration import held_out, shared_offset
 
 from .cases import Case, classes, cross_entropy, make, mlp
 from .oracles import KickOracle
@@ -30,6 +31,23 @@ CPU = torch.device("cpu")
 
 def by_hand(truth: np.ndarray, guess: np.ndarray) -> float:
     return math.sqrt(((truth - guess) ** 2).sum() / (truth**2).sum())
+
+
+def offset_by_hand(truth: np.ndarray, guess: np.ndarray) -> np.ndarray:
+    """The mean residual, whole where at least half of the others' predicts each best, in relative size."""
+
+    def mean(rows: list[int]) -> np.ndarray:
+        known = [[truth[i, h] - guess[i, h] for i in rows if np.isfinite(truth[i, h])] for h in range(truth.shape[1])]
+        return np.array([sum(column) / max(1, len(column)) for column in known])
+
+    each = [i for i in range(len(truth)) if np.isfinite(truth[i]).any()]
+    up = down = 0.0
+    for i in each if len(each) > 1 else ():
+        others, known = mean([k for k in each if k != i]), np.isfinite(truth[i])
+        size = sum(truth[i, known] ** 2 + guess[i, known] ** 2)
+        up += others[known] @ (truth - guess)[i, known] / size
+        down += others[known] @ others[known] / size
+    return (min(1.0, max(0.0, 4 * up / down - 1)) if down else 1.0) * mean(each)
 
 
 # by their predicted rank: half of the reruns at the top, the others evenly over the rest
@@ -52,13 +70,12 @@ def test_calibration_by_hand(verify: int) -> None:
     for i in range(6):
         exact = path.replace([pool[i]]).response(probe, answers=("exact",)).exact.values[0, 0]
         np.testing.assert_array_equal(truth[i], exact if i in top else np.full(5, np.nan))
-    residual = truth[top] - guess[top]
-    offset = residual.mean(0) if len(top) else np.zeros(5)
-    np.testing.assert_allclose(data["offset"].values, offset, rtol=1e-12, atol=0)
+    offset = offset_by_hand(truth[top], guess[top])
+    np.testing.assert_allclose(data["offset"].values, offset, rtol=1e-9, atol=0)
     np.testing.assert_allclose(data["response"].values, guess + offset, rtol=1e-12)
     np.testing.assert_allclose(ranking.data["score"].values, np.sort(np.abs(guess + offset).max(1))[::-1])
     if len(top) > 1:
-        left_out = [residual[[k for k in range(len(top)) if k != j]].mean(0) for j in range(len(top))]
+        left_out = [offset_by_hand(*(x[[k for k in top if k != j]] for x in (truth, guess))) for j in top]
         errors = [by_hand(truth[i], guess[i] + others) for i, others in zip(top, left_out) if i in spread]
         raw = [by_hand(truth[i], guess[i]) for i in spread]
         assert float(data["held_out_error"]) == pytest.approx(np.median(errors), rel=1e-9)
@@ -67,6 +84,32 @@ def test_calibration_by_hand(verify: int) -> None:
     else:
         assert np.isnan(float(data["held_out_error"]))
         assert ("Not verified" if verify == 0 else "cannot judge itself") in str(ranking)
+
+
+def test_a_pool_that_shares_nothing_is_not_shifted_by_its_strongest() -> None:
+    """One residual a hundred times the small responses: the mean of five would be 20 times these, as a tutorial had."""
+    generator = np.random.default_rng(0)
+    sizes = np.array([1.0, 0.3, 0.1, 0.01, 0.01])[:, None]
+    truth = sizes * (1 + 0.1 * generator.normal(size=(5, 8)))
+    guess = np.concatenate([0.2 * truth[:1], truth[1:] * (1 + 0.1 * generator.normal(size=(4, 8)))])
+    offset, share = shared_offset(guess, truth)
+    assert share == 0.0
+    assert not offset.any()
+    assert abs((truth - guess).mean(0)).min() > 10 * abs(truth[3:]).max()
+    errors = [by_hand(truth[i], left) for i, left in enumerate(held_out(guess, truth))]
+    assert np.median(errors) < 0.2
+
+
+def test_what_all_residuals_share_is_added_whole() -> None:
+    guess = np.random.default_rng(1).normal(size=(4, 6))
+    common = np.linspace(0.1, 1.0, 6)
+    offset, share = shared_offset(guess, guess + common)
+    assert share == pytest.approx(1.0)
+    np.testing.assert_allclose(offset, common, rtol=1e-12)
+    lost = guess + common
+    lost[1, 3:], lost[2] = np.inf, np.nan  # a run that diverged, and one that was never finite
+    np.testing.assert_allclose(shared_offset(guess, lost)[0], common, rtol=1e-12)
+    np.testing.assert_allclose(held_out(guess, lost)[0], guess[0] + common, rtol=1e-12)
 
 
 def test_reruns_are_spread_over_a_ranking() -> None:
@@ -85,16 +128,17 @@ def test_reruns_are_spread_over_a_ranking() -> None:
 
 @pytest.mark.parametrize("name", ["untouched_rows", "transformer", "two_groups"])
 def test_the_stated_error_is_that_of_the_others(name: str) -> None:
-    """Three of twelve are rerun. The three strongest would state 0.42, 0.33 and 0.21 of the error of the rest."""
+    """Five of twelve are rerun. The five strongest would state 0.27, 0.24 and 0.21 of the error of the rest; three
+    that are spread scatter by a factor of about two around it."""
     case = make(name)
     path, pool, probe = case.path(6), case.batches(12), case.batch()
-    ranking = path.rank(pool, probe, verify=3)
+    ranking = path.rank(pool, probe, verify=5)
     names = [f"batch {i}" for i in range(12)]
     truth = path.replace(pool).response(probe, answers=("exact",), labels=names).exact.values[:, 0]
     guess = ranking.data["response"].sel(change=names).values
     others = [i for i, name in enumerate(names) if name not in ranking.verified]
     real = np.median([by_hand(truth[i], guess[i]) for i in others])
-    assert 0.5 * real < float(ranking.data["held_out_error"]) < 2 * real
+    assert 0.5 * real < float(ranking.data["held_out_error"]) < 3 * real
 
 
 def test_one_outcome_is_the_last_of_many() -> None:
@@ -126,16 +170,15 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     known = np.isfinite(truth[0])
     assert known.tolist() == [True, True, False, False, False]
     assert np.isposinf(truth[0, 2:]).all()
-    residual = (truth - data["predicted"].values)[~np.isnan(truth[:, 0])]
-    np.testing.assert_allclose(data["offset"].values[known], residual.mean(0)[known])
-    np.testing.assert_allclose(data["offset"].values[~known], residual[1:].mean(0)[~known])
+    guess = data["predicted"].values
+    rerun = np.flatnonzero(~np.isnan(truth[:, 0]))
+    np.testing.assert_allclose(data["offset"].values, offset_by_hand(truth[rerun], guess[rerun]), rtol=1e-9)
     assert np.isfinite(data["response"].values).all()
     errors = []
-    for j, row in enumerate(residual):
-        finite = np.isfinite(row)
-        others = [np.mean([r[h] for k, r in enumerate(residual) if k != j and np.isfinite(r[h])]) for h in range(5)]
-        exact = truth[~np.isnan(truth[:, 0])][j]
-        errors.append(by_hand(exact[finite], exact[finite] - row[finite] + np.array(others)[finite]))
+    for i in rerun:
+        others, finite = rerun[rerun != i], np.isfinite(truth[i])
+        left_out = guess[i] + offset_by_hand(truth[others], guess[others])
+        errors.append(by_hand(truth[i, finite], left_out[finite]))
     spread = data["spread"].values[~np.isnan(truth[:, 0])]
     assert spread.sum() == 2
     assert float(data["held_out_error"]) == pytest.approx(np.median(np.array(errors)[spread]), rel=1e-9)
@@ -250,7 +293,7 @@ def test_example_shares_against_per_example_gradients(reduction: str, clip: floa
     data = ranking.data
     measured, k = data["measured"].values, np.arange(data.sizes["example"])
     shares = [float(slopes[int(data["batch"][j]), int(data["index"][j])]) for j in k]
-    np.testing.assert_allclose(data["predicted"].values, shares, rtol=0.1, atol=0.01 * np.abs(shares).max())
+    np.testing.assert_allclose(data["predicted"].values, shares, rtol=1e-8, atol=1e-14)
     rerun = [0, (len(k) + 1) // 2]  # the strongest, and one in the middle of the rest
     assert np.flatnonzero(np.isfinite(measured)).tolist() == rerun
     assert np.flatnonzero(data["spread"].values).tolist() == rerun[1:]

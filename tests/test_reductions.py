@@ -95,3 +95,11 @@ def test_the_functions_are_what_they_say() -> None:
     assert reductions.apart(a[0], 2 * a[0]) == 0.5
     assert [reductions.largest(x) for x in (-a, a[:0])] == [4.0, 0.0]
     assert [reductions.finite(x) for x in (a, a / 0)] == [True, False]
+
+
+def test_rows_that_are_zero_are_told_from_those_that_are_not_quite() -> None:
+    """Rows are read stretch by stretch: a single number in the last place of the last stretch counts, a NaN too."""
+    rows = torch.zeros(5, 3 * reductions.GLANCE + 7)
+    rows[1, -1], rows[2, 0], rows[3, reductions.GLANCE] = 1e-38, -1.0, torch.nan
+    assert reductions.nonzero(rows).tolist() == rows.any(dim=1).tolist() == [False, True, True, True, False]
+    assert reductions.nonzero(rows[:0]).shape == (0,)

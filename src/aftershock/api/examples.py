@@ -16,14 +16,14 @@ from ..core.changes import ControlStep, Edit, Perturb
 from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
-from ..core.scores import SAMPLE, example_direction
+from ..core.scores import SAMPLE, adjoint, example_direction
 from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from .change import Change
 from .progress import progress
-from .ranking import SHOWN, common_factor, prepared, relative_error, reruns, sweep_back, to_rerun
+from .ranking import SHOWN, common_factor, prepared, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -132,8 +132,16 @@ def rank_examples(
 
 
 def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan: SweepPlan) -> Float[Tensor, " param"]:
-    """Along which an example's loss is differentiated; the sweep is gone with this call."""
-    swept = sweep_back(watch, control, sample, [watch.horizons], plan)
+    """Along which an example's loss is differentiated; the sweep is gone with this call.
+
+    The probe's slope is the control's: a share of an example moves the run by little, not half way to another batch's.
+    """
+    swept = in_smaller_pieces(
+        plan,
+        lambda plan: adjoint(watch, watch.slope, [watch.horizons], plan.place),
+        SweepPlan.elsewhere,
+        "the adjoint sweep",
+    )
     return in_smaller_pieces(
         plan,
         lambda plan: example_direction(control, swept, watch.trajectory, sample, plan.at_once.waiting),

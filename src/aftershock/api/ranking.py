@@ -20,6 +20,7 @@ from ..core.responses import first_disagreement
 from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slopes, pool_scores
 from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
+from ..results.calibration import held_out, shared_offset
 from ..results.certificate import TRUST, Certificate, Finding, masks
 from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
@@ -45,8 +46,8 @@ class Ranking(LabelledResult):
     others spread over the ranking.
 
     `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
-    `response`, the prediction plus `offset`, by which reruns differed from their predictions in the mean. `score`
-    sorts them.
+    `response`, the prediction plus `offset`, by which reruns differ from their predictions in the mean, as far as that
+    helps to predict each of them from the others (`offset_share` of it). `score` sorts them.
     `held_out_error` is the median NRMSE of the reruns that are spread over the ranking (`spread`), each predicted with
     the calibration of all others; one without any response, as of the control's own batch, has none.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
@@ -117,7 +118,10 @@ def _findings(ranking: Ranking) -> list[Finding]:
         sentence = "Not verified: pass verify=k to rerun k of them exactly. Do not trust it blindly."
         return [Finding("care", "ranking", "reruns", 0.0, 1.0, sentence)]
     error = float(data["held_out_error"])
-    calibrated = f"Calibrated with exact reruns of {', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
+    share, names = float(data["offset_share"]), f"{', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
+    calibrated = f"Calibrated with exact reruns of {names}" + f", {share:.0%} of their mean residual" * (share < 1)
+    if share == 0:
+        calibrated = f"Not calibrated, since the residuals of exact reruns of {names} have nothing in common"
     if math.isnan(error):
         finite = (abs(data["measured"]) < math.inf).any("horizon")
         why = "none but the strongest stayed finite"
@@ -253,36 +257,35 @@ def _calibrated(
     watch: Watch,
     path: Path,
 ) -> xr.Dataset:
-    """Predictions with the mean residual of the reruns added, sorted, and how good that is on those spread over the
-    ranking, each left out.
+    """Predictions with what reruns share added, sorted, and how good that is on those spread over the ranking, each
+    left out.
 
     eq:calibration.
     """
     import xarray as xr
 
-    residual = (measured - predicted).where(abs(measured) < torch.inf)
-    offset = residual.mean("change").fillna(0.0)
-    response = predicted + offset
-    known = residual.dropna("change", how="all")
-    count, seen = known.sizes["change"], known.notnull()
-    others = (known.sum("change") - known.fillna(0.0)) / (seen.sum("change") - seen).clip(min=1)
+    known = measured["change"][(abs(measured) < torch.inf).any("horizon").values]
+    truth, plain = measured.sel(change=known), predicted.sel(change=known)
+    offset, share = shared_offset(plain.values, truth.values)
+    response = predicted + xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
     judged = xr.zeros_like(measured["change"], dtype=bool)
     judged[spread.tolist()] = True
     judges = _judges(xr.Dataset({"measured": measured, "spread": judged}))
-    judging = judges["change"][judges.values] if count > 1 else known["change"]
-    truth, plain = measured.sel(change=judging), predicted.sel(change=judging)
-    held_out = nrmse(truth, plain + others.sel(change=judging)).median() if count > 1 else torch.nan
+    judging, several = judges["change"][judges.values], len(known) > 1
+    left_out = nrmse(truth, plain.copy(data=held_out(plain.values, truth.values))) if several else None
+    raw = nrmse(truth, plain).sel(change=judging if several else known)
     data = xr.Dataset(
         {
             "response": response,
             "predicted": predicted,
             "measured": measured,
             "spread": judged,
-            "offset": offset,
+            "offset": ("horizon", offset),
+            "offset_share": share,
             "score": _score(response, by),
             "xi_norm": ("change", found.xi_norm.numpy()),
-            "held_out_error": float(held_out),
-            "raw_error": float(nrmse(truth, plain).median()) if count else torch.nan,
+            "held_out_error": torch.nan if left_out is None else float(left_out.sel(change=judging).median()),
+            "raw_error": float(raw.median()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
             "other_masks": path.check().other_masks,

@@ -188,23 +188,26 @@ class LinearStep:
 
         Written in differences, so that a small δx loses no digits.
         """
-        factors = torch.ones_like(xi[..., 0])
+        factors = None
         if max_norm is not None:
             sizes = torch.stack([norms(self.raw + row) for row in xi])  # row by row: one vector of work at a time
             factors = torch.clamp(max_norm / (sizes + TORCH_EPSILON), max=1.0)
         if fused.available(xi):
-            return self._each_run(lambda run: fused.absorb_exactly_(self, run, dx, xi, factors))
+            given = torch.ones_like(xi[..., 0]) if factors is None else factors
+            return self._each_run(lambda run: fused.absorb_exactly_(self, run, dx, xi, given))
         for run, w in self.pieces(xi):
             self._absorb_exactly_at_(run, w, dx, xi, factors)
 
     def _absorb_exactly_at_(
-        self, run: Run, w: slice, dx: Tangent, xi: Float[Tensor, "change param"], factors: Tensor
+        self, run: Run, w: slice, dx: Tangent, xi: Float[Tensor, "change param"], factors: Tensor | None
     ) -> None:
         at, dtheta, dm, dv = self.control(run, w), dx.theta[..., w], dx.m[..., w], dx.v[..., w]
-        # c' (g + ξ) − c g = c' ξ + (c' − c) g
-        change = (factors - self.clip.factor)[..., None]
-        u = torch.addcmul(factors[..., None] * xi[..., w], change, self.raw[..., w])
-        u.mul_(run.sign).add_(dtheta, alpha=run.coupled)
+        u = xi[..., w]
+        if factors is not None:  # c' (g + ξ) − c g = c' ξ + (c' − c) g
+            change = (factors - self.clip.factor)[..., None]
+            u = torch.addcmul(factors[..., None] * u, change, self.raw[..., w])
+        if run.sign != 1.0 or run.coupled:
+            u = (run.sign * u).add_(dtheta, alpha=run.coupled)
         dm.lerp_(u, 1 - run.beta1)
         dv.mul_(run.beta2).addcmul_(u.add(at.g, alpha=2), u, value=1 - run.beta2)
         dtheta.mul_(run.shrink).add_(displacement(run, at.m, at.v, dm, dv))
