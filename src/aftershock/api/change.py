@@ -132,7 +132,7 @@ class Change:
 
         >>> estimate = change.estimate(probe)
         >>> round(estimate.gradients), estimate.chunks
-        (61, 1)
+        (60, 1)
         """
         watch = self._watch(probe, horizon)
         scales, (answers, _) = scales_of(self.edits, scales), self._answers(answers, watch)

@@ -22,7 +22,7 @@ from .outside import Mark
 from .playback import Player
 from .randomness import RandomState
 from .recordings import Program, Recording
-from .rows import Sharing, tolerance
+from .rows import Sharing
 
 T = TypeVar("T")
 
@@ -64,6 +64,9 @@ class LossFunction(Calls):
     ) -> None:
         super().__init__(model, loss_fn, layout, constants, autocast, place, zeroed)
         self.graph_apart: float | None = None  # how far a gradient with its graph is from the plain one; 0: no bit
+        # whether that is because passes that are differentiated twice draw other dropout masks than training does:
+        # torch's fused attention draws its own, and has no second derivative
+        self.draws_otherwise = False
         self.frozen: list[Mark] = []  # constants that are the live model's own tensors, as they were at capture
         self.noise: float | None = None  # relative difference of a gradient that was run twice
         self.arithmetic: torch.dtype | None = None  # the coarsest that a pass computes in, once it was seen
@@ -89,12 +92,6 @@ class LossFunction(Calls):
         other.sharing = Sharing(wanted=False)  # what watches a pass cannot watch a mapped one
         other.player = Player(self.layout, wanted=False)  # nor a recorded one
         return other
-
-    @property
-    def draws_otherwise(self) -> bool:
-        """Whether passes that are differentiated twice draw other dropout masks than training does: torch's fused
-        attention draws its own, and has no second derivative."""
-        return self.graph_apart is not None and self.graph_apart > tolerance(self)
 
     # -- evaluations
 

@@ -58,17 +58,15 @@ class Noise:
         """
         if moment.time not in self._times or moment.time in self._read:
             return
-        trajectory, probe, state = self._watch.trajectory, self._watch.probe, moment.control
-        further = jitter(trajectory.dynamics.layout, state, self._dtype).div_(2).add_(state.theta)
-        thetas = [further, further.neg().add_(state.theta, alpha=2)]  # on both sides, equally far
-        loss, batch, _, _ = probe.arguments(trajectory, moment.time)
+        trajectory, state = self._watch.trajectory, moment.control
+        theta = jitter(trajectory.dynamics.layout, state, self._dtype).div_(2).add_(state.theta)
 
-        def launched(i: int) -> Tensor:
-            return probe.value(trajectory, moment.time, thetas[i], state, wait=False)
+        def value(theta: Float[Tensor, " param"]) -> Tensor:
+            return self._watch.probe.value(trajectory, moment.time, theta, state, wait=False)
 
-        found = loss.spread("value", batch, 2, launched, evaluating=probe.evaluating)
-        self._read[moment.time] = float(found[0].double() + found[1].double()) - 2 * reader.alone(moment)
-        self._eps = torch.finfo(found[0].dtype).eps
+        beside = [value(theta), value(theta.neg_().add_(state.theta, alpha=2))]  # on both sides, equally far
+        self._read[moment.time] = float(beside[0].double() + beside[1].double()) - 2 * reader.alone(moment)
+        self._eps = torch.finfo(beside[0].dtype).eps
 
     def floor(self, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
         """The scatter at every horizon; `control` is the probe without any change.
@@ -83,6 +81,7 @@ class Noise:
 
 def noise_floor(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tensor, " horizon"]:
     """The same for exact rows that were carried elsewhere: one more row, and seven forward passes."""
+    watch.trajectory.dynamics.loss.player.narrow()  # one row needs one lane, and others' memory is not counted here
     noise, reader, start = Noise(watch), Reader(watch.trajectory, watch.probe), watch.trajectory.state(watch.first)
     for moment in rollout(watch.trajectory, watch.first, Rows([noise.row(start)], owned=True), watch.last):
         noise.ran(reader.exact(moment)[0])

@@ -304,7 +304,7 @@ def rollout_bytes(
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value + 2 * v * rounding]
+    work = [f.value + v * rounding]
     replayed = (trajectory.spacing > 1 if replayed is None else replayed) and bool(predicted or not together)
     if replayed:
         carried += 3 * v
