@@ -323,6 +323,30 @@ def test_a_batch_that_is_high_on_these_weights_alone_is_not_bad_by_itself() -> N
     assert everywhere.kind == "weights", everywhere  # fresh batches meet it too; on earlier weights none does
 
 
+def test_a_hard_batch_is_not_bad_where_the_weights_are_bad_for_its_kind() -> None:
+    """Batches 4, 10 and 24 have a feature and targets that are never learnt; step 23 spoils the weights of it."""
+    model = nn.ModuleDict({"common": nn.Linear(3, 1), "rare": nn.Linear(4, 1, bias=False)})
+    nn.init.zeros_(model["rare"].weight)
+    groups = [{"params": model["common"].parameters(), "lr": 1e-3}, {"params": model["rare"].parameters(), "lr": 0.75}]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: float(step == 23)])
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model["common"](batch[1]) + model["rare"](batch[0]), batch[2])
+
+    def feed(rare: float = 0.0, wrong: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        return rare + 0.1 * torch.randn(16, 4), torch.randn(16, 3), torch.randn(16, 1) + wrong
+
+    torch.manual_seed(0)
+    batches = [feed(1.0, 3.0) if i in (4, 10, 24) else feed() for i in range(25)]
+    batches[23] = feed(-1.0, 5.0)
+    path = ak.capture(model, optimizer, loss_fn).follow(batches, lr=schedule)
+    found = data(path.trajectory, 24, batches[15:23], [feed() for _ in range(4)])
+    there = min(found.elsewhere) - found.usual
+    assert 8 * found.sigma < there < 0.5 * (found.own - found.usual), "an event on earlier weights, and a smaller one"
+    assert found.kind == "both", found
+
+
 def test_losses_on_the_same_weights_are_those_of_the_model_there() -> None:
     model, optimizer, loss_fn, feed = regression()
     batches, later = [feed() for _ in range(6)], [feed() for _ in range(2)]

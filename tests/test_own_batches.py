@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,32 @@ def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, {BAD})
     found = ak.explain(recorder, step=BAD)
     assert (found.kind, found.blamed) == ("own batch", (BAD,))
+
+
+def likelihood(model: nn.Module, batch: Batch) -> Tensor:
+    """−log of a normal density, whose spread is learnt: the scale of this loss grows as it shrinks."""
+    mean, log_spread = model(batch[0]).chunk(2, dim=1)
+    return (0.5 * ((batch[1] - mean) / log_spread.exp()).square() + log_spread).sum(1).mean()
+
+
+def test_bad_targets_of_a_likelihood_are_bad_by_themselves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, bad = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 6)), 190
+    optimizer, weights = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.randn(8, 3)
+    losses, first = [], math.nan
+    with ak.FlightRecorder(model, optimizer, likelihood, tmp_path) as recorder:
+        inputs = torch.randn(210, 32, 8)
+        targets = torch.tanh(inputs @ weights) + 0.05 * torch.randn(210, 32, 3)
+        targets[bad] *= -20
+        for step, batch in enumerate(zip(inputs, targets)):
+            loss = likelihood(model, batch)
+            if step == bad - 64:
+                first = float(likelihood(model, (inputs[bad], targets[bad])).detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert 100 < first < 0.5 * losses[bad], "far from ordinary on earlier weights, and less than half of it"
+    found = ak.explain(recorder, step=bad, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", (bad,)), found.verdict

@@ -20,8 +20,9 @@ from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .event import Event
+from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen
-from .triggers import FLATTEST, usual
+from .triggers import FLATTEST, THRESHOLD, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
@@ -183,7 +184,7 @@ def data(
     of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
     it, half of those that follow soon, and goes on: one may be bad by itself, and a bad shard ends. Where a run is
     unstable, weights are often bad for a batch that is ordinary on all others: data are to blame only if they are high
-    on earlier weights too.
+    on earlier weights too (`_by_itself`).
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
@@ -204,7 +205,7 @@ def data(
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
-    elif not high(_low(elsewhere)):
+    elif not _by_itself(trajectory, at, elsewhere, middle, sigma, quantity):
         kind = "weights" if follows else "both"  # batches that were just trained on may still do well
     else:
         kind = "shift" if follows else "own batch"
@@ -217,8 +218,26 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     high = event.usual + HALF * (event.values[event.step] - event.usual)
     loud = [i for i in range(event.onset, event.last + 1) if event.values[i] >= high]
     times, steps = _earlier_times(trajectory, event.onset), trajectory.steps
-    own = tuple(i for i in loud if _low(_elsewhere(trajectory, times, steps[i].batch, event.quantity)) >= high)
+    there = {i: _elsewhere(trajectory, times, steps[i].batch, event.quantity) for i in loud}
+    usual = (event.usual, event.sigma, event.quantity)
+    own = tuple(i for i in loud if _by_itself(trajectory, i, there[i], *usual))
     return own if event.step in own else ()
+
+
+def _by_itself(
+    trajectory: Trajectory, at: int, elsewhere: Sequence[float], middle: float, sigma: float, quantity: Quantity
+) -> bool:
+    """Is a batch high on earlier weights too? It has half of its height there; or, where it is an event there in any
+    case, the batches most like it are not high on its own weights.
+
+    The height itself may grow with the run: a likelihood's does as it learns its scale. Weights that are bad for one
+    kind of data are so for others of that kind.
+    """
+    half, there = HALF * (seen(quantity, trajectory.steps[at]) - middle), _low(elsewhere) - middle
+    if there >= half or there <= THRESHOLD * sigma:
+        return there >= half
+    like = Likeness(trajectory.steps[: at + 1]).stand_in(at, range(at)).batch
+    return on_weights(quantity, trajectory, at, [like])[0] - middle < half
 
 
 def _low(values: Sequence[float]) -> float:
