@@ -105,3 +105,31 @@ def test_bad_targets_of_a_likelihood_are_bad_by_themselves(tmp_path: Path) -> No
     assert 100 < first < 0.5 * losses[bad], "far from ordinary on earlier weights, and less than half of it"
     found = ak.explain(recorder, step=bad, verify=2, treatments=False)
     assert (found.kind, found.blamed) == ("own batch", (bad,)), found.verdict
+
+
+def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_path: Path) -> None:
+    """Independent batches, the losses of which have just come down when step 17 has a high one, as some do later."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 16, generator=generator)
+    generator.manual_seed(0)
+    torch.manual_seed(0)
+    sizes = (16, 40, 40, 40, 40)
+    layers = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(40, 8))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95)), []
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:
+        for _ in range(34):
+            y = torch.randint(8, (24,), generator=generator)
+            batch = (centres[y] + 1.2 * torch.randn(24, 16, generator=generator), y)
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert min(losses[:13]) > 1.1 > max(losses[14:17]), "only the last weights before it are not high for all"
+    assert losses[17] > 1.4
+    assert sum(loss > 1 for loss in losses[18:]) == 3
+    found = ak.explain(recorder, step=17, treatments=False)
+    assert found.kind != "own batch", found.verdict
+    assert not found.blamed, found.verdict

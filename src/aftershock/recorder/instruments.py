@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,7 +148,7 @@ class DataFinding:
     sigma: float
     before: tuple[float, ...]  # earlier batches on the weights before the step
     after: tuple[float, ...]  # the following ones there
-    elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps
+    elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps at which the run was not high
     quantity: Quantity = "loss"
 
     @property
@@ -159,11 +159,12 @@ class DataFinding:
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
-        before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
+        both = "on earlier weights every batch is as high, so that nobody can tell whether it is bad by itself"
+        before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself" if self.elsewhere else ""
         unsure = "" if self.after else " (or the first of other data: what follows was not recorded)"
         meaning = {
             "weights": "the weights are bad, not the batch",
-            "both": f"{before}, so that neither is bad by itself",
+            "both": f"{before}, so that neither is bad by itself" if before else both,
             "shift": f"{before}: the data changed here, and what follows is like it",
             "own batch": f"{before}: it is this batch{unsure}",
         }
@@ -191,12 +192,13 @@ def data(
     batch, own = trajectory.steps[at].batch, seen(quantity, trajectory.steps[at])
     others = on_weights(quantity, trajectory, at, [*before, *after])
     earlier, later = others[: len(before)], others[len(before) :]
-    elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at), batch, quantity)
     middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
     sigma = max(sigma, FLATTEST * abs(middle))
 
     def high(value: float) -> bool:
         return value - middle >= HALF * (own - middle)
+
+    elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at, high, quantity), batch, quantity)
 
     soon, late = later[: len(later) // 2], later[len(later) // 2 :]
     many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= STAYING * len(late)
@@ -215,9 +217,12 @@ def data(
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
     explained step is not one of them."""
-    high = event.usual + HALF * (event.values[event.step] - event.usual)
-    loud = [i for i in range(event.onset, event.last + 1) if event.values[i] >= high]
-    times, steps = _earlier_times(trajectory, event.onset), trajectory.steps
+
+    def high(value: float) -> bool:
+        return value - event.usual >= HALF * (event.values[event.step] - event.usual)
+
+    loud = [i for i in range(event.onset, event.last + 1) if high(event.values[i])]
+    times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
     there = {i: _elsewhere(trajectory, times, steps[i].batch, event.quantity) for i in loud}
     usual = (event.usual, event.sigma, event.quantity)
     own = tuple(i for i in loud if _by_itself(trajectory, i, there[i], *usual))
@@ -233,6 +238,8 @@ def _by_itself(
     The height itself may grow with the run: a likelihood's does as it learns its scale. Weights that are bad for one
     kind of data are so for others of that kind.
     """
+    if not elsewhere:
+        return False
     half, there = HALF * (seen(quantity, trajectory.steps[at]) - middle), _low(elsewhere) - middle
     if there >= half or there <= THRESHOLD * sigma:
         return there >= half
@@ -245,11 +252,14 @@ def _low(values: Sequence[float]) -> float:
     return sorted(values)[int(LOW * len(values))]
 
 
-def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
-    """States of the window up to some steps before; those in memory are free."""
+def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
+    """States of the window up to some steps before; those in memory are free. None at which the run's own values are
+    high, as where it has only begun to learn: there every batch is, and that says nothing of one."""
     last = max(0, at - NEWEST)
-    kept = [time for time in range(last + 1) if trajectory.kept(time) is not None] or [last]
-    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)})
+    own = [seen(quantity, step) for step in trajectory.steps[: last + 2]]
+    sound = [time for time in range(last + 1) if not high(statistics.median(own[max(0, time - 1) : time + 2]))]
+    kept = [time for time in sound if trajectory.kept(time) is not None] or sound[-1:]
+    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)}) if kept else []
 
 
 def _elsewhere(trajectory: Trajectory, times: Sequence[int], batch: Batch, quantity: Quantity) -> tuple[float, ...]:
