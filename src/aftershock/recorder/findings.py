@@ -17,6 +17,7 @@ from .stability import Amplification, Sharpness
 from .store import Flight
 from .sweep import Swept
 from .treatments import Outcome, sufficient
+from .triggers import THRESHOLD
 from .trials import Inquiry, Trial
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
@@ -57,7 +58,7 @@ class Findings:
         """What kind of event it was."""
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
-        if not self.event.is_one:
+        if not self.is_event:
             return "no spike" if self.event.onset >= FEWEST else "unknown"
         if self.lost_in_scatter:
             return "unknown"
@@ -77,10 +78,18 @@ class Findings:
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
 
     @property
+    def is_event(self) -> bool:
+        """Is there something to explain? Where nothing triggered and nobody asked for a step, it is what a trigger would
+        tell: of the last steps of ordinary runs, one in so many is 3 σ high by chance."""
+        event = self.event
+        bar = THRESHOLD if self.nothing_seen else BARS.gone
+        return event.values[event.step] > event.usual + bar * event.sigma
+
+    @property
     def lost_in_scatter(self) -> bool:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
         event = self.event
-        return event.is_one and self.value_spread >= event.values[event.step] - event.usual
+        return self.is_event and self.value_spread >= event.values[event.step] - event.usual
 
     @property
     def value_spread(self) -> float:
