@@ -133,3 +133,5 @@ def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_p
     found = ak.explain(recorder, step=17, treatments=False)
     assert found.kind != "own batch", found.verdict
     assert not found.blamed, found.verdict
+    assert "The batch of step 17 beside others: its loss is 1.46 (usual 0.638)" in found.verdict
+    assert "nobody can tell whether it is bad by itself" in found.verdict

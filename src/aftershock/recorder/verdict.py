@@ -301,6 +301,8 @@ def _unknown(found: FlightExplanation) -> str:
     parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found), treated(found)]
     if higher:
         parts.append(f"Its largest {event.quantity} is that of step {event.highest}: ask for that one, too.")
+    if found.facts.instruments.data_said:
+        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
     return " ".join(part for part in parts if part)
 
 
