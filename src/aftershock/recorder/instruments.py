@@ -28,6 +28,9 @@ LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps 
 LEADERS = 3
 ORDINARY = 5.0  # robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
+# Times what is ordinary: bad targets of a likelihood had 1,400 times that on weights of sixty steps before; a sound batch
+# of a rare kind, on weights that others had spoilt for it, 7 times (benchmarks/culprits).
+EXTREME = 100.0
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 LOW = 0.2  # of them may have less without the batch being ordinary there
@@ -232,8 +235,8 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
 def _by_itself(
     trajectory: Trajectory, at: int, elsewhere: Sequence[float], middle: float, sigma: float, quantity: Quantity
 ) -> bool:
-    """Is a batch high on earlier weights too? It has half of its height there; or, where it is an event there in any
-    case, the batches most like it are not high on its own weights.
+    """Is a batch high on earlier weights too? It has half of its height there; or it is extreme there in any case, and
+    the batches most like it are not high on its own weights.
 
     The height itself may grow with the run: a likelihood's does as it learns its scale. Weights that are bad for one
     kind of data are so for others of that kind.
@@ -241,7 +244,7 @@ def _by_itself(
     if not elsewhere:
         return False
     half, there = HALF * (seen(quantity, trajectory.steps[at]) - middle), _low(elsewhere) - middle
-    if there >= half or there <= THRESHOLD * sigma:
+    if there >= half or there <= EXTREME * max(THRESHOLD * sigma, abs(middle)):
         return there >= half
     like = Likeness(trajectory.steps[: at + 1]).stand_in(at, range(at)).batch
     return on_weights(quantity, trajectory, at, [like])[0] - middle < half
