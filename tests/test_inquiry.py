@@ -672,3 +672,10 @@ def test_runs_whose_control_parts_in_rows_run_alone(monkeypatch: pytest.MonkeyPa
     for values, other in zip(run_again(trajectory, runs, 4), alone):
         assert values == pytest.approx(other)
     assert not trajectory.together("gradient", 4)
+
+
+@pytest.mark.parametrize(("left", "mildest", "blamed"), [(0.49, 0.75, ()), (0.3, 0.75, (3, 6)), (0.49, 1.0, (3, 6))])
+def test_a_group_leaves_clearly_less_than_any_other_group(left: float, mildest: float, blamed: tuple[int, ...]) -> None:
+    """It was chosen among many, and the others by a draw: of an ordinary run's pairs, one in a hundred removes half."""
+    others = [Trial((0, 1), {}, mildest), *(Trial((1, i), {}, 1.0) for i in range(7, 14))]
+    assert Inquiry([], [], group=Trial((3, 6), {}, left), group_placebos=others).blamed == blamed
