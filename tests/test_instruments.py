@@ -318,9 +318,10 @@ def test_a_batch_that_is_high_on_these_weights_alone_is_not_bad_by_itself() -> N
     with torch.no_grad():
         expected = [float(loss_fn(model, batches[24]))]  # the common part hardly moves, the rare one not at all
     assert found.elsewhere == pytest.approx(expected * len(found.elsewhere), rel=0.1)
-    assert "neither is bad by itself" in found.sentence
+    assert "so that nobody can tell whether it is bad by itself" in found.sentence
     everywhere = data(path.trajectory, 24, batches[15:23], [feed(1.0) for _ in range(4)])
     assert everywhere.kind == "weights", everywhere  # fresh batches meet it too; on earlier weights none does
+    assert "the data changed here, or the weights are bad for all that was not just trained on" in everywhere.sentence
 
 
 def test_a_hard_batch_is_not_bad_where_the_weights_are_bad_for_its_kind() -> None:

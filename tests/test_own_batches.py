@@ -135,3 +135,34 @@ def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_p
     assert not found.blamed, found.verdict
     assert "The batch of step 17 beside others: its loss is 1.46 (usual 0.638)" in found.verdict
     assert "nobody can tell whether it is bad by itself" in found.verdict
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("rate", [3e-3, 1e-2])
+def test_wrong_labels_are_told_in_a_run_that_becomes_sure_of_the_right_ones(
+    tmp_path: Path, rate: float, shift: bool
+) -> None:
+    """Their loss grows with the run, so that they have less than half of it on earlier weights."""
+    generator = torch.Generator().manual_seed(71)
+    centres, bad, losses = torch.randn(6, 20, generator=generator), 30, []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    batches = []
+    for step in range(bad + 20):
+        y = torch.randint(6, (24,), generator=generator)
+        wrong = step >= bad if shift else step == bad
+        batches.append((centres[y] + torch.randn(24, 20, generator=generator), (y + 3) % 6 if wrong else y))
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:
+        for step, batch in enumerate(batches):
+            if step == bad // 2:
+                half_way = float(loss_fn(model, batches[bad]).detach())
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert 1.5 * losses[bad // 2] < half_way < 0.6 * losses[bad]
+    found = ak.explain(recorder, step=bad, verify=2, treatments=False)
+    assert found.kind == ("shift" if shift else "own batch"), found.verdict
