@@ -166,4 +166,6 @@ def test_a_loss_function_that_spoils_what_it_gives_to_the_model() -> None:
     good, constant = torch.randn(4, 3), torch.ones(4, 3)
     found = not_a_number(captured.loss, captured.state, constant, captured.random, [good])
     assert (found.kind, found.module, found.operation) == ("batch", None, "div")
-    assert found.sentence.startswith("the loss is nan; the first value that is not finite comes out of `div` in loss_fn.")
+    assert found.sentence.startswith(
+        "the loss is nan; the first value that is not finite comes out of `div` in loss_fn."
+    )

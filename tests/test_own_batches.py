@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_p
     generator.manual_seed(0)
     torch.manual_seed(0)
     sizes = (16, 40, 40, 40, 40)
-    layers = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(40, 8))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95)), []
     with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:

@@ -409,10 +409,14 @@ def test_a_last_step_that_no_trigger_would_tell_is_explained_only_if_asked_for(t
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     heights = [1 + 0.1 * math.sin(i) for i in range(40)] + [1 + 0.1 * 5]  # of losses: the last is about 5 σ high
-    run = record(
-        tmp_path, model, lambda model, x: (model(0 * x) - x).square().mean(),
-        lambda step: torch.full((4, 1), heights[step - WARM] ** 0.5 if step >= WARM else 1.0), steps=41, lr=lambda step: 1e-6,
-    )  # fmt: skip
+
+    def feed(step: int) -> Tensor:
+        return torch.full((4, 1), heights[max(step - WARM, 0)] ** 0.5)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(0 * x) - x).square().mean()
+
+    run = record(tmp_path, model, loss_fn, feed, steps=41, lr=lambda step: 1e-6)
     assert not run.recorder.flights
     found = ak.explain(run.recorder, treatments=False)
     assert (found.kind, found.blamed) == ("no spike", ())

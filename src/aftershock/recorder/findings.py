@@ -17,8 +17,8 @@ from .stability import Amplification, Sharpness
 from .store import Flight
 from .sweep import Swept
 from .treatments import Outcome, sufficient
-from .triggers import THRESHOLD
 from .trials import Inquiry, Trial
+from .triggers import THRESHOLD
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
@@ -79,8 +79,8 @@ class Findings:
 
     @property
     def is_event(self) -> bool:
-        """Is there something to explain? Where nothing triggered and nobody asked for a step, it is what a trigger would
-        tell: of the last steps of ordinary runs, one in so many is 3 σ high by chance."""
+        """Is there something to explain? Where nothing triggered and nobody asked for a step, only what a trigger would
+        tell: the last step of an ordinary run may be 3 σ high by chance."""
         event = self.event
         bar = THRESHOLD if self.nothing_seen else BARS.gone
         return event.values[event.step] > event.usual + bar * event.sigma
