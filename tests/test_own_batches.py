@@ -140,10 +140,11 @@ def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_p
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("rate", [3e-3, 1e-2])
-def test_wrong_labels_are_told_in_a_run_that_becomes_sure_of_the_right_ones(
+def test_of_wrong_labels_in_a_run_that_becomes_sure_nothing_false_is_said(
     tmp_path: Path, rate: float, shift: bool
 ) -> None:
-    """Their loss grows with the run, so that they have less than half of it on earlier weights."""
+    """Their loss grows with the run, so that they have less than half of it on earlier weights, as sound batches may on
+    weights that are bad for them."""
     generator = torch.Generator().manual_seed(71)
     centres, bad, losses = torch.randn(6, 20, generator=generator), 30, []
     torch.manual_seed(0)
@@ -166,4 +167,8 @@ def test_wrong_labels_are_told_in_a_run_that_becomes_sure_of_the_right_ones(
             recorder.step(batch, loss)
     assert 1.5 * losses[bad // 2] < half_way < 0.6 * losses[bad]
     found = ak.explain(recorder, step=bad, verify=2, treatments=False)
-    assert found.kind == ("shift" if shift else "own batch"), found.verdict
+    assert (found.kind, found.blamed) == ("unknown", ())
+    if shift:
+        assert "the data changed here, or the weights are bad for all that was not just trained on" in found.verdict
+    else:
+        assert "so that nobody can tell whether it is bad by itself" in found.verdict

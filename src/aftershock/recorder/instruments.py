@@ -22,14 +22,15 @@ from ..errors import InvalidInput
 from .event import Event
 from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen
-from .triggers import FLATTEST, THRESHOLD, USUAL, usual
+from .triggers import FLATTEST, THRESHOLD, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
 ORDINARY = 5.0  # robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
-TWICE = 2.0  # times the height that the batches most like it had: from there on a batch is bad
-LIKE = 4  # such batches
+# Times what is ordinary: bad targets of a likelihood had 1,400 times that on weights of sixty steps before; a sound
+# batch of a rare kind, on weights that others had spoilt for it, 7 times (benchmarks/culprits).
+EXTREME = 100.0
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 LOW = 0.2  # of them may have less without the batch being ordinary there
@@ -238,21 +239,19 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
 def _by_itself(
     trajectory: Trajectory, at: int, elsewhere: Sequence[float], middle: float, sigma: float, quantity: Quantity
 ) -> bool:
-    """Is a batch high on earlier weights too? It has half of its height there; or it is an event there in any case, and
-    twice as high as all but one of the batches most like it were when they came, on the same weights.
+    """Is a batch high on earlier weights too? It has half of its height there; or it is extreme there in any case, and
+    the batches most like it are not high on its own weights.
 
-    The height itself may grow with the run: that of wrong labels as a model becomes sure, that of a likelihood as it
-    learns its scale. Batches of a rare and hard kind are high wherever they come, and weights may be bad for all of it.
+    The height itself may grow with the run: a likelihood's does as it learns its scale. Weights that are bad for one
+    kind of data are so for others of that kind.
     """
-    own = seen(quantity, trajectory.steps[at]) - middle
-    if not elsewhere or _low(elsewhere) - middle >= HALF * own:
-        return bool(elsewhere)
-    times = _settled(trajectory, at, lambda value: value - middle > USUAL * sigma, quantity)
-    like = Likeness(trajectory.steps[: at + 1]).nearest(at, times, LIKE)
-    there = _elsewhere(trajectory, like, trajectory.steps[at].batch, quantity)
-    theirs = [seen(quantity, trajectory.steps[time]) for time in like]
-    higher = [x - middle >= max(THRESHOLD * sigma, TWICE * (y - middle)) for x, y in zip(there, theirs)]
-    return sum(higher) >= LIKE - 1
+    if not elsewhere:
+        return False
+    half, there = HALF * (seen(quantity, trajectory.steps[at]) - middle), _low(elsewhere) - middle
+    if there >= half or there <= EXTREME * max(THRESHOLD * sigma, abs(middle)):
+        return there >= half
+    like = Likeness(trajectory.steps[: at + 1]).stand_in(at, range(at)).batch
+    return on_weights(quantity, trajectory, at, [like])[0] - middle < half
 
 
 def _low(values: Sequence[float]) -> float:
@@ -260,18 +259,13 @@ def _low(values: Sequence[float]) -> float:
     return sorted(values)[int(LOW * len(values))]
 
 
-def _settled(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
-    """Times up to some steps before, less those at which the run's own values are high, as where it has only begun to
-    learn: there every batch is, and that says nothing of one."""
+def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
+    """States of the window up to some steps before; those in memory are free. None at which the run's own values are
+    high, as where it has only begun to learn: there every batch is, and that says nothing of one."""
     last = max(0, at - NEWEST)
     own = [seen(quantity, step) for step in trajectory.steps[: last + 2]]
-    return [time for time in range(last + 1) if not high(statistics.median(own[max(0, time - 1) : time + 2]))]
-
-
-def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
-    """Some of these, spread over the window; states in memory are free."""
-    settled = _settled(trajectory, at, high, quantity)
-    kept = [time for time in settled if trajectory.kept(time) is not None] or settled[-1:]
+    sound = [time for time in range(last + 1) if not high(statistics.median(own[max(0, time - 1) : time + 2]))]
+    kept = [time for time in sound if trajectory.kept(time) is not None] or sound[-1:]
     return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)}) if kept else []
 
 
