@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.errors import InvalidInput
 
 WARM, STEPS, BAD = 300, 360, 344  # a step's number counts the updates before it
 KINDS = 12
@@ -77,6 +79,53 @@ def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, {BAD})
     found = ak.explain(recorder, step=BAD)
     assert (found.kind, found.blamed) == ("own batch", (BAD,))
+
+
+EVERY, WRONG = 8, 117  # a second source comes every so often; this one of its batches has wrong labels
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ak.FlightRecorder, list[float]]:
+    """A classifier of two sources, of which the one that comes every 8 steps is never learnt as well as the other."""
+    generator = torch.Generator().manual_seed(81)
+    centres, losses = torch.randn(2, 4, 10, generator=generator), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path_factory.mktemp("flight"), triggers=()) as recorder:
+        for step in range(150):
+            hard = int(step % EVERY == WRONG % EVERY)
+            y, x = torch.randint(4, (32,), generator=generator), torch.zeros(32, 20)
+            noise = 0.6 * torch.randn(32, 10, generator=generator)
+            x[:, 10 * hard : 10 * hard + 10] = (0.7 if hard else 1.5) * centres[hard, y] + noise
+            batch = (x, (y + 1) % 4 if step == WRONG else y)
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    return recorder, losses
+
+
+def test_a_batch_of_a_harder_source_that_is_as_high_as_others_of_it_is_not_bad(
+    two_sources: tuple[ak.FlightRecorder, list[float]], tmp_path: Path
+) -> None:
+    recorder, losses = two_sources
+    asked = WRONG + EVERY
+    sound = losses[61:WRONG:EVERY]
+    assert min(sound) > 20 * statistics.median(losses[61:WRONG]), "the source is always high"
+    assert losses[asked] < max(sound), "and this batch is as others of it"
+    found = ak.explain(recorder, step=asked, treatments=False)
+    assert (found.kind, found.blamed) == ("source", ()), found.verdict
+    assert "A harder source of data keeps coming back: no batch is to blame" in found.verdict
+    with pytest.raises(InvalidInput, match=r"no batch is to blame \(source\), so no skip list is written"):
+        found.save_skip_list(tmp_path / "skip.json")
+
+
+def test_a_bad_batch_of_a_harder_source_is_named(two_sources: tuple[ak.FlightRecorder, list[float]]) -> None:
+    found = ak.explain(two_sources[0], step=WRONG, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", (WRONG,)), found.verdict
 
 
 def likelihood(model: nn.Module, batch: Batch) -> Tensor:

@@ -72,6 +72,8 @@ class Findings:
             if self._guilty in ((self.replayed.last,), self._own):
                 return "own batch"
             return "batch" if len(self._guilty) == 1 else "group"
+        if self.data is not None and self.data.kind == "source":
+            return "source"
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
