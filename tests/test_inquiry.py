@@ -493,6 +493,19 @@ def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
     assert not blown.prevented(plain_rest | {STEP: 300.0}, STEP)
 
 
+def test_the_judge_measures_an_event_without_area_by_its_peak() -> None:
+    """A high loss after losses that fell from as high: it is within their spread, which is all that the judge knows."""
+    falling = [2.6 - 0.1 * i for i in range(24)]
+    path = dict(enumerate([*falling, 2.6, *[0.2] * 8]))
+    event = TrueEvent.of(path, 24)
+    assert (event.area, event.onset) == (0.0, 24)
+    assert event.peak > 1
+    mended = path | {24: event.usual + 0.25 * event.peak}
+    assert (event.left(path), event.left(mended)) == (1.0, pytest.approx(0.25))
+    assert not event.prevented(path, 24), "nothing was done"
+    assert event.prevented(mended, 24)
+
+
 def test_usual_losses_are_seen_beside_a_path_that_blows_up() -> None:
     """As a difference from 1e26 a loss of 0.3 has no digits left."""
     rows = SimpleNamespace(
