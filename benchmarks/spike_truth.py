@@ -55,12 +55,13 @@ class Event:
         return cls(onset, last, usual, sigma, area, max(losses[n] - usual for n in stretch))
 
     def left(self, losses: Losses) -> float:
-        """Of its area or its peak, the larger share; infinite where the other run breaks."""
+        """Of its area or its peak, the larger share; infinite where the other run breaks. An event without area, whose
+        peak lies within the spread of losses that fell before it, has none to remove: its peak decides."""
         high = [losses[n] - self.usual for n in range(self.onset, self.last + 1) if n in losses]
         if not all(map(math.isfinite, high)):
             return math.inf
         area = sum(max(0.0, x - SIGMAS * self.sigma) for x in high)
-        return max(area / self.area, max(high) / self.peak)
+        return max(area / self.area if self.area else 0.0, max(high) / self.peak)
 
     def sooner(self, path: Losses, losses: Losses) -> float:
         """Of its peak: how high another run rises before the stretch, where the path is usual."""
@@ -76,8 +77,10 @@ class Event:
     @property
     def little(self) -> float:
         """The height up to which another run has no event: a fifth of the peak, where that is still ordinary (no
-        trigger tells it, or it is within twice the usual loss): a fifth of a blow-up is a blow-up."""
-        return max(SIGMAS * self.sigma, min(LITTLE * self.peak, max(TOLD * self.sigma, abs(self.usual))))
+        trigger tells it, or it is within twice the usual loss): a fifth of a blow-up is a blow-up. Of an event that
+        hardly passes the usual spread, or does not, half: else nothing would have to be done to prevent it."""
+        ordinary = max(SIGMAS * self.sigma, min(LITTLE * self.peak, max(TOLD * self.sigma, abs(self.usual))))
+        return min(ordinary, HALF * self.peak)
 
     def prevented(self, losses: Losses, trigger: int) -> bool:
         """Nowhere high in the stretch, and at its end, where that is after the trigger, half as high at most."""

@@ -493,6 +493,19 @@ def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
     assert not blown.prevented(plain_rest | {STEP: 300.0}, STEP)
 
 
+def test_the_judge_measures_an_event_without_area_by_its_peak() -> None:
+    """A high loss after losses that fell from as high: it is within their spread, which is all that the judge knows."""
+    falling = [2.6 - 0.1 * i for i in range(24)]
+    path = dict(enumerate([*falling, 2.6, *[0.2] * 8]))
+    event = TrueEvent.of(path, 24)
+    assert (event.area, event.onset) == (0.0, 24)
+    assert event.peak > 1
+    mended = path | {24: event.usual + 0.25 * event.peak}
+    assert (event.left(path), event.left(mended)) == (1.0, pytest.approx(0.25))
+    assert not event.prevented(path, 24), "nothing was done"
+    assert event.prevented(mended, 24)
+
+
 def test_usual_losses_are_seen_beside_a_path_that_blows_up() -> None:
     """As a difference from 1e26 a loss of 0.3 has no digits left."""
     rows = SimpleNamespace(
@@ -672,3 +685,10 @@ def test_runs_whose_control_parts_in_rows_run_alone(monkeypatch: pytest.MonkeyPa
     for values, other in zip(run_again(trajectory, runs, 4), alone):
         assert values == pytest.approx(other)
     assert not trajectory.together("gradient", 4)
+
+
+@pytest.mark.parametrize(("left", "mildest", "blamed"), [(0.49, 0.75, ()), (0.3, 0.75, (3, 6)), (0.49, 1.0, (3, 6))])
+def test_a_group_leaves_clearly_less_than_any_other_group(left: float, mildest: float, blamed: tuple[int, ...]) -> None:
+    """It was chosen among many, and the others by a draw: of an ordinary run's pairs, one in a hundred removes half."""
+    others = [Trial((0, 1), {}, mildest), *(Trial((1, i), {}, 1.0) for i in range(7, 14))]
+    assert Inquiry([], [], group=Trial((3, 6), {}, left), group_placebos=others).blamed == blamed

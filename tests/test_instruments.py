@@ -318,9 +318,34 @@ def test_a_batch_that_is_high_on_these_weights_alone_is_not_bad_by_itself() -> N
     with torch.no_grad():
         expected = [float(loss_fn(model, batches[24]))]  # the common part hardly moves, the rare one not at all
     assert found.elsewhere == pytest.approx(expected * len(found.elsewhere), rel=0.1)
-    assert "neither is bad by itself" in found.sentence
+    assert "so that nobody can tell whether it is bad by itself" in found.sentence
     everywhere = data(path.trajectory, 24, batches[15:23], [feed(1.0) for _ in range(4)])
     assert everywhere.kind == "weights", everywhere  # fresh batches meet it too; on earlier weights none does
+    assert "the data changed here, or the weights are bad for all that was not just trained on" in everywhere.sentence
+
+
+def test_a_hard_batch_is_not_bad_where_the_weights_are_bad_for_its_kind() -> None:
+    """Batches 4, 10 and 24 have a feature and targets that are never learnt; step 23 spoils the weights of it."""
+    model = nn.ModuleDict({"common": nn.Linear(3, 1), "rare": nn.Linear(4, 1, bias=False)})
+    nn.init.zeros_(model["rare"].weight)
+    groups = [{"params": model["common"].parameters(), "lr": 1e-3}, {"params": model["rare"].parameters(), "lr": 10.0}]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: float(step == 23)])
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model["common"](batch[1]) + model["rare"](batch[0]), batch[2])
+
+    def feed(rare: float = 0.0, wrong: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        return rare + 0.1 * torch.randn(16, 4), torch.randn(16, 3), torch.randn(16, 1) + wrong
+
+    torch.manual_seed(0)
+    batches = [feed(1.0, 30.0) if i in (4, 10, 24) else feed() for i in range(25)]
+    batches[23] = feed(-1.0, 100.0)
+    path = ak.capture(model, optimizer, loss_fn).follow(batches, lr=schedule)
+    found = data(path.trajectory, 24, batches[15:23], [feed() for _ in range(4)])
+    there = min(found.elsewhere) - found.usual
+    assert 100 * max(8 * found.sigma, found.usual) < there < 0.5 * (found.own - found.usual), "extreme, and smaller"
+    assert found.kind == "both", found
 
 
 def test_losses_on_the_same_weights_are_those_of_the_model_there() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,11 +185,12 @@ class Classifier(nn.Module):
 def train(folder: Path, model: nn.Module, data: Any, callback: Any = None, **options: Any) -> nn.Module:
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
-        "num_train_epochs": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3, **options,
+        "num_train_epochs": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3,
+        "eval_strategy": "steps", **options,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no",
-        eval_strategy="steps", eval_steps=4, disable_tqdm=True, seed=7, **settings,
+        eval_steps=4, disable_tqdm=True, seed=7, **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
@@ -231,6 +233,45 @@ def test_the_trainer_records_a_clip_that_changes(tmp_path: Path) -> None:
     assert [record.clip for record in callback.recorder.recent] == [0.5, 0.05]
     found = ak.explain(tmp_path / "flight", step=1, verify=0, references=0)
     assert "to the bit" in str(found.certificate)
+
+
+def test_a_norm_that_the_trainer_clips_away_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, clip = [], transformers.Trainer._clip_grad_norm
+    monkeypatch.setattr(transformers.Trainer, "_clip_grad_norm", lambda *some: told.append(clip(*some)) or told[-1])
+    seen: list[Any] = []
+    callback = TrainerFlight(tmp_path / "flight", window=16, on_trigger=seen.append)
+    model = language_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    train(
+        tmp_path, model, sentences(640, bad=range(600, 608)), callback, eval_strategy="no",
+        num_train_epochs=1, gradient_accumulation_steps=2, train_sampling_strategy="sequential", max_grad_norm=0.02,
+    )  # fmt: skip
+    assert callback.recorder is not None
+    recent = callback.recorder.recent
+    assert [record.raw_norm for record in recent] == [float(norm) for norm in told[-16:]]
+    assert min(record.raw_norm for record in recent) > 0.02, "each is clipped"
+    assert [one.step for one in seen if "the gradient norm is" in one.reason] == [75]
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), "hooks are taken off"
+
+
+def test_a_norm_under_a_grad_scaler_is_that_of_the_gradient(tmp_path: Path) -> None:
+    model, scaler = Classifier(), torch.amp.GradScaler("cpu", init_scale=2.0**10)  # the Trainer scales on a GPU only
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    callback = TrainerFlight(tmp_path / "flight", triggers=())
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, max_grad_norm=0.05)
+    events: Any = (args, None, None)
+    callback.on_train_begin(*events, model=model, optimizer=optimizer)
+    batch = {name: torch.stack([row[name] for row in sentences(4)]) for name in ("input_ids", "attention_mask")}
+    scaler.scale(model(**batch, labels=batch["input_ids"])["loss"]).backward()
+    scaler.unscale_(optimizer)
+    raw = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    callback.on_pre_optimizer_step(*events, optimizer=SimpleNamespace(scaler=scaler))
+    scaler.step(optimizer)
+    callback.on_step_end(*events)
+    assert callback.recorder is not None
+    assert callback.recorder.forecast({**batch, "labels": batch["input_ids"]}, horizon=2, futures=1), "our own hooks"
+    callback.on_train_end(*events)
+    assert callback.recorder.recent[0].raw_norm == pytest.approx(float(raw), rel=1e-5)
+    assert float(raw) > 2 * 0.05
 
 
 def test_the_trainer_says_that_a_whole_graph_cannot_be_looked_into(tmp_path: Path) -> None:

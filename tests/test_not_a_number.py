@@ -136,4 +136,36 @@ def test_a_loss_function_that_divides_by_zero_is_no_module() -> None:
         point.captured.loss, point.captured.state, torch.zeros(3, 2), point.captured.random, [torch.ones(3, 2)]
     )
     assert (found.kind, found.module, found.operation) == ("batch", None, "div")
-    assert "`div` in loss_fn, after the model's last module" in found.sentence
+    assert "comes out of `div` in loss_fn" in found.sentence
+
+
+class Attention(nn.Module):
+    """Rows of which nothing is kept have a softmax of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.query(x) @ x.mT).masked_fill(x[:, 0] < 0, -math.inf)
+        return self.out(scores.softmax(-1) @ x)
+
+
+def test_a_module_that_is_given_what_is_not_finite_did_not_make_it() -> None:
+    good = torch.randn(4, 3)
+    good[0, 0], bad = 1.0, -good.abs()
+    found = judged(Attention(), bad, [good])
+    assert (found.kind, found.module, found.operation) == ("batch", "Attention", "softmax")
+    assert "comes out of `softmax` in module `Attention`" in found.sentence
+
+
+def test_a_loss_function_that_spoils_what_it_gives_to_the_model() -> None:
+    model = mlp(3, 4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    captured = ak.capture(model, optimizer, lambda m, x: m((x - x.mean()) / x.std()).square().mean()).captured
+    good, constant = torch.randn(4, 3), torch.ones(4, 3)
+    found = not_a_number(captured.loss, captured.state, constant, captured.random, [good])
+    assert (found.kind, found.module, found.operation) == ("batch", None, "div")
+    assert found.sentence.startswith(
+        "the loss is nan; the first value that is not finite comes out of `div` in loss_fn."
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.errors import InvalidInput
 
 WARM, STEPS, BAD = 300, 360, 344  # a step's number counts the updates before it
 KINDS = 12
@@ -75,3 +79,145 @@ def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
     recorder, _ = recorded(tmp_path, {BAD})
     found = ak.explain(recorder, step=BAD)
     assert (found.kind, found.blamed) == ("own batch", (BAD,))
+
+
+EVERY, WRONG = 8, 117  # a second source comes every so often; this one of its batches has wrong labels
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ak.FlightRecorder, list[float]]:
+    """A classifier of two sources, of which the one that comes every 8 steps is never learnt as well as the other."""
+    generator = torch.Generator().manual_seed(81)
+    centres, losses = torch.randn(2, 4, 10, generator=generator), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path_factory.mktemp("flight"), triggers=()) as recorder:
+        for step in range(150):
+            hard = int(step % EVERY == WRONG % EVERY)
+            y, x = torch.randint(4, (32,), generator=generator), torch.zeros(32, 20)
+            noise = 0.6 * torch.randn(32, 10, generator=generator)
+            x[:, 10 * hard : 10 * hard + 10] = (0.7 if hard else 1.5) * centres[hard, y] + noise
+            batch = (x, (y + 1) % 4 if step == WRONG else y)
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    return recorder, losses
+
+
+def test_a_batch_of_a_harder_source_that_is_as_high_as_others_of_it_is_not_bad(
+    two_sources: tuple[ak.FlightRecorder, list[float]], tmp_path: Path
+) -> None:
+    recorder, losses = two_sources
+    asked = WRONG + EVERY
+    sound = losses[61:WRONG:EVERY]
+    assert min(sound) > 20 * statistics.median(losses[61:WRONG]), "the source is always high"
+    assert losses[asked] < max(sound), "and this batch is as others of it"
+    found = ak.explain(recorder, step=asked, treatments=False)
+    assert (found.kind, found.blamed) == ("source", ()), found.verdict
+    assert "A harder source of data keeps coming back: no batch is to blame" in found.verdict
+    with pytest.raises(InvalidInput, match=r"no batch is to blame \(source\), so no skip list is written"):
+        found.save_skip_list(tmp_path / "skip.json")
+
+
+def test_a_bad_batch_of_a_harder_source_is_named(two_sources: tuple[ak.FlightRecorder, list[float]]) -> None:
+    found = ak.explain(two_sources[0], step=WRONG, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", (WRONG,)), found.verdict
+
+
+def likelihood(model: nn.Module, batch: Batch) -> Tensor:
+    """−log of a normal density, whose spread is learnt: the scale of this loss grows as it shrinks."""
+    mean, log_spread = model(batch[0]).chunk(2, dim=1)
+    return (0.5 * ((batch[1] - mean) / log_spread.exp()).square() + log_spread).sum(1).mean()
+
+
+def test_bad_targets_of_a_likelihood_are_bad_by_themselves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, bad = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 6)), 190
+    optimizer, weights = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.randn(8, 3)
+    losses, first = [], math.nan
+    with ak.FlightRecorder(model, optimizer, likelihood, tmp_path) as recorder:
+        inputs = torch.randn(210, 32, 8)
+        targets = torch.tanh(inputs @ weights) + 0.05 * torch.randn(210, 32, 3)
+        targets[bad] *= -20
+        for step, batch in enumerate(zip(inputs, targets)):
+            loss = likelihood(model, batch)
+            if step == bad - 64:
+                first = float(likelihood(model, (inputs[bad], targets[bad])).detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert 100 < first < 0.5 * losses[bad], "far from ordinary on earlier weights, and less than half of it"
+    found = ak.explain(recorder, step=bad, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", (bad,)), found.verdict
+
+
+def test_on_the_first_weights_of_a_run_every_batch_is_high_and_none_is_bad(tmp_path: Path) -> None:
+    """Independent batches, the losses of which have just come down when step 17 has a high one, as some do later."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 16, generator=generator)
+    generator.manual_seed(0)
+    torch.manual_seed(0)
+    sizes = (16, 40, 40, 40, 40)
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(40, 8))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95)), []
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:
+        for _ in range(34):
+            y = torch.randint(8, (24,), generator=generator)
+            batch = (centres[y] + 1.2 * torch.randn(24, 16, generator=generator), y)
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert min(losses[:13]) > 1.1 > max(losses[14:17]), "only the last weights before it are not high for all"
+    assert losses[17] > 1.4
+    assert sum(loss > 1 for loss in losses[18:]) == 3
+    found = ak.explain(recorder, step=17, treatments=False)
+    assert found.kind != "own batch", found.verdict
+    assert not found.blamed, found.verdict
+    assert "The batch of step 17 beside others: its loss is 1.46 (usual 0.638)" in found.verdict
+    assert "nobody can tell whether it is bad by itself" in found.verdict
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("rate", [3e-3, 1e-2])
+def test_of_wrong_labels_in_a_run_that_becomes_sure_nothing_false_is_said(
+    tmp_path: Path, rate: float, shift: bool
+) -> None:
+    """Their loss grows with the run, so that they have less than half of it on earlier weights, as sound batches may on
+    weights that are bad for them."""
+    generator = torch.Generator().manual_seed(71)
+    centres, bad, losses = torch.randn(6, 20, generator=generator), 30, []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    batches = []
+    for step in range(bad + 20):
+        y = torch.randint(6, (24,), generator=generator)
+        wrong = step >= bad if shift else step == bad
+        batches.append((centres[y] + torch.randn(24, 20, generator=generator), (y + 3) % 6 if wrong else y))
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:
+        for step, batch in enumerate(batches):
+            if step == bad // 2:
+                half_way = float(loss_fn(model, batches[bad]).detach())
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            recorder.step(batch, loss)
+    assert 1.5 * losses[bad // 2] < half_way < 0.6 * losses[bad]
+    found = ak.explain(recorder, step=bad, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("unknown", ())
+    if shift:
+        assert "the data changed here, or the weights are bad for all that was not just trained on" in found.verdict
+    else:
+        assert "so that nobody can tell whether it is bad by itself" in found.verdict

@@ -403,6 +403,28 @@ def test_the_last_step_is_explained_where_nothing_was_seen_and_it_stands_out(tmp
     assert f"What follows is about the last step, {WARM + 33}. " in said
 
 
+def test_a_last_step_that_no_trigger_would_tell_is_explained_only_if_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    heights = [1 + 0.1 * math.sin(i) for i in range(40)] + [1 + 0.1 * 5]  # of losses: the last is about 5 σ high
+
+    def feed(step: int) -> Tensor:
+        return torch.full((4, 1), heights[max(step - WARM, 0)] ** 0.5)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(0 * x) - x).square().mean()
+
+    run = record(tmp_path, model, loss_fn, feed, steps=41, lr=lambda step: 1e-6)
+    assert not run.recorder.flights
+    found = ak.explain(run.recorder, treatments=False)
+    assert (found.kind, found.blamed) == ("no spike", ())
+    assert found.verdict.startswith("Nothing triggered in this run.")
+    assert "What follows" not in found.verdict
+    assert ak.explain(run.recorder, step=WARM + 40, treatments=False).kind != "no spike"
+
+
 def test_an_ordinary_step_is_called_ordinary(run: Run) -> None:
     assert "is no spike" in ak.explain(run.recorder, step=WARM + 20, verify=1).verdict
 

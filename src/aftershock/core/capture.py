@@ -17,7 +17,7 @@ from ..errors import InvalidInput, MixedDevices, UnsupportedModel, UnsupportedOp
 from .adamw import Hyper
 from .batches import Batch
 from .calls import Autocast
-from .hooks import KINDS, Hooks, gradient_hook, kept, refuse_unspoken
+from .hooks import KINDS, Hooks, gradient_hook, has_gradient_hook, kept, refuse_unspoken
 from .layout import Layout
 from .live_loop import LiveLoop, Unused, computed_in, unused_gradients
 from .live_optimizer import is_scheduled, read_hyper, unwrapped_optimizer
@@ -241,7 +241,7 @@ def _refuse_unsupported_parameter(name: str, p: nn.Parameter) -> None:
         raise UnsupportedModel(f"parameter {name!r} is complex; aftershock models real parameters")
     if p.is_meta:
         raise UnsupportedModel(f"parameter {name!r} is on the meta device and holds no data; materialize it first")
-    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hook(p):
         raise UnsupportedModel(
             f"parameter {name!r} has a gradient hook, which may change its gradient (clipping by value, scaling) "
             "unseen; remove the hook. Clipping by the global norm is follow(..., clip=max_norm)"

@@ -100,6 +100,13 @@ def gradient_hook(model: nn.Module, word: Hooks | None) -> Hook | None:
     return next((hook for hook in found if hook.kind in BACKWARD), None)
 
 
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Is there a hook on a parameter that may change its gradient? Those of a recorder look on; nobody else's are known
+    to."""
+    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(not within(origin(hook), ("aftershock",)) for hooks in found for hook in (hooks or {}).values())
+
+
 def refuse_unspoken(model: nn.Module, word: Hooks | None) -> None:
     """Refuse hooks about which the user has said nothing."""
     if word not in (None, "run", "ignore"):

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
+from ..core.reductions import norm
 from ..errors import InvalidInput
 from ..extras import require
 from ..recorder.observing import Observer, guarded
 from ..recorder.recorder import FlightRecorder
-from ..recorder.triggers import Drift, NotANumber, Spike, Trigger
+from ..recorder.triggers import Trigger
 
 require("transformers", "transformers", "callbacks of the Hugging Face Trainer")
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
@@ -43,8 +44,8 @@ class FlightCallback(TrainerCallback):
     """Record a Trainer's run: `Trainer(…, callbacks=[FlightCallback("flight", window=64)])`.
 
     The loss is the model's own; label smoothing, `compute_loss_func` and an overridden `compute_loss` are not seen.
-    Gradients arrive already clipped by `max_grad_norm`, so that their norm is not watched. `others` (after, keep,
-    on_trigger) are the recorder's, which is `callback.recorder`.
+    The Trainer clips gradients before it calls back, so that their norm is read by hooks on the parameters, one small
+    kernel for each. `others` (after, keep, on_trigger) are the recorder's, which is `callback.recorder`.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class FlightCallback(TrainerCallback):
         **others: Any,
     ) -> None:
         self.directory = directory
-        triggers = (Spike("loss"), Drift(), NotANumber()) if triggers is None else triggers
         self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, **others}
         self.recorder: FlightRecorder | None = None
         self._inputs: Batch = None
         self._losses: list[Tensor] = []
         self._clip: float | None = None
+        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients before clipping
+        self._norm: Tensor | None = None
 
     # --- what `guarded` asks of a recorder
 
@@ -94,7 +96,11 @@ class FlightCallback(TrainerCallback):
             raise InvalidInput("the Trainer smooths labels outside the model, where the loss cannot be replayed")
         self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=_clip(args), **self.options)
         self.recorder.__enter__()
-        self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
+        self._norms = dict.fromkeys(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._handles = [
+            model.register_forward_hook(Observer(self._after_forward), with_kwargs=True),
+            *(each.register_post_accumulate_grad_hook(Observer(self._after_gradient)) for each in self._norms),
+        ]
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -102,9 +108,15 @@ class FlightCallback(TrainerCallback):
         self._micro()
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **others: Any,
     ) -> None:
         self._clip = _clip(args)  # as it was right now; another callback may change it
+        self._before_step(getattr(optimizer, "scaler", None))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         self._step()
@@ -117,7 +129,8 @@ class FlightCallback(TrainerCallback):
     def close(self) -> None:
         """Stop recording; what is on disk is complete. The Trainer does it unless training ended with an error."""
         if self.recorder is not None:
-            self._handle.remove()
+            for handle in self._handles:
+                handle.remove()
             self.recorder.__exit__(None, None, None)
 
     # --- inside
@@ -127,6 +140,18 @@ class FlightCallback(TrainerCallback):
         if torch.is_grad_enabled():  # not in evaluation
             self._inputs = dict(named)
             self._losses.append(_loss_of(outputs).detach())
+
+    @guarded
+    def _after_gradient(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._norms[parameter] = norm(parameter.grad)  # with accumulation the last one has all micro-batches
+
+    @guarded
+    def _before_step(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._norm = norm(torch.stack([one for one in self._norms.values() if one is not None]))
+        self._norms = dict.fromkeys(self._norms)
+        if scaler is not None:  # gradients were scaled when they were read
+            self._norm = self._norm / scaler.scale(torch.ones_like(self._norm))
 
     def _must_be_seen(self) -> None:
         if not self._losses:
@@ -150,4 +175,5 @@ class FlightCallback(TrainerCallback):
         divisor = 1 if self._inputs.get("num_items_in_batch") is not None else len(losses)
         shares = [loss / divisor for loss in losses]
         assert self.recorder is not None
-        self.recorder.step(self._inputs, sum(shares[1:], start=shares[0]), clip=self._clip, divisor=divisor)
+        loss = sum(shares[1:], start=shares[0])
+        self.recorder.step(self._inputs, loss, norm=self._norm, clip=self._clip, divisor=divisor)

@@ -112,7 +112,7 @@ def explain(
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = Code.of(found, recorder, given)
     f = open_event(with_clip(found, clip), code, step, of, window)
-    asking, f.clip = f.nan is None and f.event.is_one and not f.lost_in_scatter, clip
+    asking, f.clip = f.nan is None and f.is_event and not f.lost_in_scatter, clip
     if f.refused is None:
         _predict(f, references, watched=asking)
     if asking:

@@ -129,8 +129,8 @@ class FlightExplanation(LabelledResult):
 
     @property
     def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
-        """What kind of event: "batch", "group", "own batch", "shift", "hyperparameter", "instability", "not a number",
-        "no spike" or "unknown"."""
+        """What kind of event: "batch", "group", "own batch", "shift", "source", "hyperparameter", "instability",
+        "not a number", "no spike" or "unknown"."""
         return self.facts.event.kind
 
     @property

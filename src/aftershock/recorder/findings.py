@@ -18,6 +18,7 @@ from .store import Flight
 from .sweep import Swept
 from .treatments import Outcome, sufficient
 from .trials import Inquiry, Trial
+from .triggers import THRESHOLD
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
@@ -57,7 +58,7 @@ class Findings:
         """What kind of event it was."""
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
-        if not self.event.is_one:
+        if not self.is_event:
             return "no spike" if self.event.onset >= FEWEST else "unknown"
         if self.lost_in_scatter:
             return "unknown"
@@ -71,16 +72,26 @@ class Findings:
             if self._guilty in ((self.replayed.last,), self._own):
                 return "own batch"
             return "batch" if len(self._guilty) == 1 else "group"
+        if self.data is not None and self.data.kind == "source":
+            return "source"
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
 
     @property
+    def is_event(self) -> bool:
+        """Is there something to explain? Where nothing triggered and nobody asked for a step, only what a trigger would
+        tell: the last step of an ordinary run may be 3 σ high by chance."""
+        event = self.event
+        bar = THRESHOLD if self.nothing_seen else BARS.gone
+        return event.values[event.step] > event.usual + bar * event.sigma
+
+    @property
     def lost_in_scatter(self) -> bool:
         """Do replays of the unchanged run differ by more than the spike? Then no other run can be told from luck."""
         event = self.event
-        return event.is_one and self.value_spread >= event.values[event.step] - event.usual
+        return self.is_event and self.value_spread >= event.values[event.step] - event.usual
 
     @property
     def value_spread(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +20,18 @@ from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .event import Event
+from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen
-from .triggers import FLATTEST, usual
+from .triggers import FLATTEST, THRESHOLD, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
 ORDINARY = 5.0  # robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies
 HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
+# Times what is ordinary: bad targets of a likelihood had 1,400 times that on weights of sixty steps before; a sound
+# batch of a rare kind, on weights that others had spoilt for it, 7 times (benchmarks/culprits).
+EXTREME = 100.0
+MOST_ALIKE = 3  # batches whose median stands for their kind: one of them may be bad itself
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 LOW = 0.2  # of them may have less without the batch being ordinary there
@@ -136,9 +141,10 @@ def _squares(
 class DataFinding:
     """The spike's batch beside others on the same weights, and on the weights of earlier steps.
 
-    kind: "own batch" (high on any weights, others are ordinary), "shift" (those that follow are as high, earlier ones
-    ordinary), "weights" (other batches are high too), "both" (this batch, and on these weights only: neither is bad by
-    itself), "ordinary" (the batch is not high).
+    kind: "own batch" (high on any weights, others are ordinary), "source" (the same, and earlier batches like it were
+    high at their own steps), "shift" (those that follow are as high, earlier ones ordinary), "weights" (other batches
+    are high too), "both" (this batch, and on these weights only, as far as is known), "ordinary" (the batch is not
+    high).
     """
 
     kind: str
@@ -147,7 +153,8 @@ class DataFinding:
     sigma: float
     before: tuple[float, ...]  # earlier batches on the weights before the step
     after: tuple[float, ...]  # the following ones there
-    elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps
+    elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps at which the run was not high
+    alike: tuple[float, ...]  # the earlier batches most like it, at their own steps
     quantity: Quantity = "loss"
 
     @property
@@ -158,13 +165,20 @@ class DataFinding:
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
-        before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
+        before = "on earlier weights every batch is as high"
+        if self.elsewhere:
+            before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
         unsure = "" if self.after else " (or the first of other data: what follows was not recorded)"
+        bad_for_all = statistics.median(self.before) - self.usual >= HALF * (self.own - self.usual)
         meaning = {
-            "weights": "the weights are bad, not the batch",
-            "both": f"{before}, so that neither is bad by itself",
+            "weights": "the weights are bad, not the batch"
+            if bad_for_all
+            else "the data changed here, or the weights are bad for all that was not just trained on",
+            "both": f"{before}, so that nobody can tell whether it is bad by itself",
             "shift": f"{before}: the data changed here, and what follows is like it",
             "own batch": f"{before}: it is this batch{unsure}",
+            "source": f"{before}, and the {len(self.alike)} earlier batches whose inputs are most like its own had "
+            f"{', '.join(f'{value:.3g}' for value in self.alike)} when they came",
         }
         return f"{high}; {others}; {meaning[self.kind]}"
 
@@ -183,19 +197,21 @@ def data(
     of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
     it, half of those that follow soon, and goes on: one may be bad by itself, and a bad shard ends. Where a run is
     unstable, weights are often bad for a batch that is ordinary on all others: data are to blame only if they are high
-    on earlier weights too.
+    on earlier weights too, and higher than others of their kind (`_beside_its_kind`).
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
     batch, own = trajectory.steps[at].batch, seen(quantity, trajectory.steps[at])
     others = on_weights(quantity, trajectory, at, [*before, *after])
     earlier, later = others[: len(before)], others[len(before) :]
-    elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at), batch, quantity)
     middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
     sigma = max(sigma, FLATTEST * abs(middle))
 
     def high(value: float) -> bool:
         return value - middle >= HALF * (own - middle)
+
+    elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at, high, quantity), batch, quantity)
+    alike = _alike(trajectory, at, high, quantity)
 
     soon, late = later[: len(later) // 2], later[len(later) // 2 :]
     many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= STAYING * len(late)
@@ -204,21 +220,58 @@ def data(
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
-    elif not high(_low(elsewhere)):
-        kind = "weights" if follows else "both"  # batches that were just trained on may still do well
     else:
-        kind = "shift" if follows else "own batch"
-    return DataFinding(kind, own, middle, sigma, earlier, later, elsewhere, quantity)
+        kind = _beside_its_kind(trajectory, at, elsewhere, alike, middle, sigma, quantity)
+        if follows:  # batches that were just trained on may still do well
+            kind = "weights" if kind == "both" else "shift"
+    theirs = tuple(seen(quantity, trajectory.steps[time]) for time in alike)
+    return DataFinding(kind, own, middle, sigma, earlier, later, elsewhere, theirs, quantity)
 
 
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
     explained step is not one of them."""
-    high = event.usual + HALF * (event.values[event.step] - event.usual)
-    loud = [i for i in range(event.onset, event.last + 1) if event.values[i] >= high]
-    times, steps = _earlier_times(trajectory, event.onset), trajectory.steps
-    own = tuple(i for i in loud if _low(_elsewhere(trajectory, times, steps[i].batch, event.quantity)) >= high)
+
+    def high(value: float) -> bool:
+        return value - event.usual >= HALF * (event.values[event.step] - event.usual)
+
+    loud = [i for i in range(event.onset, event.last + 1) if high(event.values[i])]
+    times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
+
+    def bad(i: int) -> bool:
+        there = _elsewhere(trajectory, times, steps[i].batch, event.quantity)
+        alike = _alike(trajectory, i, high, event.quantity)
+        usual = (event.usual, event.sigma, event.quantity)
+        return _beside_its_kind(trajectory, i, there, alike, *usual) == "own batch"
+
+    own = tuple(filter(bad, loud))
     return own if event.step in own else ()
+
+
+def _beside_its_kind(
+    trajectory: Trajectory,
+    at: int,
+    elsewhere: Sequence[float],
+    alike: Sequence[int],
+    middle: float,
+    sigma: float,
+    quantity: Quantity,
+) -> str:
+    """Is a batch bad by itself ("own batch")? It is high on earlier weights too, with half of its height or extreme in
+    any case, and the batches most like it are not: neither at their own steps, else all of their kind are harder
+    ("source"), nor on its own weights, else these may be bad for that kind ("both").
+
+    The height itself may grow with the run: a likelihood's does as it learns its scale.
+    """
+    half = HALF * (seen(quantity, trajectory.steps[at]) - middle)
+    there = _low(elsewhere) - middle if elsewhere else -math.inf
+    if there < half and there <= EXTREME * max(THRESHOLD * sigma, abs(middle)):
+        return "both"
+    came = [seen(quantity, trajectory.steps[time]) for time in alike]
+    if came and statistics.median(came) - middle >= half:
+        return "source"
+    here = on_weights(quantity, trajectory, at, [trajectory.steps[time].batch for time in alike])
+    return "both" if here and statistics.median(here) - middle >= half else "own batch"
 
 
 def _low(values: Sequence[float]) -> float:
@@ -226,11 +279,25 @@ def _low(values: Sequence[float]) -> float:
     return sorted(values)[int(LOW * len(values))]
 
 
-def _earlier_times(trajectory: Trajectory, at: int) -> list[int]:
-    """States of the window up to some steps before; those in memory are free."""
+def _settled(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
+    """Times up to some steps before, less those at which the run's own values are high, as where it has only begun to
+    learn: there every batch is, and that says nothing of one."""
     last = max(0, at - NEWEST)
-    kept = [time for time in range(last + 1) if trajectory.kept(time) is not None] or [last]
-    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)})
+    own = [seen(quantity, step) for step in trajectory.steps[: last + 2]]
+    return [time for time in range(last + 1) if not high(statistics.median(own[max(0, time - 1) : time + 2]))]
+
+
+def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
+    """Some of these, spread over the window; states in memory are free."""
+    settled = _settled(trajectory, at, high, quantity)
+    kept = [time for time in settled if trajectory.kept(time) is not None] or settled[-1:]
+    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)}) if kept else []
+
+
+def _alike(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
+    """Those of them whose batches are most like that of step `at`."""
+    times = _settled(trajectory, at, high, quantity)
+    return Likeness(trajectory.steps[: at + 1]).nearest(at, times, MOST_ALIKE)
 
 
 def _elsewhere(trajectory: Trajectory, times: Sequence[int], batch: Batch, quantity: Quantity) -> tuple[float, ...]:

@@ -62,10 +62,13 @@ class Likeness:
     def stand_in(self, step: int, among: Collection[int]) -> Step:
         """The same step with the mean of those batches of other steps that are most like its own, the same inputs left
         out."""
-        near = self._near(step, among)
-        nearest = sorted(near, key=lambda i: -near[i])[:ALIKE]
-        batches = [self.steps[i].batch for i in nearest]
+        batches = [self.steps[i].batch for i in self.nearest(step, among, ALIKE)]
         return replace(self.steps[step], batch=mean_batch(batches)) if batches else self.steps[step]
+
+    def nearest(self, step: int, among: Collection[int], count: int) -> list[int]:
+        """Those of other steps whose inputs are most like this one's, and not the same."""
+        near = self._near(step, among)
+        return sorted(near, key=lambda i: -near[i])[:count]
 
     def kin(self, step: int, among: Collection[int]) -> list[int]:
         """Those of other steps whose data are of the same rare kind, the most alike first; none where data are of one

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ class NotANumberFinding:
         if self.kind == "weights values":
             return f"the weights before the step are not finite: {names}"
         if not self.loss_finite:
-            place = f"module `{self.module}`" if self.module else "loss_fn, after the model's last module"
+            outside = "loss_fn" if self.operation else "loss_fn, after the model's last module"
+            place = f"module `{self.module}`" if self.module else outside
             of = f"`{self.operation}` in " if self.operation else ""
             return f"the loss is {self.loss}; the first value that is not finite comes out of {of}{place}"
         if self.operation is None:
@@ -87,7 +88,7 @@ def not_a_number(
         return NotANumberFinding("weights values", math.nan, None, None, bad, ())
     seen = _watched(loss, state, batch, random)
     beside = [_watched(loss, state, other, random) for other in others]
-    innocent = {made for other in beside if other.finite for made in (*other.modules, *other.values)}
+    sound = [other for other in beside if other.finite]
     if seen.finite:
         kind = "finite"
     elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
@@ -98,9 +99,7 @@ def not_a_number(
         kind = "batch" if 2 * sum(other.finite for other in beside) > len(beside) else "weights"
     module, operation = None, None
     if not math.isfinite(seen.loss):
-        module = next((module for module in seen.modules if module not in innocent), None)
-        made = next((made for made in seen.values if made not in innocent), None)
-        operation = made[0] if made is not None and made[1] == module else None
+        module, operation = seen.source(sound)
     elif not seen.finite:
         module, operation = seen.module_of(seen.operations[0]) if seen.operations else (None, None)
     return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tuple(o.finite for o in beside))
@@ -111,15 +110,28 @@ def is_finite(loss: LossFunction, state: JointState, batch: Batch, random: Rando
     return not _not_finite(loss.layout, loss.layout.views(state.theta)) and _watched(loss, state, batch, random).finite
 
 
+class _Made(NamedTuple):
+    """An operation that made a value that is not finite of finite ones, or NaN of an infinite one."""
+
+    operation: str
+    module: str | None  # in which it ran
+
+
+class _Output(NamedTuple):
+    """A module whose output is not finite."""
+
+    module: str
+    sound: bool  # what it was given is finite
+    before: int  # how many operations had made such a value when it was called
+
+
 @dataclass
 class _Seen:
     """What was not finite in one forward and backward pass, in the order in which it came."""
 
     loss: float = math.nan
-    modules: list[str] = field(default_factory=list)  # with such an output; inner ones are done first
-    values: list[tuple[str, str | None]] = field(
-        default_factory=list
-    )  # operations that made one of finite values, where
+    outputs: list[_Output] = field(default_factory=list)  # inner modules are done first
+    made: list[_Made] = field(default_factory=list)
     operations: list[tuple[str, int]] = field(default_factory=list)  # with such a gradient; name and number of the node
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # the numbers of the nodes that each module made
     parameters: tuple[str, ...] = ()
@@ -127,6 +139,22 @@ class _Seen:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and not self.parameters
+
+    def source(self, sound: Sequence[_Seen]) -> tuple[str | None, str | None]:
+        """The module and the operation that the loss of NaN or infinity comes from, as far as they are known; `sound`
+        are passes with a finite loss, in which such values are part of the computation.
+
+        Where the first module with such an output was given such a value, an operation before it made it.
+        """
+        passed, harmless = {out.module for one in sound for out in one.outputs}, {x for one in sound for x in one.made}
+        first = next((out for out in self.outputs if out.module not in passed), None)
+        if first is not None and not first.sound:
+            for operation, module in reversed(self.made[: first.before]):
+                if (operation, module) not in harmless:
+                    return module, operation
+        module = None if first is None else first.module
+        inside = (x.operation for x in self.made if x.module == module and x not in harmless)
+        return module, next(inside, None)
 
     def module_of(self, operation: tuple[str, int]) -> tuple[str | None, str]:
         """The innermost module that made a node, and the node's operation in the user's words."""
@@ -164,24 +192,27 @@ def _not_finite(layout: Layout, tensors: Sequence[Tensor | None]) -> tuple[str, 
 @contextlib.contextmanager
 def _watching_modules(model: nn.Module, seen: _Seen, inside: list[str]) -> Iterator[None]:
     """Note each module whose output is not finite, and which nodes of the graph it made. inside: those that run now."""
-    begun: dict[str, int] = {}
+    begun: dict[str, tuple[int, int, bool]] = {}  # the next node's number, `made` so far, whether the inputs are finite
     handles = []
     for name, module in model.named_modules():
         if not name:
             name = type(module).__name__
 
-        def before(module: nn.Module, inputs: object, name: str = name) -> None:
-            begun[name] = _node_number()
+        def before(module: nn.Module, inputs: object, named: object, name: str = name) -> None:
+            begun[name] = _node_number(), len(seen.made), _finite(_values((inputs, named)))
             inside.append(name)
 
         def after(module: nn.Module, inputs: object, output: object, name: str = name) -> None:
-            seen.spans.append((name, begun[name], _node_number()))
+            node, made, sound = begun[name]
+            seen.spans.append((name, node, _node_number()))
             inside.pop()
-            tensors = [x for x in flatten(output)[0] if isinstance(x, Tensor)]
-            if not all(bool(torch.isfinite(x.detach()).all()) for x in tensors):
-                seen.modules.append(name)
+            if not _finite(_values(output)):
+                seen.outputs.append(_Output(name, sound, made))
 
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
     try:
         yield
     finally:
@@ -190,7 +221,7 @@ def _watching_modules(model: nn.Module, seen: _Seen, inside: list[str]) -> Itera
 
 
 class _Operations(TorchFunctionMode):
-    """Notes each operation that makes a value that is not finite of values that are."""
+    """Notes each operation that makes a value that is not finite of values that are, or NaN of others than NaN."""
 
     def __init__(self, seen: _Seen, inside: list[str]) -> None:
         super().__init__()
@@ -200,12 +231,13 @@ class _Operations(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _values((args, kwargs))
-        sound = bool(given) and _finite(given)  # before the call, which may write in place
+        given = _values((args, kwargs))  # looked at before the call, which may write in place
+        finite, numbers = bool(given) and _finite(given), bool(given) and _numbers(given)
         made = func(*args, **kwargs)
-        if sound and not _finite(_values(made)):
+        values = _values(made)
+        if (finite and not _finite(values)) or (numbers and not _numbers(values)):
             name = getattr(func, "__name__", str(func)).strip("_")
-            self._seen.values.append((name, self._inside[-1] if self._inside else None))
+            self._seen.made.append(_Made(name, self._inside[-1] if self._inside else None))
         return made
 
 
@@ -240,6 +272,11 @@ def _watching_gradients(value: Tensor, seen: _Seen) -> Iterator[None]:
 
 def _finite(tensors: Sequence[Tensor | None]) -> bool:
     return all(bool(torch.isfinite(x).all()) for x in tensors if x is not None)
+
+
+def _numbers(tensors: Sequence[Tensor]) -> bool:
+    """None of them is NaN; infinity is a number here."""
+    return not any(bool(torch.isnan(x).any()) for x in tensors)
 
 
 def _operation(node: Node) -> str:

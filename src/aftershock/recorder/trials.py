@@ -72,8 +72,7 @@ class Inquiry:
     def blamed(self) -> tuple[int, ...]:
         """Steps without which half of it is gone, where that is so of hardly any other step."""
         if self.group is not None:
-            special = self.group.removes and changing(self.group_placebos) <= BARS.specific
-            return self.group.steps if special else ()
+            return self.group.steps if _special([self.group], self.group_placebos) else ()
         alone = () if self.acquitted else self.alone
         return *alone, *self.blamed_by_replacing
 
@@ -81,7 +80,7 @@ class Inquiry:
     def alone(self) -> tuple[int, ...]:
         """Steps of which each alone removes it when it is left out, and no placebo does as much."""
         judged = {t.steps for t in self.replaced}  # by what batches like their own do
-        return _special([t for t in self.suspects if t.steps not in judged], self.placebos)
+        return _firsts(_special([t for t in self.suspects if t.steps not in judged], self.placebos))
 
     @property
     def acquitted(self) -> bool:
@@ -97,7 +96,7 @@ class Inquiry:
     @property
     def blamed_by_replacing(self) -> tuple[int, ...]:
         """Those with batches like their own in whose place half is gone."""
-        return _special(self.replaced, self.replaced_placebos) if self.group is None else ()
+        return _firsts(_special(self.replaced, self.replaced_placebos)) if self.group is None else ()
 
 
 def changing(trials: Sequence[Trial]) -> float:
@@ -105,13 +104,17 @@ def changing(trials: Sequence[Trial]) -> float:
     return sum(not t.keeps for t in trials) / len(trials) if trials else 1.0
 
 
-def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> tuple[int, ...]:
+def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> list[Trial]:
     """Suspects that remove half, and clearly more than any placebo does, where hardly any of these changes it."""
     guilty = sorted((t for t in suspects if t.removes), key=lambda t: t.left)
     if not placebos or changing(placebos) > BARS.specific or len(guilty) > BARS.together:
-        return ()
+        return []
     least = min(t.left for t in placebos)
-    return tuple(t.steps[0] for t in guilty if t.left <= BARS.clear * least)
+    return [t for t in guilty if t.left <= BARS.clear * least]
+
+
+def _firsts(trials: Sequence[Trial]) -> tuple[int, ...]:
+    return tuple(t.steps[0] for t in trials)
 
 
 @dataclass(frozen=True)

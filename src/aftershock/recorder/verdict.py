@@ -199,6 +199,20 @@ def _shift(found: FlightExplanation) -> str:
     return f"The data changed at step {facts.event.explained}: {facts.instruments.data_said}. No batch is to blame."
 
 
+def _source(found: FlightExplanation) -> str:
+    event, said = found.facts.event, found.facts.instruments.data_said
+    opening = f"The batch of step {event.explained} is high as others of its kind are: {said}."
+    meaning = "A harder source of data keeps coming back: no batch is to blame, and there is nothing to skip."
+    return " ".join([opening, meaning, *_higher(event)])
+
+
+def _higher(event: EventFacts) -> list[str]:
+    """That another event may have come after the one that is explained."""
+    if event.highest == event.explained:
+        return []
+    return [f"Its largest {event.quantity} is that of step {event.highest}: ask for that one, too."]
+
+
 def _hyperparameter(found: FlightExplanation) -> str:
     settings = found.facts.settings
     left = _without(found.facts.event, settings.condition_left, settings.condition_left_spread)
@@ -297,10 +311,10 @@ def _unknown(found: FlightExplanation) -> str:
         seen = f"without step {least.step} {stays}, and nothing shows that this is special"
         if blame.cleared:
             seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
-    higher = event.highest != event.explained  # another event may have come after the one that is explained
     parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found), treated(found)]
-    if higher:
-        parts.append(f"Its largest {event.quantity} is that of step {event.highest}: ask for that one, too.")
+    parts += _higher(event)
+    if found.facts.instruments.data_said:
+        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
     return " ".join(part for part in parts if part)
 
 
@@ -355,6 +369,7 @@ SAID = {
     "group": _group,
     "own batch": _own,
     "shift": _shift,
+    "source": _source,
     "hyperparameter": _hyperparameter,
     "instability": _instability,
     "unknown": _unknown,
