@@ -239,17 +239,9 @@ def graph_gradient(
     """The gradient of passes that are differentiated twice: 1.2 g. It may round otherwise than the plain one, and draw
     other dropout masks."""
     leaves = loss.leaves(theta)
-
-    def program(model: nn.Module) -> list[Tensor | None]:
-        sums: list[Tensor | None] = [None] * len(leaves)
-        for micro, share in micro_batches(batch, loss.layout.device):
-            found = loss.grad(share(loss.raw(model, micro, where)), leaves, where, create_graph=True)
-            for i, grad in enumerate(map(accumulated, found, leaves)):
-                before = sums[i]
-                sums[i] = grad if before is None else before if grad is None else before + grad
-        return sums
-
-    return loss.call(leaves, buffers, random, program, derivative=True)[0]
+    program = loss.program("gradient", leaves, batch, where, create_graph=True)
+    (_, grads, _), _, _ = loss.call(leaves, buffers, random, program, derivative=True)
+    return grads
 
 
 def graph_apart(

@@ -247,7 +247,9 @@ class LossFunction(Calls):
             self.keeper.settle(fresh)
         return Gradient(loss, after, drawn, grads, norm)
 
-    def program(self, kind: str, leaves: Sequence[Tensor], batch: Batch, where: str) -> Program:
+    def program(
+        self, kind: str, leaves: Sequence[Tensor], batch: Batch, where: str, *, create_graph: bool = False
+    ) -> Program:
         """What a pass computes with the model: its loss and, where wanted, its gradient and that one's norm."""
 
         def value(model: nn.Module) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
@@ -260,7 +262,7 @@ class LossFunction(Calls):
             grads: list[Tensor | None] = [None] * len(leaves)
             for b, share in micro_batches(batch, self.layout.device):
                 loss = share(self.raw(model, b, where))
-                found = map(accumulated, self.grad(loss, leaves, where), leaves)
+                found = map(accumulated, self.grad(loss, leaves, where, create_graph=create_graph), leaves)
                 for i, grad in enumerate(found):
                     before = grads[i]
                     grads[i] = grad if before is None else before if grad is None else before + grad
