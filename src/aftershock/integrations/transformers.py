@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
-from ..core.reductions import norm
+from ..core.reductions import total_norm
 from ..errors import InvalidInput
 from ..extras import require
 from ..recorder.observing import Observer, guarded
@@ -44,8 +44,9 @@ class FlightCallback(TrainerCallback):
     """Record a Trainer's run: `Trainer(…, callbacks=[FlightCallback("flight", window=64)])`.
 
     The loss is the model's own; label smoothing, `compute_loss_func` and an overridden `compute_loss` are not seen.
-    The Trainer clips gradients before it calls back, so that their norm is read by hooks on the parameters, one small
-    kernel for each. `others` (after, keep, on_trigger) are the recorder's, which is `callback.recorder`.
+    The Trainer clips gradients before it calls back, so that their norm is read at the end of each backward pass, of
+    which hooks on the parameters tell. `others` (after, keep, on_trigger) are the recorder's, which is
+    `callback.recorder`.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class FlightCallback(TrainerCallback):
         self._inputs: Batch = None
         self._losses: list[Tensor] = []
         self._clip: float | None = None
-        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients before clipping
-        self._norm: Tensor | None = None
+        self._norm: Tensor | None = None  # of the gradient before clipping
+        self._backward = False  # a backward pass is under way whose end is waited for
 
     # --- what `guarded` asks of a recorder
 
@@ -96,10 +97,10 @@ class FlightCallback(TrainerCallback):
             raise InvalidInput("the Trainer smooths labels outside the model, where the loss cannot be replayed")
         self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=_clip(args), **self.options)
         self.recorder.__enter__()
-        self._norms = dict.fromkeys(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._handles = [
             model.register_forward_hook(Observer(self._after_forward), with_kwargs=True),
-            *(each.register_post_accumulate_grad_hook(Observer(self._after_gradient)) for each in self._norms),
+            *(each.register_post_accumulate_grad_hook(Observer(self._after_gradient)) for each in self._parameters),
         ]
 
     def on_substep_end(
@@ -140,17 +141,24 @@ class FlightCallback(TrainerCallback):
         if torch.is_grad_enabled():  # not in evaluation
             self._inputs = dict(named)
             self._losses.append(_loss_of(outputs).detach())
+            self._backward = False  # one that failed has no end
 
     @guarded
     def _after_gradient(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        self._norms[parameter] = norm(parameter.grad)  # with accumulation the last one has all micro-batches
+        if not self._backward:
+            self._backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    @guarded
+    def _after_backward(self) -> None:
+        """All gradients at once, in few kernels; with accumulation the last time has those of all micro-batches."""
+        self._backward = False
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self._norm = total_norm(grads)
 
     @guarded
     def _before_step(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._norm = norm(torch.stack([one for one in self._norms.values() if one is not None]))
-        self._norms = dict.fromkeys(self._norms)
-        if scaler is not None:  # gradients were scaled when they were read
+        if scaler is not None and self._norm is not None:  # gradients were scaled when they were read
             self._norm = self._norm / scaler.scale(torch.ones_like(self._norm))
 
     def _must_be_seen(self) -> None:
@@ -176,4 +184,5 @@ class FlightCallback(TrainerCallback):
         shares = [loss / divisor for loss in losses]
         assert self.recorder is not None
         loss = sum(shares[1:], start=shares[0])
-        self.recorder.step(self._inputs, loss, norm=self._norm, clip=self._clip, divisor=divisor)
+        told, self._norm = self._norm, None
+        self.recorder.step(self._inputs, loss, norm=told, clip=self._clip, divisor=divisor)
