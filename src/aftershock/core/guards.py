@@ -95,7 +95,8 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     once, noise = repeated(loss, state, batch, random, "the check")
     rounding = 2 * torch.finfo(_working_dtype(loss)).eps * float(once.norm)  # of one gradient
     moved = moved_buffers(state.buffers, once.buffers)
-    graph_apart(loss, state.theta, state.buffers, batch, random, "the check", once)
+    if not once.random.same(random):  # what draws may draw otherwise where it is differentiated twice
+        graph_apart(loss, state.theta, state.buffers, batch, random, "the check", once)
     del once  # memory is short on a large model: no more vectors than are needed
     tolerance = TOLERANCE[_working_dtype(loss)]
     compared = partial(_compared, loss, batch=batch, random=random, rounding=rounding)
