@@ -18,6 +18,8 @@ from aftershock.core import planning, playback
 from aftershock.core.footprint import Curvature, Footprint
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.lanes import LANES, Lanes
+from aftershock.core.loss import LossFunction
+from aftershock.core.noise import noise_floor
 from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_lanes, plan_responses, rollout_bytes
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
@@ -285,6 +287,40 @@ def test_lanes_begin_after_what_came_before_and_end_before_what_comes_after(
         *(f"main waits for {lane}" for lane in lanes),
     ]
     assert point.loss.player.lanes.turn == 0
+
+
+def test_rounding_alone_gives_the_lanes_back(recording: Callable[[Case], ak.TrainingPoint]) -> None:
+    """One row needs one lane: what the others hold is in nobody's plan there."""
+    case = make("tanh_mlp")
+    point, given = recording(case), batches(case, 6, 5)
+    path = point.follow(given[:4])
+    plan_lanes(path.trajectory, 8, 8, MUCH)
+    noise_floor(path.watch(0, given[4]), torch.ones(4, dtype=torch.float64))
+    assert point.loss.player.lane_bytes == 0
+    assert point.loss.player.recordings == 1
+
+
+@pytest.mark.parametrize("keep", ["states", "checkpoints"])
+def test_the_control_steps_beside_its_rows(
+    recording: Callable[[Case], ak.TrainingPoint], monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    """Where its states are not kept it is one more of those that are launched at once; its readings stay the same."""
+    case, at_once, spread = make("tanh_mlp"), list[int](), LossFunction.spread
+
+    def noted(self: LossFunction, kind: str, batch: Any, count: int, run: Any, **others: Any) -> Any:
+        at_once.extend([count] if kind == "gradient" else [])
+        return spread(self, kind, batch, count, run, **others)
+
+    monkeypatch.setattr(LossFunction, "spread", noted)
+    point, given = recording(case), batches(case, 6, 11)
+    found = [
+        point.follow(given[:8], keep=keep).replace(given[8:10]).response(given[10], answers=("exact",)).data
+        for point in (point, case.point())
+    ]
+    xr.testing.assert_allclose(*(data["response"] for data in found), rtol=1e-12)
+    xr.testing.assert_equal(*(data["control"] for data in found))
+    # two changes and rounding's row; every second state is kept as a checkpoint
+    assert set(at_once) == ({3} if keep == "states" else {3, 4})
 
 
 def test_lanes_are_counted(recording: Callable[[Case], ak.TrainingPoint]) -> None:
