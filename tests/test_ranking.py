@@ -126,19 +126,21 @@ def test_reruns_are_spread_over_a_ranking() -> None:
             assert not spread or gaps.max() <= gaps.min() + 1
 
 
-@pytest.mark.parametrize("name", ["untouched_rows", "transformer", "two_groups"])
-def test_the_stated_error_is_that_of_the_others(name: str) -> None:
-    """Five of twelve are rerun. The five strongest would state 0.27, 0.24 and 0.21 of the error of the rest; three
-    that are spread scatter by a factor of about two around it."""
-    case = make(name)
-    path, pool, probe = case.path(6), case.batches(12), case.batch()
-    ranking = path.rank(pool, probe, verify=5)
-    names = [f"batch {i}" for i in range(12)]
-    truth = path.replace(pool).response(probe, answers=("exact",), labels=names).exact.values[:, 0]
-    guess = ranking.data["response"].sel(change=names).values
-    others = [i for i, name in enumerate(names) if name not in ranking.verified]
-    real = np.median([by_hand(truth[i], guess[i]) for i in others])
-    assert 0.5 * real < float(ranking.data["held_out_error"]) < 3 * real
+@pytest.mark.parametrize("verify", [3, 5])
+def test_the_stated_error_is_that_of_the_others(verify: int) -> None:
+    """In the median of fifteen pools of twelve: two or three that judge one pool scatter by a factor of several. The
+    strongest alone would state 0.2 to 0.4 of the error of the rest."""
+    ratios = []
+    for case in map(make, ("untouched_rows", "transformer", "two_groups")):
+        path, probe, names = case.path(6), case.batch(), [f"batch {i}" for i in range(12)]
+        for pool in (case.batches(12) for _ in range(5)):
+            ranking = path.rank(pool, probe, verify=verify)
+            truth = path.replace(pool).response(probe, answers=("exact",), labels=names).exact.values[:, 0]
+            guess = ranking.data["response"].sel(change=names).values
+            others = [i for i, name in enumerate(names) if name not in ranking.verified]
+            real = np.median([by_hand(truth[i], guess[i]) for i in others])
+            ratios.append(float(ranking.data["held_out_error"]) / real)
+    assert 0.5 < np.median(ratios) < 2
 
 
 def test_one_outcome_is_the_last_of_many() -> None:
