@@ -115,7 +115,7 @@ class Calls:
             if torch.is_autocast_enabled(device.type):  # the caller's own, which is not the run's
                 stack.enter_context(torch.autocast(device.type, enabled=False))
             if derivative:
-                # flash and efficient attention have no second derivative; math agrees to rounding
+                # flash and efficient attention have no second derivative; math agrees to rounding, with other masks
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 if self._recurrent and device.type == "cuda":  # nor have cuDNN's RNNs
                     stack.enter_context(torch.backends.cudnn.flags(enabled=False))
