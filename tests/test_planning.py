@@ -18,10 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 import aftershock as ak
 from aftershock.api import contributions, examples, ranking
 from aftershock.core import sweep_plans
+from aftershock.core.changes import ControlGradient
 from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
-from aftershock.core.planning import Work, plan_responses, plan_states
+from aftershock.core.planning import Work, pass_bytes, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
 from aftershock.core.trajectory import Trajectory
@@ -229,6 +230,23 @@ def test_rows_that_are_cut_go_without_the_control() -> None:
     np.testing.assert_array_equal(found[0].data["noise_floor"], whole.data["noise_floor"])
 
 
+def test_the_controls_gradient_is_computed_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room for it; where there is not, once for each, with the same answers."""
+    path, others, probe = ready("mlp", together=False)
+    change, vector = path.replace(others[:3]), Footprint.of(path.trajectory).vector
+    computed, of = [], ControlGradient.of
+    monkeypatch.setattr(ControlGradient, "of", lambda *given: computed.append(1) or of(*given))
+    watch, found = path.watch(0, probe), list[Tensor]()
+    one = pass_bytes(Work(watch, 3, 1), Pass(("tangent",), 1))
+    held = pass_bytes(Work(watch, 3, 1), Pass(("tangent",), 1, holds_gradient=True))
+    assert 0 < held - one <= vector
+    for limit, times in ((held, 1), (held - 1, 3)):
+        computed.clear()
+        found.append(change.numbers(watch, "tangent", memory=limit))
+        assert len(computed) == times
+    assert torch.equal(*found)
+
+
 def test_separate_passes_give_the_same_answers() -> None:
     case = make("two_groups")
     path = case.path(4)
@@ -270,13 +288,13 @@ def test_rows_wait_in_host_memory_only_where_there_is_another(monkeypatch: pytes
     work = Work(path.watch(0, probe), changes=2, scales=6)
     one = path.replace(others[:1]).estimate(probe, answers=("exact",), scales=[0.1] * 6).memory
     plan = plan_responses(work, ("exact",), one)
-    assert plan.passes == (Pass(("exact",), 1),)
+    assert plan.passes == (Pass(("exact",), 1, holds_gradient=True),)
     assert plan.chunks == 2
     with pytest.raises(OutOfMemory):
         plan_responses(work, ("exact",), one - 1)
     monkeypatch.setattr(Trajectory, "device", torch.device("cuda"))
     plan = plan_responses(work, ("exact",), one - 1)
-    assert plan.passes == (Pass(("exact",), 1, parked=True),)
+    assert plan.passes == (Pass(("exact",), 1, parked=True, holds_gradient=True),)
     assert plan.peak <= one - 12 * Footprint.of(path.trajectory).vector  # five states of six wait elsewhere
 
 

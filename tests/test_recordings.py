@@ -23,7 +23,7 @@ from aftershock.core.noise import noise_floor
 from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_lanes, plan_responses, rollout_bytes
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
-from aftershock.core.responses import ANSWERS
+from aftershock.core.responses import ANSWERS, Pass
 from aftershock.core.structure import flatten
 from aftershock.core.trajectory import Trajectory
 
@@ -362,6 +362,38 @@ def test_predictions_have_the_room_of_the_lanes(
     xr.testing.assert_allclose(again.data["response"], both.data["response"], rtol=1e-12)
     change.response(given[12], answers=("exact",))
     assert len(player.lanes) == LANES
+
+
+def test_recordings_serve_the_truth_and_then_give_predictions_their_room(
+    recording: Callable[[Case], ak.TrainingPoint],
+) -> None:
+    """Within a budget that holds predictions or recordings: exact rows are played, predictions are not, and the next
+    exact rows are played again."""
+    case = make("tanh_mlp")
+    point = recording(case)
+    given = batches(case, 6, 13)
+    path = point.follow([*given[:4], *given[:4]])
+    change, player = path.replace(given[4:12]), point.loss.player
+    whole = change.response(given[12])
+    work = Work(path.watch(0, given[12]), changes=8, scales=1, rounding=True)
+    need = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in ANSWERS}
+    player.narrow()
+    limit = player.nbytes + (need["exact"] + need["tangent"]) // 2  # recordings and a row, not one tangent beside them
+    assert need["exact"] < need["tangent"]
+    plan = plan_responses(work, ANSWERS, limit)
+    assert [(each.answers, each.unrecorded) for each in plan.passes] == [
+        (("exact",), False), (("semilinear", "tangent"), True)
+    ]  # fmt: skip
+    assert player.recordings
+    assert player.nbytes + plan.peak <= limit
+    played = [known.recordings[0] for known in player._looked if known.recordings]
+    before = sum(each.played for each in played)
+    again = change.response(given[12], memory=limit)
+    assert sum(each.played for each in played) > before + 8 * 8  # gradients of rows, and their readings
+    assert player.recordings == player.nbytes == 0
+    xr.testing.assert_allclose(again.data["response"], whole.data["response"], rtol=1e-12)
+    change.response(given[12], answers=("exact",), memory=limit)
+    assert player.recordings
 
 
 def test_a_pass_that_is_another_one_in_a_lane_has_one(

@@ -30,6 +30,22 @@ from .trajectory import Trajectory
 
 
 @dataclass(frozen=True)
+class ControlGradient:
+    """What the control's gradient gives at the step that a change happens at."""
+
+    raw: Float[Tensor, " param"]
+    present: tuple[bool, ...]
+    buffers: Mapping[str, Tensor]  # after the step
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, at: int) -> ControlGradient:
+        """Costs one gradient."""
+        dynamics, step, before = trajectory.dynamics, trajectory.steps[at], trajectory.state(at)
+        found = dynamics.loss.gradient(before.theta, before.buffers, step.batch, step.random, step.where)
+        return cls(dynamics.layout.join(found.grads), found.present, found.buffers)
+
+
+@dataclass(frozen=True)
 class ControlStep:
     """The step that a change happens at: the control before it, its raw gradient, and the control after it, which is
     made when it is first asked for."""
@@ -44,13 +60,12 @@ class ControlStep:
     kept: JointState | None  # the control after it, where the path keeps it
 
     @classmethod
-    def of(cls, trajectory: Trajectory, at: int) -> ControlStep:
-        """Costs one gradient."""
+    def of(cls, trajectory: Trajectory, at: int, seen: ControlGradient | None = None) -> ControlStep:
+        """Costs one gradient, none where it was seen before."""
         dynamics, step, before = trajectory.dynamics, trajectory.steps[at], trajectory.state(at)
-        found = dynamics.loss.gradient(before.theta, before.buffers, step.batch, step.random, step.where)
-        raw, present = dynamics.layout.join(found.grads), found.present
-        linear = dynamics.linear_step(step, before, raw, present)
-        return cls(dynamics, step, before, raw, present, linear, found.buffers, trajectory.kept(at + 1))
+        seen = seen or ControlGradient.of(trajectory, at)
+        linear = dynamics.linear_step(step, before, seen.raw, seen.present)
+        return cls(dynamics, step, before, seen.raw, seen.present, linear, seen.buffers, trajectory.kept(at + 1))
 
     @classmethod
     def linearized(cls, trajectory: Trajectory, at: Linearized, before: JointState) -> ControlStep:

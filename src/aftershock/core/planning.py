@@ -10,6 +10,7 @@ Work that runs out in spite of its plan is halved where it runs (`Sharing.in_pie
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -125,8 +126,8 @@ class Load:
 def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan:
     """The fewest passes that fit: all answers at once, else the truth apart from predictions, else each alone.
 
-    Where not even one exact row fits beside the model, recorded passes give their memory back, then rows are parked
-    in host memory.
+    Where predictions do not fit beside recorded passes, these serve the truth and then give their memory back. Where
+    not even one exact row fits beside them they give it back first, then rows are parked in host memory.
     """
     trajectory, probe = work.watch.trajectory, work.watch.probe
     loss = trajectory.dynamics.loss
@@ -134,19 +135,44 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
     if tuple(answers) != ("exact",):
         loss.player.narrow()
         Curvature.of(trajectory)
-    if "exact" in answers:
-        rows = work.changes * work.scales + work.rounding
-        plan_lanes(trajectory, rows, work.watch.horizons, room(trajectory, memory))
+    _plan_work_lanes(work, answers, memory)
     if not probe.own and loss.player.pays:
         _record_probe(trajectory, probe)
-    for give_back in (loss.player.narrow, loss.player.give_back):
-        try:
-            return _plan(work, answers, memory, park=not loss.player.recordings)
-        except OutOfMemory:
-            if not loss.player.recordings:
-                raise
-        give_back()
+    if loss.player.recordings:
+        with contextlib.suppress(OutOfMemory):
+            return _plan(work, answers, memory, park=False)
+        loss.player.narrow()
+        with contextlib.suppress(OutOfMemory):
+            return _plan(work, answers, memory, park=False)
+        if (in_turn := _plan_in_turn(work, answers, memory)) is not None:
+            return in_turn
+        loss.player.give_back()
     return _plan(work, answers, memory, park=True)
+
+
+def _plan_work_lanes(work: Work, answers: Sequence[str], memory: str | int | None) -> None:
+    if "exact" in answers:
+        trajectory, rows = work.watch.trajectory, work.changes * work.scales + work.rounding
+        plan_lanes(trajectory, rows, work.watch.horizons, room(trajectory, memory))
+
+
+def _plan_in_turn(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan | None:
+    """Exact rows with what is recorded, then predictions with the room of it; None where one of them does not fit."""
+    trajectory, predictions = work.watch.trajectory, tuple(answer for answer in answers if answer != "exact")
+    if "exact" not in answers or not predictions:
+        return None
+    player = trajectory.dynamics.loss.player
+    _plan_work_lanes(work, answers, memory)
+    held = player.nbytes
+    try:
+        truth = _plan(work, ("exact",), memory, park=False)
+        with player.aside():
+            left = budget(memory, trajectory.device) + held * (memory is None)  # what is free does not hold them
+            rest = _plan(work, predictions, left, park=False)
+    except OutOfMemory:
+        return None
+    passes = (*truth.passes, *(replace(each, unrecorded=True) for each in rest.passes))
+    return Plan(passes, max(truth.peak, rest.peak - held), truth.available, truth.chunks + rest.chunks)
 
 
 def plan_reruns(watch: Watch, count: int, memory: str | int | None) -> int:
@@ -241,6 +267,7 @@ def pass_bytes(work: Work, each: Pass) -> int:
         trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed
     )
     # gradients of changes in rows are there until the last one is used, in lanes one for each, and so is the control's
+    carried += Footprint.of(trajectory).vector * each.holds_gradient
     lanes = len(trajectory.dynamics.loss.player.lanes) or work.changes
     waiting = (min(each.at_once, work.changes, lanes) + 2) * Footprint.of(trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
@@ -353,13 +380,17 @@ def _apart(work: Work, answers: tuple[str, ...], at_once: int) -> bool:
 
 
 def _planned(work: Work, passes: Sequence[Pass], available: int, spare: int) -> Plan:
-    """The passes, with gradients of the changes themselves in rows where that still fits."""
+    """The passes, with gradients of the changes themselves in rows, and with the control's held from chunk to chunk,
+    where that still fits."""
     trajectory, chosen = work.watch.trajectory, []
     for each in passes:
         exact = "exact" in each.answers
+        limit = available + spare * (not exact)
         pays = trajectory.together("pool", 1 + each.at_once) or (exact and spare > 0)
         rows = replace(each, shocks_in_rows=work.by_scale and pays)
-        chosen.append(rows if pass_bytes(work, rows) <= available + spare * (not exact) else each)
+        each = rows if pass_bytes(work, rows) <= limit else each
+        held = replace(each, holds_gradient=each.at_once < work.units(each.answers))
+        chosen.append(held if pass_bytes(work, held) <= limit else each)
     peaks = (pass_bytes(work, each) - spare * ("exact" not in each.answers) for each in chosen)
     chunks = sum(math.ceil(work.units(each.answers) / each.at_once) for each in chosen)
     return Plan(tuple(chosen), max(peaks), available, chunks)

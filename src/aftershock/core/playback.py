@@ -9,7 +9,7 @@ same when it is played (a counter in Python) runs as ever.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +35,7 @@ LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
 LONG = 32  # steps of a path from which it pays to record its gradient
 
 T = TypeVar("T")
+Measured = WeakKeyDictionary[object, dict[type, Any]]  # by path
 
 
 def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
@@ -66,7 +67,8 @@ class Player:
         self.lanes = Lanes(layout)
         self._looked: list[Looked] = []
         self.vectors: Float[Tensor, "change param"] | None = None  # where recorded Hessian products read theirs
-        self._measured: WeakKeyDictionary[object, dict[type, Any]] = WeakKeyDictionary()
+        self._measured: Measured = WeakKeyDictionary()
+        self._measured_aside: Measured = WeakKeyDictionary()
 
     @property
     def pays(self) -> bool:
@@ -99,10 +101,25 @@ class Player:
     def give_back(self) -> None:
         """Give their memory back, and record nothing more."""
         self.wanted = False
+        self.release()
+
+    def release(self) -> None:
+        """Give their memory back until something is recorded anew."""
         self._looked.clear()
         self._measured.clear()
         self.lanes.narrow(0)
         self.vectors = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """As if nothing were recorded, nor could be, to plan work before which recordings are released."""
+        held = self.wanted, self.lanes, self._looked, self.vectors, self._measured
+        self.wanted, self.lanes, self._looked, self.vectors = False, Lanes(self.layout), [], None
+        self._measured = self._measured_aside
+        try:
+            yield
+        finally:
+            self.wanted, self.lanes, self._looked, self.vectors, self._measured = held
 
     def narrow(self, lanes: int = 1) -> None:
         """Give back what further lanes hold: work that has no exact rows needs the room."""

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import OutOfMemory
-from .changes import ControlStep, Edit, Shock, shocks_of, touched_zero_v
+from .changes import ControlGradient, ControlStep, Edit, Shock, shocks_of, touched_zero_v
 from .exact_rows import moved
 from .layout import Layout
 from .noise import Noise
@@ -79,15 +79,18 @@ def respond(
     )
     reader = Reader(watch.trajectory, watch.probe)
     for each in passes:
-        if "exact" not in each.answers:
+        if each.unrecorded:
+            watch.trajectory.dynamics.loss.player.release()
+        elif "exact" not in each.answers:
             watch.trajectory.dynamics.loss.player.narrow()
         if each.apart:
             _read_control(watch, out, reader, noise)
         first, size = 0, each.at_once
         units = len(edits) + (noise is not None and "exact" in each.answers)
+        seen = ControlGradient.of(watch.trajectory, watch.at) if each.holds_gradient else None
         while first < units:
             some = Chunk(first, min(first + size, units), len(edits))
-            if _fits(lambda: _carry(watch, edits, scales, each, out, some, reader, tick, noise)):  # noqa: B023
+            if _fits(lambda: _carry(watch, edits, scales, each, out, some, reader, tick, noise, seen)):  # noqa: B023
                 first += size
             elif size == 1:
                 plan = ", ".join(f"{other.at_once} × {'/'.join(other.answers)}" for other in passes)
@@ -125,6 +128,8 @@ class Pass:
     parked: bool = False
     shocks_in_rows: bool = False  # the gradients of the changes themselves too
     apart: bool = False  # the control goes first, alone: rows that run alone need no more of it than was read
+    holds_gradient: bool = False  # the control's, at the step of the changes, from chunk to chunk
+    unrecorded: bool = False  # recorded passes give their memory back before it
 
 
 @dataclass(frozen=True)
@@ -163,13 +168,14 @@ def _carry(
     reader: Reader,
     tick: Callable[[], None],
     noise: Noise | None,
+    seen: ControlGradient | None,
 ) -> None:
     """Some changes from their step to the last horizon."""
     some = chunk.some
     shape = (some.stop - some.start, len(scales))
     rows = math.prod(shape)
     answers = each.answers if rows else ("exact",)
-    starts = _Starts(watch, edits[some], scales, each, out, some, noise if chunk.rounded else None)
+    starts = _Starts(watch, edits[some], scales, each, out, some, noise if chunk.rounded else None, seen)
     for moment in rollout(watch.trajectory, watch.first, starts.rows, watch.last):
         h = moment.time - watch.first
         tick()
@@ -207,11 +213,12 @@ class _Starts:
         out: Responses,
         some: slice,
         noise: Noise | None,
+        seen: ControlGradient | None,
     ) -> None:
         self.scales, self.changes = scales, len(edits)
         self._answers, self._out, self._parked = each.answers, out, each.parked
         self._exact: list[JointState] = []
-        layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at)
+        layout, control = watch.trajectory.dynamics.layout, ControlStep.of(watch.trajectory, watch.at, seen)
         self._semilinear, self._linear = (_Collected(layout) for _ in range(2))
         for i, shock in enumerate(shocks_of(control, edits, in_rows=each.shocks_in_rows)):
             self._start(control, shock, some.start + i)
