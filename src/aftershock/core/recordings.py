@@ -243,10 +243,11 @@ def _recorded(
     with _ScalarsOnDevice():
         with _refusing_waits():
             work()
-        torch.cuda.empty_cache()
-        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         try:
             with _own_workspaces(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                # torch collects garbage and frees what it caches where a recording begins: counted from before, it
+                # would seem to hold that much less
+                reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
                 found = work()
         except BaseException:
             generator.graphsafe_set_state(fresh)  # a recording that fails leaves it unusable
