@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import aftershock as ak
+from aftershock import theory
 from aftershock.api import contributions, examples, ranking
 from aftershock.core import sweep_plans
 from aftershock.core.changes import ControlGradient
 from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
+from aftershock.core.noise import noise_floor
 from aftershock.core.planning import Work, pass_bytes, plan_responses, plan_states
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
@@ -546,3 +548,19 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
     for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
         with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
             work(pool, probe)
+
+
+def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
+    """On a path that keeps its first state: the noise floor carries a row and the control, and a hybrid runs beside the
+    two states that it is made of."""
+    path, others, probe = ready("mlp", together=False)
+    point, batches = path.point, [step.batch for step in path.steps]
+    short = ak.Path(point, point.follow(batches, memory=point.captured.state.nbytes).trajectory, None)
+    watch, vector = short.watch(0, probe), Footprint.of(short.trajectory).vector
+    gradient = max(Footprint.of(short.trajectory).gradient, 2 * vector)  # or a displaced θ and a copy
+    noise_floor(watch, torch.zeros(watch.horizons, dtype=torch.float64))
+    held, _ = measured(lambda: noise_floor(watch, torch.zeros(watch.horizons, dtype=torch.float64)))
+    assert held <= 6 * vector + gradient
+    change, limit = short.replace(others[:1]), 11 * vector
+    held, _ = measured(lambda: theory.channel_responses(change, probe, answers=("exact",), memory=limit))
+    assert held <= 9 * vector + gradient

@@ -83,7 +83,9 @@ def noise_floor(watch: Watch, control: Float[Tensor, " horizon"]) -> Float[Tenso
     """The same for exact rows that were carried elsewhere: one more row, and seven forward passes."""
     watch.trajectory.dynamics.loss.player.narrow()  # one row needs one lane, and others' memory is not counted here
     noise, reader, start = Noise(watch), Reader(watch.trajectory, watch.probe), watch.trajectory.state(watch.first)
-    for moment in rollout(watch.trajectory, watch.first, Rows([noise.row(start)], owned=True), watch.last):
+    rows = Rows([noise.row(start)], control=start, owned=True)
+    del start  # it is the control's from here on
+    for moment in rollout(watch.trajectory, watch.first, rows, watch.last):
         noise.ran(reader.exact(moment)[0])
         noise.look(moment, reader)
     return noise.floor(control)

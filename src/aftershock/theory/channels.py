@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of, tangent_lag
+from ..core.exact_rows import same_state
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import count
@@ -139,7 +140,9 @@ def _hybrids(
     size, found = at_once(trajectory, len(wanted), 1, 0, memory), []
     for first in range(0, len(wanted), size):
         some = [hybrid(starts.control, end, kept) for end, kept in wanted[first : first + size]]
-        rows = Rows(some, control=starts.control)
+        # where none of them is the control, whose readings are known, it need not run along
+        distinct = not any(same_state(one, starts.control) for one in some)
+        rows = Rows(some, control=None if distinct else starts.control, distinct=distinct)
         moments = rollout(trajectory, watch.first, rows, watch.last)
         found.append(torch.stack([read.exact(moment) for moment in moments], dim=-1))
     values = torch.cat(found).view(len(starts.ends), -1, watch.horizons)
