@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +145,44 @@ def test_lightning_says_what_it_cannot_record(tmp_path: Path) -> None:
     manual.automatic_optimization = False
     with pytest.raises(InvalidInput, match="manual optimization"):
         fit(tmp_path, LightningCallback(tmp_path / "f"), manual, accumulate_grad_batches=1, gradient_clip_val=None)
+
+
+OLDER_NAME = """
+import sys
+sys.modules["lightning"] = None  # not installed
+import pytorch_lightning, torch
+from aftershock.integrations.lightning import FlightCallback
+
+class Net(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+def fit(callbacks):
+    torch.manual_seed(0)
+    net, data = Net(), torch.randn(8, 2, 4)
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks,
+    )
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=None))
+    return net
+
+callback = FlightCallback(sys.argv[1], triggers=())
+assert torch.equal(fit([]).layer.weight, fit([callback]).layer.weight)
+print(len(callback.recorder.recent), "recorded")
+"""
+
+
+def test_pytorch_lightning_by_itself_is_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    command = [sys.executable, "-W", "ignore", "-c", OLDER_NAME, str(tmp_path / "flight")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines()[-1:] == ["8 recorded"], found.stderr
 
 
 # --- transformers

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,11 @@ from ..recorder.recorder import FlightRecorder
 from ..recorder.triggers import Trigger
 from .distributed import RankRecorder, recorder_for
 
-require("lightning", "lightning", "callbacks of Lightning")
-import lightning.pytorch as lightning  # noqa: E402
+if not TYPE_CHECKING and find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:
+    import pytorch_lightning as lightning  # the same library by itself
+else:
+    require("lightning", "lightning", "callbacks of Lightning")
+    import lightning.pytorch as lightning
 
 
 def training_loss(module: nn.Module, fed: Batch) -> Tensor:
