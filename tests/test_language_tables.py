@@ -327,6 +327,18 @@ def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
     assert deviations._cause(fd, tangent, noise) == cause
 
 
+def test_systems_stand_by_size_in_whatever_order_they_were_run() -> None:
+    given = joined(paper_systems(noise=3e-4))["language"]
+    mixed = given.isel(system=[5, 0, 8, 3, 1, 7, 4, 2, 6])
+    sizes = [one.parameters for one in Candidates(mixed).conditions]
+    assert sizes == sorted(sizes)
+    assert [one.name for one in exponent_deviations(Candidates(mixed))] == [
+        f"{size}, {text}" for size in ("410M", "1B", "1.4B") for text in ("CodeParrot", "OpenWebText", "WikiText-103")
+    ]
+    said = {one.subject: one.sentence for one in findings(Candidates(mixed))}
+    assert " 0.0%" not in " ".join(said.values()), "small noise has digits"
+
+
 def test_a_rise_of_three_candidates_is_chance(other: dict[str, xr.Dataset]) -> None:
     sign, fisher = deviations.paper_rise()
     assert sign == 2 * 0.5**3  # three of three, two-sided

@@ -156,7 +156,7 @@ def findings(found: Candidates) -> tuple[Finding, ...]:
 def _noise(found: Candidates) -> Finding:
     """Float noise over the exact response by scale, and which scales it leaves."""
     share, scales = found.noise_share.median(["system", "change"]), found.exact["scale"].values
-    listed = ", ".join(f"{float(share.sel(scale=s)):.1%} at α = {s:g}" for s in scales)
+    listed = ", ".join(f"{_percent(float(share.sel(scale=s)))} at α = {s:g}" for s in scales)
     lost = {f"{s:g}": int(found.lost.sel(scale=s).sum()) for s in scales}
     counts = ", ".join(f"{count} at α = {s}" for s, count in lost.items() if count)
     words = f"lost in noise (below {TRUST.noise_margin:g} times it at most horizons) are {counts}" if counts else ""
@@ -188,6 +188,11 @@ def _steps(found: Candidates) -> Finding:
         level = "care" if level == "ok" else level
         sentence += " " + _secant(found)
     return Finding(level, "steps", "error of the selected step", error, TRUST.nrmse, sentence)
+
+
+def _percent(share: float) -> str:
+    """Three digits, since noise may be a hundredth of a percent."""
+    return f"{100 * share:.3g}%"
 
 
 def _signed(value: float) -> str:
@@ -240,7 +245,7 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
         some = [d for d in deviations if d.cause == cause]
         if some:
             farthest = max(abs(d.fd - SMOOTH) for d in some)
-            listed = "; ".join(f"{d.name} {d.fd:.2f} and {d.tangent:.2f} (noise {d.noise:.1%})" for d in some)
+            listed = "; ".join(f"{d.name} {d.fd:.2f} and {d.tangent:.2f} (noise {_percent(d.noise)})" for d in some)
             sentence = (
                 f"Error exponent with finite differences and with the exact tangent, in {len(some)} of "
                 f"{len(deviations)} systems: {meaning}. {listed}."

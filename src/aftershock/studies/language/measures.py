@@ -71,15 +71,11 @@ def language_measures(results: Results) -> Iterator[Measure]:
 
 
 def groups(found: Candidates, by: str) -> dict[str, list[int]]:
-    """Places of the systems that share a size, a domain or a name: small models first, domains by the alphabet."""
-    some = found.conditions
-    order = sorted(range(len(some)), key=lambda i: (some[i].parameters, some[i].model, some[i].domain.lower()))
-    if by == "domain":
-        order = sorted(order, key=lambda i: some[i].domain.lower())
+    """Places of the systems that share a size, a domain or a name; domains by the alphabet."""
     places: dict[str, list[int]] = {}
-    for i in order:
-        places.setdefault(getattr(some[i], by), []).append(i)
-    return places
+    for i, condition in enumerate(found.conditions):
+        places.setdefault(getattr(condition, by), []).append(i)
+    return dict(sorted(places.items(), key=lambda item: item[0].lower())) if by == "domain" else places
 
 
 class _Rows:
