@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -153,6 +154,39 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lock.json").read_text())["run"] == run
     release(tmp_path)
     assert not in_use(tmp_path)
+
+
+WITH_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from aftershock.recorder.runs import claim
+claim(Path(sys.argv[1]))
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_run_killed_in_another_container_is_over_and_one_that_lives_there_is_not(tmp_path: Path) -> None:
+    """Its machine's name and process numbers mean nothing here; a loader's worker that outlives it records nothing."""
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    try:
+        owner = json.loads((tmp_path / "lock.json").read_text())
+        (tmp_path / "lock.json").write_text(json.dumps({**owner, "host": "a5c", "namespace": "pid:[1]", "pid": 1}))
+        assert in_use(tmp_path)
+        assert claim(tmp_path)[0] == tmp_path / "run-2"
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it lives
+        assert not in_use(tmp_path)
+        release(tmp_path / "run-2")
+    finally:
+        process.kill()
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
 
 
 def test_leftovers_of_a_killed_run_are_cleared_by_the_next(tmp_path: Path) -> None:
