@@ -57,6 +57,30 @@ def test_a_second_run_has_a_flight_of_its_own(tmp_path: Path, capfd: pytest.Capt
     assert open_flight(tmp_path).trigger == 4
 
 
+def test_a_step_is_explained_of_the_run_that_has_kept_a_window_for_it(tmp_path: Path) -> None:
+    """The first run said how to explain step 9, and its command must not answer from a later run, which went on."""
+    folder = tmp_path / "flight"
+    first = recorded(folder, 14, trigger=9)
+    second = recorded(folder, 14, trigger=6, seed=1)
+    live = Live(folder, after=2, triggers=())
+    with live.recorder:
+        live.step(12)
+        live.recorder.wait()
+        for step, run, others in [
+            (9, first, ["flight/run-3/ring"]),
+            (6, second, ["flight/run-3/ring", "flight/step-000009"]),
+            (10, live.recorder, ["flight/step-000009"]),
+            (11, live.recorder, ["flight/step-000009"]),
+        ]:
+            found = open_flight(folder, step)
+            assert (found.run["id"], list(found.elsewhere)) == (run.run, others)
+            assert open_flight(tmp_path / others[0], step).run["id"] != run.run  # it can be named
+        said = ak.explain(folder, 9, model=live.model, loss_fn=live.recorder.loss_fn, verify=0, references=0)
+        assert "Run 1 of 3 in flight. Another run has a step 9, too: that is in flight/run-3/ring." in str(said)
+        assert live.recorder.recording
+    assert ak.explain(folder / "run-3" / "ring", 9, verify=0, references=0).facts.recording.run == live.recorder.run
+
+
 def test_two_recorders_at_once(tmp_path: Path) -> None:
     one, other = Live(tmp_path), Live(tmp_path)
     with one.recorder, other.recorder:
