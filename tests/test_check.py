@@ -194,7 +194,7 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
 
 
-@pytest.mark.parametrize(
+silent_errors = pytest.mark.parametrize(
     ("build", "error"),
     [
         (Detached, WrongHessian),
@@ -206,6 +206,9 @@ def spectral() -> nn.Module:
         (spectral, WrongHessian),
     ],
 )
+
+
+@silent_errors
 def test_silent_errors_are_found(build, error) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(1)
     model = build()
@@ -215,6 +218,40 @@ def test_silent_errors_are_found(build, error) -> None:  # type: ignore[no-untyp
         point.check(make_batch())
     with pytest.raises(error):  # and no answer is given without the check
         point.follow([make_batch(), make_batch()]).skip(0).response(make_batch())
+
+
+class Late(nn.Module):
+    """An honest network, beside which another one is used by batches that say so."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.honest, self.other = mlp(4, 5, 3), other
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        return self.honest(x) + (self.other(x) if late else 0)
+
+
+@silent_errors
+def test_silent_errors_of_a_later_batch_are_found(build, error) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(1)
+    model = Late(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    point = ak.capture(model, optimizer, lambda m, b: F.cross_entropy(m(b[0], b[2]), b[1]))
+    draw = classes((4,))
+    batches = [(*draw(), step > 2) for step in range(7)]
+    point.follow(batches[:3]).check()
+    with pytest.raises(error):
+        point.follow(batches).check()
+
+
+def test_a_later_step_takes_a_product_and_two_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first step gradients run again, too: to see whether they repeat themselves, there and with their graph."""
+    case = make("tanh_mlp")
+    path = case.path(5)
+    real, ran = F.cross_entropy, list[torch.Tensor]()
+    monkeypatch.setattr(F, "cross_entropy", lambda x, labels: (ran.append(labels), real(x, labels))[1])
+    path.check()
+    assert [sum(torch.equal(step.batch[1], labels) for labels in ran) for step in path.steps] == [7, 0, 3, 0, 3]
 
 
 def test_attention_that_is_forced_is_named() -> None:

@@ -85,6 +85,7 @@ INSIDE = {
     "Probe.of": ABOVE,
     "Probe.value": ABOVE,
     "RankRecorder.before_forward": "as FlightRecorder's",
+    "TrainingPoint.check_later": ABOVE,
     "TrainingPoint.loss": ABOVE,
 }
 

@@ -74,8 +74,8 @@ def test_a_step_between_is_found_where_the_exact_run_and_its_prediction_part() -
 
 def test_few_steps_are_proved_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make("tanh_mlp")
-    real, asked = ak.TrainingPoint._check_lifted, []
-    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda self, b, m: (asked.append(b), real(self, b, m))[1])
+    real, asked = ak.TrainingPoint._lifted, []
+    monkeypatch.setattr(ak.TrainingPoint, "_lifted", lambda self, m: (asked.append(self), real(self, m))[1])
     for steps, proofs in ((1, 1), (2, 2), (3, 3), (12, 3)):
         asked.clear()
         path = case.path(steps)
@@ -89,7 +89,7 @@ def test_a_failed_proof_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = branching_path(STEPS - 1)
     with pytest.raises(WrongHessian):
         path.check()
-    monkeypatch.setattr(ak.TrainingPoint, "_check_lifted", lambda *_: pytest.fail("it was checked again"))
+    monkeypatch.setattr(ak.TrainingPoint, "_lifted", lambda *_: pytest.fail("it was checked again"))
     with pytest.raises(WrongHessian, match=f"at step {STEPS - 1} of the path"):
         path.check()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,31 @@ def test_training_is_equal_to_the_bit_and_so_is_its_replay(name: str, tmp_path: 
     assert [r.step for r in recorder.recent] == list(range(STEPS - skipped))[-8:]
     found = ak.explain(recorder, step=STEPS - 1 - skipped, verify=0, references=0, window=5)
     assert "to the bit" in str(found.certificate)
+
+
+def test_the_state_of_numpys_generator_is_that_before_each_pass(tmp_path: Path) -> None:
+    """It rests, moves, and holds the second number of a pair of normal draws; where it rests it is read once."""
+    model, generator, states, reads = Net(), torch.Generator().manual_seed(4), [], []
+    optimizer = torch.optim.AdamW(model.parameters())
+    np.random.seed(1)  # noqa: NPY002 - the generator that users' loops draw from
+    real, recorder = np.random.get_state, ak.FlightRecorder(model, optimizer, cross_entropy, tmp_path)
+    with pytest.MonkeyPatch.context() as patch, recorder:
+        patch.setattr(np.random, "get_state", lambda *a, **k: (reads.append(len(states)), real(*a, **k))[1])
+        for draws in (0, 0, 1, 0, 1, 0, 0, 1):
+            np.random.randn(draws)  # noqa: NPY002
+            states.append(real(legacy=False))
+            batch = data(generator)
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(batch, loss)
+    found = [record.fed[0].random.numpy for record in recorder.recent]
+    assert [np.frombuffer(one.words, np.uint32)[:-1].tolist() for one in found] == [
+        state["state"]["key"].tolist() for state in states
+    ]
+    assert [not math.isnan(one.gauss) for one in found] == [bool(state["has_gauss"]) for state in states]
+    assert {2, 7}.isdisjoint(reads), "it had not moved"
 
 
 def train_on_odd_batches(directory: Path) -> None:

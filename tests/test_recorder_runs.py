@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -54,6 +55,30 @@ def test_a_second_run_has_a_flight_of_its_own(tmp_path: Path, capfd: pytest.Capt
     third = recorded(tmp_path, 6, trigger=4)
     assert third.directory.name == "run-2"  # the second kept no window: nothing of it is left
     assert open_flight(tmp_path).trigger == 4
+
+
+def test_a_step_is_explained_of_the_run_that_has_kept_a_window_for_it(tmp_path: Path) -> None:
+    """The first run said how to explain step 9, and its command must not answer from a later run, which went on."""
+    folder = tmp_path / "flight"
+    first = recorded(folder, 14, trigger=9)
+    second = recorded(folder, 14, trigger=6, seed=1)
+    live = Live(folder, after=2, triggers=())
+    with live.recorder:
+        live.step(12)
+        live.recorder.wait()
+        for step, run, others in [
+            (9, first, ["flight/run-3/ring"]),
+            (6, second, ["flight/run-3/ring", "flight/step-000009"]),
+            (10, live.recorder, ["flight/step-000009"]),
+            (11, live.recorder, ["flight/step-000009"]),
+        ]:
+            found = open_flight(folder, step)
+            assert (found.run["id"], list(found.elsewhere)) == (run.run, others)
+            assert open_flight(tmp_path / others[0], step).run["id"] != run.run  # it can be named
+        said = ak.explain(folder, 9, model=live.model, loss_fn=live.recorder.loss_fn, verify=0, references=0)
+        assert "Run 1 of 3 in flight. Another run has a step 9, too: that is in flight/run-3/ring." in str(said)
+        assert live.recorder.recording
+    assert ak.explain(folder / "run-3" / "ring", 9, verify=0, references=0).facts.recording.run == live.recorder.run
 
 
 def test_two_recorders_at_once(tmp_path: Path) -> None:
@@ -153,6 +178,39 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lock.json").read_text())["run"] == run
     release(tmp_path)
     assert not in_use(tmp_path)
+
+
+WITH_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from aftershock.recorder.runs import claim
+claim(Path(sys.argv[1]))
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_run_killed_in_another_container_is_over_and_one_that_lives_there_is_not(tmp_path: Path) -> None:
+    """Its machine's name and process numbers mean nothing here; a loader's worker that outlives it records nothing."""
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    try:
+        owner = json.loads((tmp_path / "lock.json").read_text())
+        (tmp_path / "lock.json").write_text(json.dumps({**owner, "host": "a5c", "namespace": "pid:[1]", "pid": 1}))
+        assert in_use(tmp_path)
+        assert claim(tmp_path)[0] == tmp_path / "run-2"
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it lives
+        assert not in_use(tmp_path)
+        release(tmp_path / "run-2")
+    finally:
+        process.kill()
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
 
 
 def test_leftovers_of_a_killed_run_are_cleared_by_the_next(tmp_path: Path) -> None:

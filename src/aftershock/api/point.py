@@ -17,7 +17,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
-from ..core.guards import Check, check, other_masks, refuse_changing, repeated
+from ..core.guards import Check, check, check_later, other_masks, refuse_changing, repeated
 from ..core.hooks import Hooks
 from ..core.lifting import lifting
 from ..core.live_loop import Unused
@@ -165,10 +165,7 @@ class TrainingPoint:
         >>> point.check(batches[0]).error < 1e-6
         True
         """
-        self.captured.loop.refuse_moved(self.loss)
-        self.captured.loop.refuse_distorted()
-        if self.loss.refused is not None:
-            raise self.loss.refused
+        self._refuse_known()
         if not (self._checked and self._checked[0][0] is batch):
             try:
                 found = self._check_lifted(batch, memory)
@@ -179,11 +176,32 @@ class TrainingPoint:
                 raise
         return self._checked[0][1]
 
-    def _check_lifted(self, batch: Batch, memory: str | int | None) -> Check:
+    def check_later(self, batch: Batch, first: Check, memory: str | int | None = None) -> Check:
+        """The same at a later step of a path whose first step was checked: about 4 gradients, and the whole check where
+        a product and a difference of gradients do not agree."""
+        self._refuse_known()
+        lifted = self._lifted(memory)
+        with contextlib.suppress(InvalidLoss):  # a model that insists on its own dtype
+            found = check_later(lifted.loss, lifted.captured.state, batch, lifted.captured.random, first)
+            if found is not None:
+                return found
+        return self.check(batch, memory)
+
+    def _refuse_known(self) -> None:
+        self.captured.loop.refuse_moved(self.loss)
+        self.captured.loop.refuse_distorted()
+        if self.loss.refused is not None:
+            raise self.loss.refused
+
+    def _lifted(self, memory: str | int | None) -> TrainingPoint:
+        """A copy in float64, or itself where there is no memory for one."""
         needed = LIFTED_VECTORS * 8 * self.loss.layout.size
-        if needed > budget(memory, self.loss.layout.device):
+        return self if needed > budget(memory, self.loss.layout.device) else self.to(dtype=torch.float64)
+
+    def _check_lifted(self, batch: Batch, memory: str | int | None) -> Check:
+        lifted = self._lifted(memory)
+        if lifted is self:
             return self._check(batch)
-        lifted = self.to(dtype=torch.float64)
         throughout = TrainingPoint(replace(lifted.captured, loss=lifted.loss.within(lifting)))
         try:
             return lifted._check(batch)

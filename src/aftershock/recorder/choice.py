@@ -20,7 +20,8 @@ from .updates import clip_factor
 def find_flight(flight: FlightRecorder | str | Path, step: int | None = None) -> tuple[Flight, FlightRecorder | None]:
     """The window that holds `step` (default: the worst trigger's), and the recorder of this process that made it.
 
-    A recorder's own run only; a folder's newest run. What is still on its way to the disk is waited for.
+    A recorder's own run only; of a folder's runs the newest, but first one that has kept a window for `step`. What is
+    still on its way to the disk is waited for.
     """
     if isinstance(flight, FlightRecorder):
         if not flight.run:
@@ -85,6 +86,8 @@ def said_of(flight: Flight, asked: int | None, step: int, told: int) -> str:
     is not finite.
     """
     parts = [f"Run {flight.number} of {flight.runs} in {flight.name}."] if flight.runs > 1 else []
+    if flight.elsewhere:
+        parts.append(f"Another run has a step {asked}, too: that is in {' and '.join(flight.elsewhere)}.")
     parts += [f"Damaged, and passed over: {damage}." for damage in flight.damaged]
     if told != step:
         parts.append(f"Step {step} comes after step {told}, the first that is not finite, and so that one is told.")

@@ -93,8 +93,8 @@ def explain(
     generator: draws the placebos; or an integer seed.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
-    the last state before the window, 2–3 per step for one adjoint sweep, about 10 for each
-    proof that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
+    the last state before the window, 2–3 per step for one adjoint sweep, about 16 for the
+    proofs that Hessian products are right, about 70 for how fast the run amplifies, and for each run without a step or
     with a treatment one per step after it.
 
     >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight", window=12) as recorder:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.capture import unwrapped
-from ..core.randomness import RandomState
+from ..core.randomness import NumpyState, RandomState
 from .draws import REMEDY, may_draw
 from .observing import Observer
 from .records import Forward
@@ -39,6 +39,7 @@ class Passes:
         self.model, self.loss_fn, self.device = model, loss_fn, device
         self.random: RandomState | None = None  # before the pass of the batch that is fed next
         self.forward: Forward | None = None
+        self._numpy: NumpyState | None = None  # as last seen: what has not moved since need not be read in full
         self._called = False  # was the model called since the last batch?
         self._begins = False  # does the loop say where loss_fn begins?
         self._left: RandomState | None = None  # when the first batch was fed, until it is known what is drawn after it
@@ -81,7 +82,8 @@ class Passes:
         """What a pass that begins now begins with; autocast and modes as they are when the model is called."""
         now = Forward.now(unwrapped(self.model), self.device, begun=self._begins)
         if self.random is None:
-            self.random = RandomState.now(self.device)
+            self.random = RandomState.now(self.device, self._numpy)
+            self._numpy = self.random.numpy
         elif self.forward is not None and self.forward.autocast:  # begins() saw it; a part may run without it
             now = replace(now, autocast=True, autocast_dtype=self.forward.autocast_dtype)
         self.forward = now

@@ -3,9 +3,10 @@
     flight/                the first run's own folder: its ring, its frozen windows, and a lock while it records
     flight/run-2/          the second run's, and so on
 
-A lock names the process that records. It is removed at the end; that of a process that died is stale. When a run
-begins, the rings of runs that are over are dropped, so that disk does not grow with every run: their windows stay, and
-a ring that a trigger was waiting in.
+A lock names the process that records, which holds it. It is removed at the end; that of a process that died is stale:
+the system lets go of it, however the process ended and in whichever container of the machine it ran. When a run begins,
+the rings of runs that are over are dropped, so that disk does not grow with every run: their windows stay, and a ring
+that a trigger was waiting in.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # a system without such locks
+    fcntl = None  # type: ignore[assignment]
+
 LOCK = "lock.json"
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # of the running system, which its containers share
 PARTS = re.compile(r"\.(step|state)-\d+\.safetensors\..*|\.(run|trigger)\.json\..*")  # files that were being written
 
 
@@ -37,14 +44,55 @@ def claim(directory: Path) -> tuple[Path, str]:
         folder = newest if free else directory / f"run-{_number(newest) + 1}"
         folder.mkdir(exist_ok=True)
         run = uuid.uuid4().hex
-        owner = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "namespace": _namespace()}
-        (folder / LOCK).write_text(json.dumps(owner))
+        _lock(folder, run)
     return folder, run
 
 
 def release(folder: Path) -> None:
     with contextlib.suppress(OSError):  # a lock that stays is stale when the process ends
         (folder / LOCK).unlink()
+    if folder in _open:
+        os.close(_open.pop(folder))
+
+
+_open: dict[Path, int] = {}  # the locks that this process holds
+
+
+def _lock(folder: Path, run: str) -> None:
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    owner = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "namespace": _namespace()}
+    if _taken(descriptor):
+        _open[folder], owner["boot"] = descriptor, _boot()
+    with open(descriptor, "w", closefd=folder not in _open) as file:
+        file.write(json.dumps(owner))
+
+
+def _taken(descriptor: int) -> bool:
+    """Take a lock that goes with the process; not where another one holds it, or the disk or system has no such."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _let_go() -> None:
+    """In a forked process, such as a loader's worker, which may outlive the one that records."""
+    while _open:
+        os.close(_open.popitem()[1])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _boot() -> str:
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def run_folders(directory: Path) -> list[Path]:
@@ -66,10 +114,12 @@ def recorded(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    """Is the process that locked it alive? On another machine, or in another container, nobody can tell: it counts as
-    alive."""
+    """Is the process that locked it alive? The system knows that of its own. On another machine, or in another
+    container where the disk has no such locks, nobody can tell: it counts as alive."""
     try:
         owner = json.loads((folder / LOCK).read_text())
+        if owner.get("boot") and owner["boot"] == _boot():
+            return _held(folder / LOCK)
         here = socket.gethostname(), _namespace()
         if (owner["host"], owner.get("namespace", here[1])) != here:
             return True
@@ -79,6 +129,11 @@ def in_use(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return False  # no lock, no such process, or a lock that was cut off
     return True
+
+
+def _held(lock: Path) -> bool:
+    with open(lock) as file:
+        return not _taken(file.fileno())
 
 
 def _namespace() -> str:
@@ -109,9 +164,7 @@ def _clear(folder: Path) -> None:
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
     """Two processes that start together must not take the same folder."""
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
+    if fcntl is None:
         yield
         return
     descriptor = os.open(directory, os.O_RDONLY)

@@ -74,6 +74,7 @@ class Flight:
     name: str = "flight"  # of the folder that the recorder was given
     number: int = 1  # of the run in that folder
     runs: int = 1  # how many have recorded there
+    elsewhere: tuple[str, ...] = ()  # folders of other runs' windows that hold the step that was asked for, too
 
     @property
     def last(self) -> int:
@@ -96,15 +97,18 @@ class Flight:
 
 
 def open_flight(directory: Path, step: int | None = None, run: str | None = None) -> Flight:
-    """The newest run's window that holds `step`; without one, that of its worst trigger, else its ring.
+    """The newest run's window that holds `step`, but first one that a run has kept for it; without `step` the newest
+    run's window of its worst trigger, else its ring.
 
-    `directory` may also be one frozen window itself. Only the window that answers is read.
+    `directory` may also be one window itself, frozen or a ring. Only the window that answers is read.
     run: the id of the only run that may answer, whose own folder this is.
     """
     if not directory.is_dir():
         raise InvalidFile(f"there is no flight at {directory}")
     if (directory / "flight.json").exists():
         found = _Frozen.of(directory).open(step)
+    elif (directory / "run.json").exists():
+        found = _Ring.of(directory).open(step)
     else:
         folders = run_folders(directory) if run is None else [directory]
         found = _newest({folder: _windows(folder) for folder in reversed(folders)}, directory, step)
@@ -115,17 +119,21 @@ def open_flight(directory: Path, step: int | None = None, run: str | None = None
 
 
 def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int | None) -> Flight:
-    """The first of the runs, which are given with the newest first, that can answer."""
-    for windows in runs.values():
-        if step is None and windows:
-            return _worst(windows)
-        holding = [window for window in windows if step in window.steps]
-        if step is not None and holding:
-            return _first_whole(holding, step)
+    """The first of the runs, which are given with the newest first, that can answer; of those that hold a step, the
+    first that has kept a window for it: that is the one whose recorder said how to explain it."""
     if step is None:
+        for windows in runs.values():
+            if windows:
+                return _worst(windows)
         raise InvalidFile(
             f"{directory} holds no whole step with a state before it: nothing was recorded there, or by a run {DROPPED}"
         )
+    holding = ([window for window in windows if step in window.steps] for windows in runs.values())
+    ordered = [sorted(windows, key=lambda window: window.order(step)) for windows in holding if windows]
+    best = sorted(ordered, key=lambda windows: not windows[0].is_about(step))
+    if best:
+        others = (directory.name / windows[0].folder.relative_to(directory) for windows in best[1:])
+        return replace(_first_whole(best[0], step), elsewhere=tuple(map(str, others)))
     each = [(place_of(folder)[1], _held(windows)) for folder, windows in runs.items() if windows]
     held = "; ".join(f"{steps} (run {number})" if len(each) > 1 else steps for number, steps in each)
     raise InvalidInput(
@@ -158,6 +166,19 @@ class _Window(ABC):
 
     @abstractmethod
     def open(self, step: int | None) -> Flight: ...
+
+    def is_about(self, step: int) -> bool:
+        """Was it kept for this step?"""
+        try:
+            seen = self.seen()
+        except InvalidFile:
+            return False
+        return seen is not None and seen.step == step
+
+    def order(self, step: int) -> tuple[bool, int, int]:
+        """Of the windows of one run that hold a step, the one that was kept for it, else the one that looks back
+        furthest, and of those the one that goes on longest."""
+        return not self.is_about(step), min(self.steps), -max(self.steps)
 
 
 @dataclass(frozen=True)
@@ -200,6 +221,10 @@ class _Frozen(_Window):
 class _Ring(_Window):
     """What a live or killed run has on disk: a file that is not whole is a hole, and is said."""
 
+    @classmethod
+    def of(cls, folder: Path) -> _Ring:
+        return cls(folder, numbered(folder, "step"), numbered(folder, "state"))
+
     def open(self, step: int | None) -> Flight:
         run = _run(_read_json(self.folder / "run.json"), self.folder)
         seen, unread = self._seen(asked=step is not None)
@@ -232,9 +257,8 @@ class _Ring(_Window):
 def _windows(folder: Path) -> list[_Window]:
     """All windows of one run: frozen ones and the ring."""
     frozen: list[_Window] = [_Frozen.of(path.parent) for path in sorted(folder.glob("step-*/flight.json"))]
-    ring = folder / "ring"
-    steps = numbered(ring, "step")
-    return [*frozen, _Ring(ring, steps, numbered(ring, "state"))] if steps else frozen
+    ring = _Ring.of(folder / "ring")
+    return [*frozen, ring] if ring.steps else frozen
 
 
 def _worst(windows: Sequence[_Window]) -> Flight:
@@ -267,15 +291,9 @@ def _worst(windows: Sequence[_Window]) -> Flight:
 
 
 def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
-    """All hold the step of the same run: the one that was kept for it, else the one that looks back furthest, and of
-    those the one that goes on longest."""
-
-    def order(window: _Window) -> tuple[bool, int, int]:
-        own = isinstance(window, _Frozen) and window.kept is not None and window.kept.seen.step == step
-        return not own, min(window.steps), -max(window.steps)
-
+    """The first that is not damaged."""
     refused: list[InvalidFile] = []
-    for window in sorted(windows, key=order):
+    for window in windows:
         try:
             return window.open(step)
         except InvalidFile as error:
