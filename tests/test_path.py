@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import aftershock as ak
+from aftershock.core.calls import Calls
 from aftershock.core.state import JointState
 
 from .cases import CASES, Case, classes, cross_entropy, make, mlp
@@ -245,6 +246,17 @@ def test_graphs_that_change_the_gradient_are_not_used_for_the_control() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     case = Case("silu", model, optimizer, cross_entropy, classes((8,), size=64))
     check_follow_equals_training(case, keep="graphs")
+
+
+def test_graphs_that_are_kept_cost_no_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass a step, one to see that a gradient repeats itself, and one that a graph's is the plain one."""
+    case, steps, seen, raw = make("tanh_mlp", torch.float32), 4, list[str](), Calls.raw
+    point = case.point()
+    monkeypatch.setattr(
+        Calls, "raw", lambda self, model, batch, where: seen.append(where) or raw(self, model, batch, where)
+    )
+    point.follow(case.batches(steps), keep="graphs")
+    assert len(seen) == steps + 2
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)

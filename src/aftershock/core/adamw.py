@@ -16,7 +16,7 @@ from .layout import Layout
 from .state import JointState, Lag
 
 T = TypeVar("T")
-CACHED_BYTES = 2**19  # of each of the tensors that one pass after another reads
+CACHED_BYTES = 2**20  # of each of the tensors that one pass after another reads
 GPU_BYTES = 2**27  # of each of the tensors that a pass on a GPU makes on the way
 
 

@@ -140,8 +140,8 @@ class Dynamics:
         """The gradient at `state` with its graph. Where that draws other masks than training, which the check has found
         out or the first one does, it holds the plain gradient: 1 g more."""
         given = (state.theta, state.buffers, step.batch, step.random, step.where)
-        graph_apart(self.loss, *given, plain)
         graph = GradientGraph(self.loss, *given)
+        graph_apart(self.loss, *given, plain, graph)
         if not graph.plain and self.loss.draws_otherwise:
             graph.hold_plain(plain or self.loss.gradient(*given))
         return graph

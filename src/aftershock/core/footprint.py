@@ -22,7 +22,7 @@ from .rows import row_gradients
 from .trajectory import Trajectory
 
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
-COUNTING = 6  # and where coordinates with v = 0 are counted
+COUNTING = 4  # and where coordinates with v = 0 are counted
 FEW = 3  # rows whose memory stands for that of many
 ROOM = 8  # copies of the flat vector that must be free where a pass is recorded, which takes two and the activations
 # and where Hessian products of so many vectors are recorded at once, which takes two for each; rows are beside them

@@ -252,12 +252,14 @@ def graph_apart(
     random: RandomState,
     where: str,
     plain: Gradient | None = None,
+    graph: GradientGraph | None = None,
 ) -> float:
-    """How far that is from the plain one: 2 g, 1 where it is known, once for a model."""
+    """How far that is from the plain one, once for a model: 2 g, and 1 less for each of them that is there already."""
     if loss.graph_apart is None:
         given = (theta, buffers, batch, random, where)
         plain = plain or loss.gradient(*given)
-        loss.graph_apart = gradients_apart(plain.grads, graph_gradient(loss, *given))
+        known = None if graph is None or graph.plain else graph.gradient.grads
+        loss.graph_apart = gradients_apart(plain.grads, graph_gradient(loss, *given) if known is None else known)
         draws = not plain.random.same(random)  # what draws nothing and differs is another model, which the check finds
         loss.draws_otherwise = draws and loss.graph_apart > tolerance(loss)
     return loss.graph_apart

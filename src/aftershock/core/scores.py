@@ -159,14 +159,17 @@ def pool_scores(
     layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool), at_once)
     size = min(at_once.gradients, len(pool))
     rows = layout.zeros(size)  # one buffer for all: fresh memory costs as much as a gradient
+
+    def see(row: Float[Tensor, " param"], gradient: Gradient) -> _Seen:
+        if not all(gradient.present):
+            row.zero_()
+        layout.write(row, gradient.grads)
+        tick()
+        return _Seen(gradient.norm, products(row, control.raw), gradient.present)
+
     for first in range(0, len(pool), size):
-        seen = []
-        for row, gradient in zip(rows, _gradients(control, list(pool[first : first + size]), first)):
-            if not all(gradient.present):
-                row.zero_()
-            layout.write(row, gradient.grads)
-            seen.append(_Seen(gradient.norm, products(row, control.raw), gradient.present))
-            tick()
+        # not a loop, which would hold a gradient while the next is made: that one would get memory outside of the cache
+        seen = list(map(see, rows, _gradients(control, list(pool[first : first + size]), first)))
         scored.add(rows[: len(seen)], seen, first)
     return scored.result()
 
