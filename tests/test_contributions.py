@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from torch import nn
+from torch.nn import functional as F
 
+import aftershock as ak
 from aftershock.api.contributions import EDITS, Calibrated, Contributions
 from aftershock.core import contributions as contributions_module
 from aftershock.core.contributions import BentReadout, contributions
@@ -63,8 +67,9 @@ def test_calibration_is_judged_by_reruns_it_has_not_seen() -> None:
     }
     measured = found.data["measured"].values
     known = np.flatnonzero(np.isfinite(measured))
-    size = np.argsort(-abs(reads["bent"].numpy()))
-    assert set(known.tolist()) == set(size[[0, 1, 4, 7, 9]].tolist())  # not the strongest alone
+    top = np.argsort(-abs(reads["bent"].numpy()))[:2]
+    rest = np.setdiff1d(np.arange(12), top)
+    assert set(known.tolist()) == {*top.tolist(), *rest[[0, 3, 6]].tolist()}  # not the strongest alone
 
     def fit(steps: np.ndarray) -> tuple[float, str, float]:
         fits = []
@@ -156,3 +161,63 @@ def test_several_edits_of_a_path_that_replays_are_kicked_once(monkeypatch: pytes
     assert passes == [len(made)]
     alone = contributions(path.trajectory, watch.last, BentReadout.of(watch), lambda step: {"skip": made["skip"]}, cpu)
     torch.testing.assert_close(together["skip"], alone["skip"])
+
+
+def _hardest(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of the six hardest examples: a loss with many kinks."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses.sort(descending=True).values[:6].mean()
+
+
+def _trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A small classifier after 30 steps, 16 batches for the path, and one more."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    centres = torch.randn(4, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.randint(4, (16,), generator=generator)
+        return centres[labels] + 1.5 * torch.randn(16, 16, generator=generator, dtype=torch.float64), labels
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        _hardest(model, draw()).backward()
+        optimizer.step()
+    return model, optimizer, [draw() for _ in range(17)]
+
+
+def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, probe: object, zero: int) -> float:
+    """The probe's loss after a plain torch run with a zero gradient at one step."""
+    model, optimizer = copy.deepcopy((model, optimizer))
+    for i, batch in enumerate(batches):
+        optimizer.zero_grad()
+        _hardest(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad *= i != zero
+        optimizer.step()
+    return float(_hardest(model, probe).detach())
+
+
+@pytest.mark.parametrize("seed", [6, 9, 11])
+def test_the_stated_error_holds_for_steps_far_back(seed: int) -> None:
+    """They are predicted worst, and reruns spread over the ranking missed them: 0.18 was stated, with "trust it", where
+    the steps that were not rerun were off by 1.08 in sum (0.34 and 0.25 where they were off by 0.70 and 0.53)."""
+    model, optimizer, (*batches, probe) = _trained(seed)
+    found = ak.capture(model, optimizer, _hardest).follow(batches).explain(probe, verify=3)
+    control = _by_hand(model, optimizer, batches, probe, zero=-1)
+    truth = control - np.array([_by_hand(model, optimizer, batches, probe, step) for step in range(16)])
+    rest = found.data["measured"].isnull().values
+    np.testing.assert_allclose(found.data["measured"].values[~rest], truth[~rest], rtol=1e-9)
+    off = abs(found.total.values - truth)[rest].sum() / abs(truth)[rest].sum()
+    assert 0.1 < off < 1.5 * float(found.data["held_out_error"])
+
+
+def test_steps_without_any_effect_have_no_error_to_trust() -> None:
+    model, optimizer, (*batches, probe) = _trained(0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    found = ak.capture(model, optimizer, _hardest).follow(batches).explain(probe, verify=3)
+    assert not found.data["measured"].fillna(0.0).any()
+    verdict = found.certificate.findings[0]
+    assert (verdict.level, "None of 3 exact reruns changes the outcome" in verdict.sentence) == ("care", True)

@@ -434,7 +434,8 @@ class Path:
 
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
             reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
-        verify: how many steps are rerun exactly, chosen as in `rank`.
+        verify: how many steps are rerun exactly: half of them the strongest (at least one), the others along the path
+            from its first step on, since predictions hold the less the further back a step lies.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> found = path.explain(probe, verify=2)

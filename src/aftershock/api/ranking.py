@@ -92,7 +92,7 @@ class Ranking(LabelledResult):
     def certificate(self) -> Certificate:
         """How far the ranking may be trusted: reruns spread over it are compared with what the others predict."""
         curves = _curve_findings(float(self.data["curve_error"]))
-        return Certificate((*_findings(self), *curves, *masks(self.data)))
+        return Certificate((*_findings(self), *_strongest(self.data), *curves, *masks(self.data)))
 
     def __str__(self) -> str:
         predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
@@ -150,6 +150,24 @@ def _judges(data: xr.Dataset) -> xr.DataArray:
     measured = data["measured"]
     judges: xr.DataArray = data["spread"] & ((abs(measured) < math.inf) & (measured != 0)).any("horizon")
     return judges
+
+
+def _strongest(data: xr.Dataset) -> list[Finding]:
+    """Those of the strongest that their own reruns refute, in a ranking that is usable otherwise."""
+    top = data.isel(change=(~data["spread"] & (abs(data["measured"]) < math.inf).any("horizon")).values)
+    error = nrmse(top["measured"], top["response"])
+    wrong = [
+        f"{name} ({value:.2g})"
+        for name, value in zip(top["change"].values, error.values)
+        if value > TRUST.careful_nrmse
+    ]
+    if not wrong or not float(data["held_out_error"]) <= TRUST.careful_nrmse:
+        return []
+    sentence = (
+        f"Predictions of the strongest are wrong (NRMSE): {', '.join(wrong)}. A batch unlike the others may be "
+        "predicted far worse than they are; rerun more of them (verify=)."
+    )
+    return [Finding("care", "strongest", "NRMSE of the strongest", float(error.max()), TRUST.careful_nrmse, sentence)]
 
 
 def _curve_findings(error: float) -> list[Finding]:

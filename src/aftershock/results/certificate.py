@@ -283,8 +283,8 @@ def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:
         text += "; no exact response is finite, to compare it with."
     elif ratio < trust.noise_margin:
         level = "bad"
-        text += ", and no exact response rises clearly above it: do not trust any sign here. "
-        text += "Use point.to(dtype=torch.float64)."
+        text += ", and no exact response rises clearly above it: do not trust any sign here."
+        text += " Use point.to(dtype=torch.float64)." * (data.attrs.get("dtype") != "float64")
     elif low.any():
         level = "care"
         text += f"; {_names([str(name) for name in low['change'].values[low.values]])} cannot be told from it."
