@@ -36,10 +36,12 @@ WRITTEN = (
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast that was in force at capture."""
+    """The autocast that was in force at capture, and what a GradScaler multiplies the loss by before the backward pass:
+    float16 loses small gradients without it."""
 
     enabled: bool
     dtype: torch.dtype
+    scale: float = 1.0
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
@@ -167,6 +169,7 @@ class Calls:
     def grad(
         self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
+        """The gradient times the loss scale: see `unscaled`."""
         if not loss.requires_grad:
             raise NoDerivative(
                 f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
@@ -174,7 +177,8 @@ class Calls:
                 "change.response(..., answers=('exact',))"
             )
         try:
-            grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+            scale = None if self.autocast.scale == 1.0 else torch.full_like(loss, self.autocast.scale)
+            grads = torch.autograd.grad(loss, leaves, scale, create_graph=create_graph, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -192,6 +196,11 @@ class Calls:
             torch.zeros_like(leaf) if grad is None and i in self.zeroed else grad
             for i, (grad, leaf) in enumerate(zip(grads, leaves))
         )
+
+    def unscaled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients, or Hessian products, without the loss scale: as `GradScaler.unscale_` leaves them."""
+        scale = self.autocast.scale
+        return list(grads) if scale == 1.0 else [None if grad is None else grad * (1 / scale) for grad in grads]
 
 
 def _running_statistics(model: nn.Module) -> set[str]:

@@ -343,7 +343,7 @@ def _over_parameters(
 
             def one(own: list[Tensor], held: dict[str, Tensor], micro: Batch = micro, share: Any = share) -> Any:
                 value, after = _loss_at(loss, own, held, micro, where)
-                return share(value), after
+                return loss.autocast.scale * share(value), after
 
             if gradients:
                 grads, (values, state) = mapped_over((0, 0), torch.func.grad_and_value(one, has_aux=True))(
@@ -353,8 +353,8 @@ def _over_parameters(
             else:
                 with torch.no_grad():
                     values, state = mapped_over((0, 0), one)(list(parameters), state)
-            totals.append(values.detach())
-        return added(totals), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
+            totals.append(values.detach() / loss.autocast.scale)
+        return added(totals), _unscaled(loss, sums), {n: b.detach() for n, b in state.items()}
 
     return program
 
@@ -368,14 +368,20 @@ def _over_batches(
     stacked, dims = _stacked([leaves for leaves, _ in placed])
 
     def one(own: list[Tensor], held: dict[str, Tensor], leaves: list[Any]) -> Any:
-        return _loss_at(loss, own, held, spec.unflatten(leaves), where)
+        value, after = _loss_at(loss, own, held, spec.unflatten(leaves), where)
+        return loss.autocast.scale * value, after
 
     def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         work = mapped_over((None, 0, dims), torch.func.grad_and_value(one, has_aux=True))
         grads, (values, state) = work(list(parameters), moving, stacked)
-        return values.detach(), [g.detach() for g in grads], {n: b.detach() for n, b in state.items()}
+        losses = values.detach() / loss.autocast.scale
+        return losses, _unscaled(loss, grads), {n: b.detach() for n, b in state.items()}
 
     return program
+
+
+def _unscaled(loss: LossFunction, grads: Sequence[Tensor]) -> list[Tensor]:
+    return [grad.detach() for grad in loss.unscaled(grads) if grad is not None]
 
 
 def _stacked(batches: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int | None]]:
