@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
+from ..core.batches import Batch, example_count, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
 from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
 from ..core.memory import in_smaller_pieces
@@ -109,14 +109,14 @@ def rank_examples(
     direction = _direction(watch, control, sample, plan)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
-        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
+        for merged, counts in merged_examples(batches, EXAMPLES_AT_ONCE):
             slope = in_smaller_pieces(
                 EXAMPLES_AT_ONCE,
-                lambda chunk: example_scores(control, direction, joined(group), f"batch {len(shares)} and on", chunk),  # noqa: B023
+                lambda chunk: example_scores(control, direction, merged, f"batch {len(shares)} and on", chunk),  # noqa: B023
                 lambda chunk: chunk // 2 or None,
                 "a forward pass of single examples",
             )
-            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
+            for part in slope.double().cpu().split(counts):
                 shares.append(part * (weight or 1 / len(part)))
                 tick()
     share = torch.cat(shares)
