@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..core.batches import Batch, example_count, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
-from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
+from ..core.examples import example_scores, example_weight
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
-from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
+from ..core.sweep_plans import SweepPlan, examples_at_once, plan_ranking, with_reruns
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
@@ -108,10 +108,11 @@ def rank_examples(
     weight = example_weight(control, batches[0])
     direction = _direction(watch, control, sample, plan)
     shares: list[Tensor] = []
+    size = examples_at_once(path.trajectory, limit)
     with progress("ranking examples", len(batches)) as tick:
-        for merged, counts in merged_examples(batches, EXAMPLES_AT_ONCE):
+        for merged, counts in merged_examples(batches, size):
             slope = in_smaller_pieces(
-                EXAMPLES_AT_ONCE,
+                size,
                 lambda chunk: example_scores(control, direction, merged, f"batch {len(shares)} and on", chunk),  # noqa: B023
                 lambda chunk: chunk // 2 or None,
                 "a forward pass of single examples",
