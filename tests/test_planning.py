@@ -543,7 +543,7 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
     shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
     monkeypatch.setattr(examples, "example_scores", scored)
     np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
-    assert scored.seen == [512, 256, 128, 64]
+    assert scored.seen == [1024, 512, 256, 128, 64]
     monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
     for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
         with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
@@ -577,7 +577,7 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
 
     monkeypatch.setattr(examples, "example_scores", counted)
     alone = path.rank_examples(pool, probe, verify=0).data["predicted"].values
-    assert max(seen) == 512
+    assert max(seen) == 1024
     path.point.loss.sharing.wanted = True
     seen.clear()
     together = path.rank_examples(pool, probe, verify=0).data["predicted"].values
@@ -589,5 +589,5 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
         batch = torch.randn(count, 3, 16, 16), torch.zeros(count, dtype=torch.long)
         return measured(lambda: scores(control, direction, batch, "", count))[0]
 
-    limit = 1000 * (held(600) - held(300)) // 300  # of a thousand of them
-    assert 512 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 1000
+    limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
+    assert 1024 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 2000
