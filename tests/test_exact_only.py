@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import aftershock as ak
-from aftershock.core.batches import Accumulated, example_count, joined, take_examples
+from aftershock.core.batches import Accumulated, example_count, merged_examples, take_examples
 from aftershock.errors import InvalidInput, InvalidLoss, UnsupportedModel, WrongHessian
 from aftershock.recorder.records import decode, encode
 
@@ -325,7 +325,8 @@ def test_batches_with_fields_are_cut_joined_and_recorded(holder: str) -> None:
     batch = HOLDERS[holder](x, y)
     assert example_count(batch) == 6
     halves = [take_examples(batch, slice(0, 3)), take_examples(batch, slice(3, 6))]
-    whole = joined(halves)
+    ((whole, counts),) = merged_examples(halves, 6)
+    assert counts == [3, 3]
     assert type(whole) is type(batch)
     assert torch.equal(whole.x, x)
     assert torch.equal(halves[1].y, y[3:])

@@ -543,7 +543,7 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
     shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
     monkeypatch.setattr(examples, "example_scores", scored)
     np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
-    assert scored.seen == [512, 256, 128, 64]
+    assert scored.seen == [1024, 512, 256, 128, 64]
     monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
     for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
         with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
@@ -564,3 +564,30 @@ def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
     change, limit = short.replace(others[:1]), 11 * f.vector
     held, _ = measured(lambda: theory.channel_responses(change, probe, answers=("exact",), memory=limit))
     assert held <= 9.1 * f.vector + f.step
+
+
+def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the memory goes; a CPU takes as many as its cache holds. What is found is the same."""
+    path, others, probe = ready("cnn", together=False, keep="states")
+    pool, seen, scores = 300 * others, list[int](), examples.example_scores
+
+    def counted(control: object, direction: Tensor, batch: tuple[Tensor, Tensor], where: str, chunk: int) -> Tensor:
+        seen.append(len(batch[1]))
+        return scores(control, direction, batch, where, chunk)
+
+    monkeypatch.setattr(examples, "example_scores", counted)
+    alone = path.rank_examples(pool, probe, verify=0).data["predicted"].values
+    assert max(seen) == 1024
+    path.point.loss.sharing.wanted = True
+    seen.clear()
+    together = path.rank_examples(pool, probe, verify=0).data["predicted"].values
+    assert seen == [3600]
+    np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-3 * np.abs(alone).max())
+    control, direction = path.control(0), path.point.loss.layout.zeros()
+
+    def held(count: int) -> int:
+        batch = torch.randn(count, 3, 16, 16), torch.zeros(count, dtype=torch.long)
+        return measured(lambda: scores(control, direction, batch, "", count))[0]
+
+    limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
+    assert 1024 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 2000
