@@ -97,6 +97,18 @@ def test_a_followed_path_has_the_bits_of_scaled_training(tmp_path: Path) -> None
     assert not ends_as_training(plain), "float16 loses nothing here without a scale: the test says nothing"
 
 
+def test_a_scale_that_was_not_told_is_named() -> None:
+    model, optimizer, scaler = made()
+    data = batches(4)
+    step(model, optimizer, scaler, data[0], None)
+    paths = [ak.capture(model, optimizer, half, loss_scale=scale).follow(data[1:]) for scale in (1.0, SCALE)]
+    step(model, optimizer, scaler, data[1], None)
+    missed, told = (path.matches(model, optimizer) for path in paths)
+    assert told.equal
+    assert "multiplied by 65536" in missed.cause
+    assert "loss_scale" in missed.remedy
+
+
 @pytest.mark.parametrize("scale", [0.0, float("nan"), -1.0])
 def test_a_scale_that_is_none_is_refused(scale: float) -> None:
     model, optimizer, _ = made()

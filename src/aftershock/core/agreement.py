@@ -25,8 +25,9 @@ from .trajectory import Trajectory
 Hypothesis = Callable[[Evidence], Cause | None]
 GRADIENT: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, gradient.rounding, gradient.zeroed, gradient.scaled, gradient.clipped_by_value,
-    gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.other_batch,
-    gradient.single_parameters, gradient.own_generator, state.moved_settings, gradient.other_random, gradient.edited,
+    gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.loss_scaled,
+    gradient.other_batch, gradient.single_parameters, gradient.own_generator, state.moved_settings,
+    gradient.other_random, gradient.edited,
 )  # fmt: skip
 MOMENTS: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, state.reset, state.other_betas, state.other_optimizer,
