@@ -20,7 +20,15 @@ from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
-from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministic, WrongHessian
+from ..errors import (
+    AftershockError,
+    HiddenState,
+    InvalidInput,
+    Nondeterministic,
+    UnsupportedAttention,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .change import Change
 from .contributions import Contributions, explain
 from .examples import ExampleRanking, rank_examples
@@ -169,7 +177,7 @@ class Path:
         if at not in self._proofs:
             try:
                 self._proofs[at] = self._prove(at)
-            except (WrongHessian, Nondeterministic) as error:
+            except (WrongHessian, Nondeterministic, UnsupportedModel, UnsupportedAttention) as error:
                 self._proofs[at] = type(error)(
                     f"at step {at} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
                 )
