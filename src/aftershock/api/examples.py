@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
-from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
+from ..core.examples import EXAMPLES_AT_ONCE, SPREAD, example_scores, example_weight
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
@@ -105,16 +106,15 @@ def rank_examples(
     few, outcome = len(sample), [watch.horizons]
     plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(wanted > 0), limit)
     control = path.control(watch.at)
-    weight = example_weight(control, batches[0])
+    weight = example_weight(control, max(batches, key=example_count))
     direction = _direction(watch, control, sample, plan)
     shares: list[Tensor] = []
     with progress("ranking examples", len(batches)) as tick:
         for group in merged_examples(batches, EXAMPLES_AT_ONCE):
+            tested, where = SPREAD if shares else EXAMPLES_AT_ONCE, f"batch {len(shares)} and on"
+            scored = partial(example_scores, control, direction, joined(group), where, weight=weight, tested=tested)
             slope = in_smaller_pieces(
-                EXAMPLES_AT_ONCE,
-                lambda chunk: example_scores(control, direction, joined(group), f"batch {len(shares)} and on", chunk),  # noqa: B023
-                lambda chunk: chunk // 2 or None,
-                "a forward pass of single examples",
+                EXAMPLES_AT_ONCE, scored, lambda chunk: chunk // 2 or None, "a forward pass of single examples"
             )
             for part in slope.double().cpu().split([example_count(batch) for batch in group]):
                 shares.append(part * (weight or 1 / len(part)))
