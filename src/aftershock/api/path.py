@@ -218,7 +218,7 @@ class Path:
         """ξ added to the raw gradient of step `at`.
 
         xi: a vector of d coordinates, a matrix [change, d], a mapping from parameter names to tensors, or
-        a list of these.
+        a list of these. `-path.control(at).raw` takes the step's own gradient away.
 
         >>> xi = {"2.bias": torch.tensor([0.1, -0.1])}
         >>> path.perturb(xi, at=0).response(probe, horizon=1).verdict
