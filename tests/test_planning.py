@@ -539,7 +539,7 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
                 path.rank(pool, probe, verify=1)
         assert held.seen == [6, 3, 1]
         monkeypatch.undo()
-    scored = Failing(examples.example_scores, lambda *given: given[4], 100)
+    scored = Failing(examples.example_scores, lambda *given, **named: given[4], 100)
     shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
     monkeypatch.setattr(examples, "example_scores", scored)
     np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)

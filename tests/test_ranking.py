@@ -288,7 +288,10 @@ def test_example_shares_against_per_example_gradients(reduction: str, clip: floa
         for b, (x, y) in enumerate(pool) for i in range(len(y))
     }  # fmt: skip
     for b, batch in enumerate(pool):
-        found = example_scores(control, direction, batch, "here") * (1 if reduction == "sum" else 1 / len(batch[1]))
+        weight = 1.0 if reduction == "sum" else None
+        found = example_scores(control, direction, batch, "here", weight=weight, tested=32) * (
+            weight or 1 / len(batch[1])
+        )
         expected = torch.stack([slopes[b, i] for i in range(len(found))])
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-14)
     ranking = path.rank_examples(pool, probe, horizon=4, verify=2)
@@ -374,6 +377,40 @@ def test_a_contrastive_loss_is_refused() -> None:
     case.train(case.batches(3))
     with pytest.raises(ExamplesCouple, match="neither the mean nor the sum"):
         case.path(3).rank_examples([case.batch()], case.batch())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_examples_of_other_weights_further_on_are_refused(flat: bool) -> None:
+    """The mean over tokens that are not padding. The first examples have as many each, so that a test of eight passed,
+    and a sequence of one token was given eight times its share, "measured" too. Flat: where the loss hardly depends on
+    the example, as early in training, its value does not tell."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 16), nn.Tanh(), nn.Linear(16, 12))
+    if flat:
+        nn.init.normal_(model[2].weight, std=1e-4)
+        nn.init.zeros_(model[2].bias)
+
+    def draw(padded: bool = False) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(12, (16, 9), generator=generator)
+        wanted = tokens[:, 1:].clone()
+        if padded:
+            wanted[10:, 1:] = -100
+        return tokens[:, :-1], wanted
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6 if flat else 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn(model, draw()).backward()
+        optimizer.step()
+    path = ak.capture(model, optimizer, loss_fn).follow([draw() for _ in range(3)])
+    assert path.rank_examples([draw()], draw(), verify=0).data.sizes["example"] == 16
+    match = "slopes of 32 examples .* token-weighted means" if flat else "neither the mean nor the sum"
+    with pytest.raises(ExamplesCouple, match=match):
+        path.rank_examples([draw(), draw(padded=True)], draw())
 
 
 # --- explaining

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.batches import Batch, example_count, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
-from ..core.examples import example_scores, example_weight
+from ..core.examples import EXAMPLES_AT_ONCE, SPREAD, example_scores, example_weight
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
@@ -106,7 +106,7 @@ def rank_examples(
     few, outcome = len(sample), [watch.horizons]
     plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(wanted > 0), limit)
     control = path.control(watch.at)
-    weight = example_weight(control, batches[0])
+    weight = example_weight(control, max(batches, key=example_count))
     direction = _direction(watch, control, sample, plan)
     shares = _shares(control, direction, batches, weight, examples_at_once(path.trajectory, limit))
     share = torch.cat(shares)
@@ -130,7 +130,8 @@ def _shares(
     def scored(merged: Batch, chunk: int) -> Float[Tensor, " example"]:
         nonlocal fits  # what was too much for one pass is not tried with the next
         fits = chunk
-        return example_scores(control, direction, merged, f"batch {len(shares)} and on", chunk)
+        tested, where = SPREAD if shares else EXAMPLES_AT_ONCE, f"batch {len(shares)} and on"
+        return example_scores(control, direction, merged, where, chunk, weight=weight, tested=tested)
 
     with progress("ranking examples", len(batches)) as tick:
         for merged, counts in merged_examples(batches, size):

@@ -20,7 +20,15 @@ from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
-from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministic, WrongHessian
+from ..errors import (
+    AftershockError,
+    HiddenState,
+    InvalidInput,
+    Nondeterministic,
+    UnsupportedAttention,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .change import Change
 from .contributions import Contributions, explain
 from .examples import ExampleRanking, rank_examples
@@ -171,7 +179,7 @@ class Path:
         if at not in self._proofs:
             try:
                 self._proofs[at] = self._prove(at)
-            except (WrongHessian, Nondeterministic) as error:
+            except (WrongHessian, Nondeterministic, UnsupportedModel, UnsupportedAttention) as error:
                 self._proofs[at] = type(error)(
                     f"at step {at} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
                 )
@@ -212,7 +220,7 @@ class Path:
         """ξ added to the raw gradient of step `at`.
 
         xi: a vector of d coordinates, a matrix [change, d], a mapping from parameter names to tensors, or
-        a list of these.
+        a list of these. `-path.control(at).raw` takes the step's own gradient away.
 
         >>> xi = {"2.bias": torch.tensor([0.1, -0.1])}
         >>> path.perturb(xi, at=0).response(probe, horizon=1).verdict

@@ -261,7 +261,7 @@ def _random(e: Evidence, live: Live) -> Match | None:
         "random",
         "the loop draws from torch's generator after loss_fn did (a data loader, augmentation, noise): the next masks "
         "are other ones",
-        "draw from a generator of your own, in loss_fn, or give follow(random=…)",
+        "draw in loss_fn from torch's generator, outside of it from one of your own, or give follow(random=…)",
     )
     return _parted(e, cause, "", 0.0, ahead=True)
 

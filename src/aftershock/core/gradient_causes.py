@@ -249,7 +249,7 @@ def other_random(e: Evidence) -> Cause | None:
         "gradient",
         "other random numbers: the loop draws from torch's generator where loss_fn does not (a data loader, "
         "augmentation, noise added to gradients), or draws them at another moment",
-        "draw in loss_fn, from a generator of your own where the path need not know, or give follow(random=…)",
+        "draw in loss_fn from torch's generator, outside of it from one of your own, or give follow(random=…)",
     )
 
 
