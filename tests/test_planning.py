@@ -411,6 +411,14 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
     model, loss_fn, batch = {
         "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
         "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+        # few weights: what a pass keeps is nearly all
+        "conv": (
+            nn.Sequential(
+                nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 32, 3), nn.SiLU(), nn.Flatten(), nn.Linear(4608, 10)
+            ),
+            cross_entropy,
+            images(16, 3, 16, 16),
+        ),
     }[name]
     case = Case(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch)
     case.train(case.batches(trained))
@@ -427,6 +435,7 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
         ("lm", 1, "states"),
         ("lm", 40, "states"),
         ("mlp", 40, "checkpoints"),
+        ("conv", 1, "states"),
     ],
 )
 def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:
@@ -509,6 +518,19 @@ def test_an_explanation_fits_or_says_so(name: str) -> None:
         patched.setattr(contributions, "plan_explanation", lambda *work: few)
         again = path.explain(probe, verify=1)
     np.testing.assert_allclose(again.total.values, found[0].total.values, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_an_explanation_takes_what_its_estimate_says(name: str) -> None:
+    path, _, probe = with_pool(name, 1)
+    for options in ({"verify": 1}, {"verify": 1, "outcome": 2}):
+        real, _ = measured(lambda: path.explain(probe, **options))  # noqa: B023
+        assert_close(path.estimate_explain(probe, **options).memory, real, options)
+    real, _ = measured(lambda: path.explain(probe, verify=2, change="reset v"))  # a rerun without a gradient of its own
+    assert real <= 1.1 * path.estimate_explain(probe, verify=2, change="reset v").memory
+    assert path.estimate_explain(probe, verify=0, change="reset v").gradients == 0
+    with pytest.raises(OutOfMemory, match="What would fit"):
+        path.estimate_explain(probe, memory="1KiB")
 
 
 class Failing:

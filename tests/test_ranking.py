@@ -16,7 +16,7 @@ import aftershock as ak
 from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
 from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
-from aftershock.core.scores import adjoint, example_direction
+from aftershock.core.scores import AtOnce, adjoint, example_direction, pool_scores
 from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
 from aftershock.results.calibration import held_out, shared_offset
 
@@ -208,6 +208,45 @@ def test_reruns_that_change_nothing_judge_nothing() -> None:
     shares = case.path(3).rank_examples([blank], probe, verify=2)
     assert "none of those spread over the ranking stayed finite and changed anything" in str(shares)
     assert shares.certificate.level == "care"
+
+
+@pytest.mark.parametrize("verify", [0, 3, 12])
+def test_the_controls_own_batch_is_no_change(verify: int) -> None:
+    """Whatever reruns say of others: replacing a batch by itself changes nothing, and it is the last of a ranking."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    case = Case("float32", model, optimizer, cross_entropy, classes((6,)), clip=0.5)
+    case.train(case.batches(20))
+    batches, probe = case.batches(6), case.batch()
+    path, copied = case.point().follow(batches, clip=0.5), tuple(x.clone() for x in batches[0])
+    for pool in ([copied, *case.batches(10)], [*case.batches(10), copied]):
+        ranking = path.rank(pool, probe, verify=verify)
+        own = ranking.data.isel(change=-1)
+        assert str(own["change"].item()) == f"batch {10 * (pool[10] is copied)}"
+        assert not own["response"].any()
+        assert not own["predicted"].any()
+        assert float(own["xi_norm"]) == 0
+        others = ranking.data.isel(change=slice(0, -1))
+        assert (others["score"] > 0).all()
+        shift = (others["response"] - others["predicted"]).values
+        np.testing.assert_allclose(shift, np.broadcast_to(ranking.data["offset"], shift.shape), rtol=1e-6, atol=1e-12)
+        assert bool(ranking.data["offset"].any()) == (verify > 0)
+
+
+def test_curves_are_not_judged_by_the_controls_own_batch() -> None:
+    """There is nothing to be off from; one gradient at a time, as of a large model, it would be the first to come."""
+    case = make("tanh_mlp")
+    path, probe, other = case.path(4), case.batch(), case.batch()
+    control, watch = path.control(0), path.watch(0, probe)
+    swept = adjoint(watch, watch.slope, watch.range, CPU)
+
+    def error(*pool: Any) -> float:
+        return pool_scores(control, swept, path.trajectory, pool, AtOnce(1)).curve_error
+
+    own = path.steps[0].batch
+    assert math.isnan(error(own))
+    assert error(own, other) == error(other) > 0
 
 
 def test_a_file_of_another_time_is_no_ranking(tmp_path: Path) -> None:

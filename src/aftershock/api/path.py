@@ -31,6 +31,7 @@ from ..errors import (
 )
 from .change import Change
 from .contributions import Contributions, explain
+from .contributions import estimate as estimate_explain
 from .examples import ExampleRanking, rank_examples
 from .progress import Estimate
 from .ranking import VERIFY, Ranking, estimate, rank
@@ -451,3 +452,22 @@ class Path:
         ['-0.0018', '+0.0008', '-0.0004', '-0.0002']
         """
         return explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)
+
+    def estimate_explain(
+        self,
+        probe: Any,
+        *,
+        outcome: int | None = None,
+        change: str = "zero",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
+    ) -> Estimate:
+        """What `explain` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its
+        own.
+
+        The first one measures a few passes of the model and makes the path's check, which `explain` then finds done.
+
+        >>> round(path.estimate_explain(probe, verify=2).gradients)
+        37
+        """
+        return estimate_explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .batches import Batch
+from .batches import Batch, same_batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, total
@@ -156,7 +156,7 @@ def pool_scores(
     exact), and where it has none it is computed from the exact write and its kicks. A batch that uses other parameters
     than the control's has its whole exact difference paired, and the counts of those parameters.
     """
-    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool), at_once)
+    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, pool, at_once)
     size = min(at_once.gradients, len(pool))
     rows = layout.zeros(size)  # one buffer for all: fresh memory costs as much as a gradient
     for first in range(0, len(pool), size):
@@ -171,16 +171,18 @@ class _Scored:
     """Scores of a pool as its gradients pass; kicks wait until enough of them have come together."""
 
     def __init__(
-        self, control: ControlStep, found: Adjoint, trajectory: Trajectory, size: int, at_once: AtOnce
+        self, control: ControlStep, found: Adjoint, trajectory: Trajectory, pool: Sequence[Batch], at_once: AtOnce
     ) -> None:
-        self.control, self.found, self.trajectory, self.size = control, found, trajectory, size
+        self.control, self.found, self.trajectory, self.size = control, found, trajectory, len(pool)
+        # the control's own batch is no change: its gradient, computed once more, may round otherwise
+        self.nothing = [i for i, batch in enumerate(pool) if same_batch(batch, control.step.batch)]
         self.at_once = at_once
         self.sweep = Sweep(trajectory, found.first, found.history)
         self.curves = Curves.of(control, self.sweep)
         self.base, _ = self.curves.read(control, self.curves.reach.own[None])
         self.own = products(control.raw, control.raw)
         outcomes = len(found.horizons)
-        self.response = torch.zeros(size, outcomes, dtype=torch.float64, device=control.raw.device)
+        self.response = torch.zeros(self.size, outcomes, dtype=torch.float64, device=control.raw.device)
         self.sizes: list[Tensor] = []
         self.pairs = 0
         self._beyond: list[Beyond] = []
@@ -206,8 +208,9 @@ class _Scored:
             rows[i] = self.control.raw
             factor[i] = self.control.step.clip.factor
         _reach_moments_(self.control, rows, factor)
-        if self._direct is None and len(odd) < len(rows):
-            self._check(rows, max(set(range(len(rows))) - set(odd), key=self.sizes[-1].tolist().__getitem__), first)
+        usual = {i for i in range(len(rows)) if i not in odd and first + i not in self.nothing}
+        if self._direct is None and usual:
+            self._check(rows, max(usual, key=self.sizes[-1].tolist().__getitem__), first)
         response, largest = self.curves.read(self.control, rows)
         response -= self.base
         for some in self.curves.reach.beyond(rows, largest, self.at_once.pairs):
@@ -265,8 +268,9 @@ class _Scored:
             found = count_responses(self.trajectory, self.found.history, lags, begin, len(self.found.horizons))
             self.response[list(self._odd)] += found.sum(-1).mT.to(self.response)
         share = self.pairs / (self.size * self.control.dynamics.layout.size)
-        by_horizon = self.found.by_horizon(self.response.mT.cpu()).mT
-        return PoolScores(by_horizon, torch.cat(self.sizes).double().cpu(), share, self._curve_error())
+        by_horizon, sizes = self.found.by_horizon(self.response.mT.cpu()).mT, torch.cat(self.sizes).double().cpu()
+        by_horizon[self.nothing], sizes[self.nothing] = 0.0, 0.0
+        return PoolScores(by_horizon, sizes, share, self._curve_error())
 
     def _curve_error(self) -> float:
         """NaN where no batch of the pool differs from the control's."""
