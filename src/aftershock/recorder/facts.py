@@ -101,6 +101,7 @@ class BlameFacts:
     ranked_by: str  # what a step is compared with
     own_left: float  # without the explained step
     own_left_spread: float
+    own_left_so_far: bool  # that run ended once half of the event was there
     replaced_placebos: int
     replaced_placebos_change: int
     kin: bool  # whoever was given batches like its own is of a rare kind of data, beside others of that kind

@@ -98,6 +98,7 @@ def _blame(f: Findings) -> BlameFacts:
         ranked_by=f.main,
         own_left=math.nan if own is None else own.left,
         own_left_spread=math.nan if own is None else own.left_spread,
+        own_left_so_far=own is not None and own.so_far,
         replaced_placebos=len(inquiry.replaced_placebos),
         replaced_placebos_change=sum(not t.keeps for t in inquiry.replaced_placebos),
         kin=inquiry.kin,

@@ -9,7 +9,7 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
-from .words import percent, plus_minus, share_spread
+from .words import percent, plus_minus, share, share_spread
 
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
@@ -107,15 +107,19 @@ def _batch(found: FlightExplanation) -> str:
 def _replaced(found: FlightExplanation) -> str:
     """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     event, blame = found.facts.event, found.facts.blame
-    left = {c.step: (c.left, c.left_spread) for c in found.culprits}
+    own = {c.step: c for c in found.culprits}
     instead = dict(zip(blame.replaced, zip(blame.replaced_left, blame.replaced_left_spread)))
     each = [
         f"with batches like its own in place of step {step}'s, {_without(event, *instead[step])} "
-        f"({left[step][0]:.0%}{share_spread(left[step][1])} without any batch there)"
+        f"({share(own[step].left, own[step].left_spread, so_far=own[step].left_so_far)} without any batch there)"
         for step in blame.blamed
         if step in instead
     ]
-    each += [f"without step {step}, {_without(event, *left[step])}" for step in blame.blamed if step not in instead]
+    each += [
+        f"without step {step}, {_without(event, own[step].left, own[step].left_spread)}"
+        for step in blame.blamed
+        if step not in instead
+    ]
     count, other = blame.replaced_placebos, blame.replaced_placebos_change
     others = f"with such batches in place of those of {count - other} of {count} other steps"
     if blame.kin:
@@ -302,11 +306,10 @@ def _unknown(found: FlightExplanation) -> str:
         said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
-    each = (
-        f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
-    )
+    each = f"each of the {tried} most suspected steps" if tried > 1 else f"step {least.step}, the most suspected,"
+    at_least = " at least" if tried > 1 or least.left_so_far else ""
     stays = f"{least.left:.0%}{share_spread(least.left_spread)} of it stays"
-    seen = f"without {each} {stays}"
+    seen = f"without {each}{at_least} {stays}"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {stays}, and nothing shows that this is special"
         if blame.cleared:
