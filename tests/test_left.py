@@ -38,8 +38,10 @@ def batches() -> list[Batch]:
     return found
 
 
-def trained(without: int | None = None, recorder: ak.FlightRecorder | None = None) -> list[float]:
-    """The losses of a plain loop that does not take one of the steps."""
+def trained(
+    without: int | None = None, recorder: ak.FlightRecorder | None = None, decay: dict[int, float] | None = None
+) -> list[float]:
+    """The losses of a plain loop that does not take one of the steps; another weight decay at some."""
     model = net() if recorder is None else recorder.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2) if recorder is None else recorder.optimizer
     losses = []
@@ -47,6 +49,7 @@ def trained(without: int | None = None, recorder: ak.FlightRecorder | None = Non
         optimizer.zero_grad()
         loss = loss_fn(model, batch)
         losses.append(float(loss.detach()))
+        optimizer.param_groups[0]["weight_decay"] = (decay or {}).get(step, 0.01)
         if step != without:
             loss.backward()
             optimizer.step()
@@ -111,3 +114,16 @@ def test_a_verdict_that_quotes_the_least_says_at_least(tmp_path: Path) -> None:
     (suspect,) = (c for c in found.culprits if c.role == "suspect")
     assert (found.kind, suspect.left_so_far) == ("unknown", True)
     assert f"without step 63, the most suspected, at least {suspect.left:.0%} of it stays" in found.verdict
+
+
+def test_where_a_hyperparameter_did_it_no_treatment_is_left_out(tmp_path: Path) -> None:
+    """Without the step of the wrong weight decay it is gone as well; that blames no batch, and saves no run."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=WINDOW) as recorder:
+        trained(recorder=recorder, decay={70: 90.0})
+    found = ak.explain(recorder, 71)
+    assert (found.kind, found.hyperparameter) == ("hyperparameter", "weight_decay")
+    every = ak.explain(recorder, 71, verify=0).data["treatment"].values.tolist()
+    assert found.data["treatment"].values.tolist() == every
+    assert "not tried" not in str(found)

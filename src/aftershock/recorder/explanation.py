@@ -21,7 +21,7 @@ from . import certificate as trust
 from . import verdict as saying
 from .descriptions import Kept
 from .facts import NAMES, Facts
-from .other_runs import idle_in_words, other_runs, with_an_effect
+from .other_runs import idle_in_words, other_runs, untried_in_words, with_an_effect
 from .quantity import Quantity
 from .words import SO_FAR, plus_minus, share
 
@@ -297,7 +297,8 @@ class FlightExplanation(LabelledResult):
             known = not math.isnan(run.after)
             after = f"{self.quantity} after it {run.after:.4g}{plus_minus(run.after_spread)}" if known else ""
             lines.append(f"  {run.name:<{width}}  {run.word:<{words}} {after}".rstrip())
-        return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
+        rest = [idle_in_words(idle, runs) if idle else "", untried_in_words(self)]
+        return "\n".join([*lines, *(f"  {words}" for words in rest if words)])
 
     def _steps(self) -> str:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""

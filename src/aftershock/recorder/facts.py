@@ -127,12 +127,14 @@ class BlameFacts:
 
 @dataclass(frozen=True)
 class SettingFacts:
-    """Hyperparameters that changed in the window, in words, and what holding each at its former value does."""
+    """Hyperparameters that changed in the window, in words, and what holding each at its former value does; and how
+    many other treatments are not known."""
 
     hyperparameter: str | None  # the one that did it
     condition: str | None  # the change, of it or of one without which the blamed batch would not have done it
     condition_left: float
     condition_left_spread: float
+    untried: int  # treatments that were not tried, because the runs without steps had taken what may be run again
     settings: tuple[str, ...] = along("setting")
     setting_left: tuple[float, ...] = along("setting")
     setting_left_spread: tuple[float, ...] = along("setting")

@@ -132,6 +132,7 @@ def _settings(f: Findings) -> SettingFacts:
         condition=None if f.condition is None else f.changes[f.condition].sentence,
         condition_left=math.nan if f.condition is None else left[f.condition],
         condition_left_spread=math.nan if f.condition is None else spread[f.condition],
+        untried=f.untried,
         settings=tuple(change.sentence for change in f.changes),
         setting_left=tuple(left),
         setting_left_spread=tuple(spread),

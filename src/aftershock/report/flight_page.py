@@ -12,7 +12,7 @@ import numpy as np
 
 from ..recorder.event import BARS
 from ..recorder.explanation import on_scale
-from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, with_an_effect
+from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
 from ..recorder.verdict import CALM, right
 from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
@@ -163,6 +163,8 @@ def _runs(found: FlightExplanation) -> str:
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{text}</th>' for i, text in enumerate(heads))
     telling, idle = with_an_effect(runs)
     rows = "\n".join(_run(run, event.tail) for run in telling) + _idle(idle, runs)
+    if untried := untried_in_words(found):
+        rows += f"\n<tr><td colspan=4>{escape(untried)}.</td></tr>"
     control = f"{event.tail:.4g}{plus_minus(event.tail_spread)}"
     return (
         "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
