@@ -154,6 +154,7 @@ class InstrumentFacts:
     sharpness_bar: float
     not_a_number_said: str
     batch_is_bad: bool  # of the step that is not finite
+    overflows: bool  # its numbers are finite, and the norm of its gradient is not
     refused: str  # why nothing is predicted
     check: str  # of Hessian products
 

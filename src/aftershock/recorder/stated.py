@@ -158,6 +158,7 @@ def _instruments(f: Findings) -> InstrumentFacts:
         sharpness_bar=math.nan if f.sharp is None else f.sharp.threshold,
         not_a_number_said="" if f.nan is None else f.nan.sentence,
         batch_is_bad=f.nan is not None and f.nan.kind in ("batch values", "batch"),
+        overflows=f.nan is not None and f.nan.kind == "overflow",
         refused=f.refused or "",
         check="" if unchecked else str(f.replayed.path.check()),
     )

@@ -322,12 +322,12 @@ def _unknown(found: FlightExplanation) -> str:
 
 
 def _not_a_number(found: FlightExplanation) -> str:
-    event, settings = found.facts.event, found.facts.settings
-    opening = f"The loss or gradient of step {event.asked} is not finite; step {event.explained} is the last finite one"
+    event, settings, overflows = found.facts.event, found.facts.settings, found.facts.instruments.overflows
+    what = "The gradient norm of step {} overflows" if overflows else "The loss or gradient of step {} is not finite"
+    opening = f"{what.format(event.asked)}; step {event.explained} is the last finite one"
     if event.asked == event.explained:
         opening = (
-            f"The loss or gradient of step {event.asked} is not finite, and it is the first recorded step, so that "
-            "no step before it can be asked: "
+            f"{what.format(event.asked)}, and it is the first recorded step, so that no step before it can be asked: "
         ) + (
             "next time start the recorder earlier, from weights whose loss is finite"
             if event.asked
@@ -337,7 +337,8 @@ def _not_a_number(found: FlightExplanation) -> str:
     parts = [f"{opening}."] + ([f"{said[0].upper()}{said[1:]}."] if said else [])
     for change, finite in zip(settings.settings, settings.setting_finite):
         now = "is finite" if finite else "is not finite either"
-        parts.append(f"Before it, {change}: with the former value step {event.asked} {now} (replayed).")
+        which = f"the norm of step {event.asked}" if overflows else f"step {event.asked}"
+        parts.append(f"Before it, {change}: with the former value {which} {now} (replayed).")
     return " ".join(parts)
 
 
