@@ -195,7 +195,9 @@ def _own(found: FlightExplanation) -> str:
         )
     left = (blame.group_left, blame.group_left_spread) if several else (blame.own_left, blame.own_left_spread)
     without = f"{_without(event, *left).capitalize()} without {'them' if several else 'it'}"
-    return f"{opening}: {found.facts.instruments.data_said}. {without}, {_placebos(blame)}."
+    unsure = "" if found.facts.recording.after else " (or the first of other data: what follows was not recorded)"
+    itself = f"{found.facts.instruments.data_said}: it is this batch{unsure}"
+    return f"{opening}: {itself}. {without}, {_placebos(blame)}."
 
 
 def _shift(found: FlightExplanation) -> str:
