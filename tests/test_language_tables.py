@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,15 @@ from aftershock.report.study_page import write_study_page
 from aftershock.studies.cells import Cell
 from aftershock.studies.language import deviations
 from aftershock.studies.language.candidates import Candidates
-from aftershock.studies.language.conditions import conditions, size_label
+from aftershock.studies.language.conditions import conditions, described, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
 from aftershock.studies.language.finite_differences import select, step_curve
 from aftershock.studies.language.measures import language_measures
 from aftershock.studies.language.ranks import pooled_ranks
 from aftershock.studies.paper import TABLES
-from aftershock.studies.results import ResultStore, SystemResults
+from aftershock.studies.results import ResultStore, SystemResults, join_systems
 from aftershock.studies.study import System
-from aftershock.studies.tables import build, markdown, provenance, verdict
+from aftershock.studies.tables import build, markdown, provenance, verdict, write
 from aftershock.studies.verdicts import Measure, judge
 
 from .language_results import (
@@ -327,15 +328,32 @@ def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
     assert deviations._cause(fd, tangent, noise) == cause
 
 
-def test_systems_stand_by_size_in_whatever_order_they_were_run() -> None:
-    given = joined(paper_systems(noise=3e-4))["language"]
-    mixed = given.isel(system=[5, 0, 8, 3, 1, 7, 4, 2, 6])
-    sizes = [one.parameters for one in Candidates(mixed).conditions]
-    assert sizes == sorted(sizes)
-    assert [one.name for one in exponent_deviations(Candidates(mixed))] == [
+def test_systems_stand_by_size_and_values_under_their_names_in_whatever_order_they_were_run(tmp_path: Path) -> None:
+    """The gradient norms rise with the candidate, so that each ρ is that of its system's exact peaks with 0 … 7."""
+    machine = {"machine": "x86_64", "processor": "made-up CPU", "gpu": None, "torch": "0"}
+    systems, wanted = [], {}
+    for i in (5, 0, 8, 3, 1, 7, 4, 2, 6):
+        one = paper_systems(noise=3e-4)[i]
+        name = System(f"{one['model'].item()}-{one['domain'].item()}", 7, 0)
+        systems.append((name, one))
+        peaks = abs(one["response"].sel(answer="exact", scale=1.0)).max("horizon")
+        wanted[name.name] = stats.spearmanr(peaks, np.arange(CHANGES))[0]
+    study = replace(language_study(), systems=tuple(name for name, _ in systems))
+    kept = {name.name: SystemResults({"language": one}, (machine,)) for name, one in systems}
+    results = join_systems(study, kept)
+    found = Candidates(results["language"])
+    assert [one.name for one in exponent_deviations(found)] == [
         f"{size}, {text}" for size in ("410M", "1B", "1.4B") for text in ("CodeParrot", "OpenWebText", "WikiText-103")
     ]
-    said = {one.subject: one.sentence for one in findings(Candidates(mixed))}
+    write(build("language", results), tmp_path, results, study)
+    stored = json.loads((tmp_path / "values.json").read_text())
+    rows = {(cell["row"], cell["column"]): cell["values"] for cell in stored["cells"] if "ranking" in cell["table"]}
+    assert len({*wanted.values()}) > 3
+    assert dict(zip(stored["systems"], rows["Median", "Gradient norm"])) == pytest.approx(wanted, rel=1e-4)
+    listed = described(found.conditions)
+    assert listed.index("410M") < listed.index("1B") < listed.index("1.4B")
+    assert listed in (tmp_path / "tables.md").read_text()
+    said = {one.subject: one.sentence for one in findings(found)}
     assert " 0.0%" not in " ".join(said.values()), "small noise has digits"
 
 

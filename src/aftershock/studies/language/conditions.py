@@ -54,6 +54,15 @@ def conditions(data: xr.Dataset) -> list[Condition]:
     return [_condition(*map(str, row)) for row in zip(*(data[name].values for name in names))]
 
 
+def by_size(data: xr.Dataset) -> xr.Dataset:
+    """Language systems as tables show them: small models first, texts by the alphabet. Others stay as they are."""
+    if "parameters" not in data:
+        return data
+    some = conditions(data)
+    order = sorted(range(len(some)), key=lambda i: (some[i].parameters, some[i].model, some[i].domain.lower()))
+    return data.isel(system=order)
+
+
 def _condition(system: str, model: str, domain: str, weights: str, note: str, parameters: str) -> Condition:
     ours_model, ours_domain = _plain(model), _plain(domain)
     paper_domain = next((name for key, name in PAPER_DOMAINS.items() if ours_domain.startswith(key)), None)
