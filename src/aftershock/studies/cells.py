@@ -14,7 +14,7 @@ from .verdicts import LEVEL, LOST, NOT_RUN, TRIVIAL, Measure, Spread, judge, rep
 if TYPE_CHECKING:
     import numpy as np
 
-SEED = 0  # of the bootstrap
+SEED = 0  # of the bootstrap of the weaker rule
 UNEXPLAINED = "not known why"
 
 
@@ -75,7 +75,7 @@ def cell_of(measure: Measure, quote: Quote | None) -> Cell:
     ours, generator = spread(measure), np.random.default_rng(SEED)
     agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
     judged = quote is not None and replicable(measure, quote)
-    numbers = replications(measure.values, quote, SEED, measure.kind) if quote and judged else ()
+    numbers = replications(measure.values, quote, measure.kind) if quote and judged else ()
     return Cell(
         table=measure.table,
         row=measure.row,
