@@ -21,6 +21,7 @@ from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
 from aftershock.studies.replication import (
+    CALIBRATION,
     COUNT,
     LOWER,
     MEDIAN,
@@ -465,10 +466,27 @@ def test_a_file_says_nothing_could_be_judged_and_where_its_numbers_come_from() -
     few = build("quadratic", made("quadratic", systems=3))
     text = tables.markdown(few, {"study": "quadratic"})
     assert "Nothing could be judged." in text
-    assert "On 192 systems every number replicates" in text  # and not of the three that were run
+    assert "all 16 are shown." in text
+    told = text.replace(CALIBRATION, "")
+    assert not any(f" {count} " in told for count in (48, 192))  # what other runs found is no part of this one's tables
     assert "Nowhere: every number that could be judged agrees." in tables.markdown(
         [cell_of(replace(measure(NINE), table="tab:app_exp1_fidelity"), Quote.of("5.0"))], {"study": "quadratic"}
     )
+
+
+def test_a_card_begins_with_what_differs_and_ends_with_why() -> None:
+    ours = measure(list(np.linspace(0.7, 1.1, 32)), note="a note")  # quartiles 0.8 and 1.0
+    quartile = cell_of(ours, replace(Quote.of("0.905 [0.600, 1.000]"), systems=32))
+    assert [one.holds for one in quartile.replications] == [True, False, True]
+    assert quartile.note.startswith("the lower quartile is 0.8000, the paper's 0.6000: ours less the paper's is ")
+    assert "times the paper's" not in quartile.note
+    assert quartile.note.endswith("; a note; not known why")
+    known = cell_of(replace(ours, reason="shared batches"), replace(Quote.of("0.300"), systems=32))
+    assert known.note.startswith("ours is 3.00 times the paper's; the median, ours less the paper's, is between")
+    assert known.note.endswith("; a note; shared batches")
+    assert cell_of(replace(ours, reason="shared batches"), Quote.of("0.900")).note == "a note"
+    count = cell_of(measure([1.0] * 30 + [0.0] * 2, kind="count"), replace(Quote.of("3 of 32"), systems=32))
+    assert count.note.startswith("the share, ours less the paper's, is between")
 
 
 def test_verdicts_that_would_catch_nothing_are_json_too() -> None:

@@ -69,6 +69,7 @@ class Measure:
     candidates: of how many candidates the values are, where the paper pools those and not systems; else 0.
     whole: of a test that is judged by draws of as many systems as the paper's, what all of our systems say; drawn: of
         how many systems a draw is.
+    reason: why a number that does not replicate may not, where one is known.
     at_rounding: the size below which a number of kind "rounding" or "maximum" is nothing but rounding.
     """
 
@@ -85,6 +86,7 @@ class Measure:
     candidates: int = 0
     whole: float = math.nan
     drawn: int = 0
+    reason: str = ""
 
     @property
     def too_few(self) -> bool:
