@@ -441,9 +441,26 @@ def test_the_page_says_which_models_and_draws_every_figure(
             assert {len(values) for values in frame.values()} == {len(drawing.figure.data)}
     steps = next(d for d in drawings if d.name == "fd-steps").frames["SmolLM2-135M, code"]["y"][-1]
     np.testing.assert_allclose(steps, step_curve(other["language"])["error"].isel(system=2), rtol=1e-3)
+    assert "The paper's language study, on other models" in found.text
+    caption = next(d for d in drawings if d.name == "fd-exponents").caption
+    assert "with semilinear too" in caption  # it misses O(α²), the gradient's bending
     text = markdown(cells, provenance(language_study(), other))
+    assert "median over all candidates of the systems that a row names" in text
+    assert "Each entry is our median over systems" not in text
     assert "SmolLM2-135M" in text.split("##")[0]
     assert list(language_drawings({})) == list(language_files({})) == []
+
+
+def test_the_papers_own_systems_are_a_reproduction_and_fresh_weights_are_named_in_their_rows(tmp_path: Path) -> None:
+    own = joined(paper_systems(noise=3e-4))
+    page = write_study_page(language_study(), own, build("language", own), tmp_path / "paper.html")
+    assert "The paper's language study, reproduced" in Tags.of(page).text
+    fresh = joined([system("pythia-410m", "wikipedia", 405_334_016, "fresh", noise=3e-4)])
+    rows = {cell.row: cell for cell in build("language", fresh) if cell.table == "tab:app_exp3_scale"}
+    assert rows["0.41B, fresh weights"].ours_only
+    assert (rows["0.41B"].ours_text, rows["0.41B"].rule) == ("–", "not run")
+    ranked = {cell.row for cell in build("language", fresh) if cell.table == "tab:app_exp3_ranking"}
+    assert "410M, wikipedia, fresh weights" in ranked
 
 
 def test_the_figures_are_files(other: dict[str, xr.Dataset]) -> None:

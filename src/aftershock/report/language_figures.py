@@ -98,8 +98,9 @@ def _exponents(found: Candidates) -> Drawing:
     finish(figure, "exponent p of the error ∝ αᵖ, α ≤ 1/4", "", 130 + 34 * len(shown))
     rows_down(figure, shown, [name.replace(", ", "<br>", 1) for name in shown])
     caption = (
-        "A smooth response has 2 with any derivative that is exact; semilinear, which is second-order, may have 3. "
-        "An error of the derivative pulls towards 1, float noise of the exact runs towards 0."
+        "A smooth response has 2 with any derivative that is exact, and with semilinear too: it linearizes the "
+        "gradient, whose bending it misses. An error of the derivative pulls towards 1, float noise of the exact runs "
+        "towards 0."
     )
     return Drawing("fd-exponents", "Error exponents: finite differences and exact tangent", caption, figure)
 

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from .study import Study
 
 MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures, "language": language_measures}
-LEGEND = (
-    "Each entry is our median over systems [quartiles], then the paper's number. ≈ marks a number that replicates: "
+ENTRIES = {
+    "language": "Each entry is our median over all candidates of the systems that a row names [quartiles], of rank "
+    "correlations and seconds over the systems, then the paper's number."
+}
+SIGNS = (
+    "≈ marks a number that replicates: "
     "zero lies in the 95 % interval of the difference of two medians, ours and the paper's, each of its own number of "
     "systems. ≠ marks one that does not. ×1.3 is the smallest factor, up or down, by which the number could be wrong "
     "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
@@ -228,7 +232,7 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
         *([f"{made['models']} {POOLED}"] if "models" in made else []),
-        LEGEND,
+        legend(str(made["study"])),
         CALIBRATION,
     ]
     for label, some in by_table(cells).items():
@@ -238,6 +242,12 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts += ["## Rules", "\n".join(f"- **{rule or 'ours'}**: {RULES[rule]}" for rule in used)]
     parts += ["## What made them", "\n".join(f"- {key}: {value}" for key, value in made.items())]
     return "\n\n".join(parts) + "\n"
+
+
+def legend(study_name: str) -> str:
+    """What an entry is, and what its signs mean."""
+    entry = ENTRIES.get(study_name, "Each entry is our median over systems [quartiles], then the paper's number.")
+    return f"{entry} {SIGNS}"
 
 
 def heading(label: str) -> str:

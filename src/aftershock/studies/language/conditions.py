@@ -35,13 +35,18 @@ class Condition:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.domain}"
+        return f"{self.model}, {self.domain}{self._fresh}"
+
+    @property
+    def _fresh(self) -> str:
+        """A row of weights drawn anew must not pass for one of trained ones."""
+        return ", fresh weights" if self.weights == "fresh" else ""
 
     @property
     def size(self) -> str:
         """The row of the tables by size: the paper's label, or the model's name with its size."""
         label = size_label(self.parameters)
-        return label if self.paper_model else f"{self.model} ({label})"
+        return (label if self.paper_model else f"{self.model} ({label})") + self._fresh
 
     @property
     def from_paper(self) -> bool:
