@@ -53,9 +53,9 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
 
 def test_the_tables_of_the_readme_are_those_of_the_measurements() -> None:
     """A row of both begins with the same words, and says the same."""
+    texts = [file.read_text(encoding="utf-8") for file in (README, README.parent / "docs" / "measurements.md")]
     readme, measured = (
-        {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
-        for text in ((README.parent / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measurements.md"))
+        {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")} for text in texts
     )
     shared = {name for name in readme if name in measured} - {"| ---"}
     assert {"| MLP–GELU", "| ResNet with BatchNorm", "| Hessian products in rows, each"} <= shared
