@@ -262,9 +262,20 @@ def test_pooled_candidates_are_counted_where_the_paper_pools_them() -> None:
     quoted = [cell for cell in cells if not cell.ours_only]
     unjudged = [cell for cell in quoted if cell.unjudged]
     assert len(quoted) == 145
-    assert {cell.rule for cell in unjudged} <= {"one number", "run time", "too few systems"}
-    by_size = at(cells, "tab:app_exp3_scale", "0.41B", "Local NRMSE")
-    assert by_size.replications[0].number == "median"
+    by_scale = at(cells, "tab:app_exp3_alpha", "α = 0.25", "NRMSE")
+    assert by_scale.replications[0].number == "median"
+    # 24 candidates at three scales are no 72 numbers, and what one row counts another must not count again
+    rules = {(cell.row, cell.column): cell.rule for cell in unjudged}
+    pooled = {place for place, rule in rules.items() if rule == "pooled scales"}
+    assert pooled == {(size, c) for size in ("0.41B", "1.0B", "1.4B") for c in ("Local NRMSE", "Cosine")} | {
+        (domain, "Local NRMSE") for domain in ("CodeParrot", "OpenWebText", "WikiText-103")
+    }
+    twice = {row for (row, column), rule in rules.items() if rule == "complement" and column == "value"}
+    assert twice == {"Negative extrema", "Systems where exact one-step exceeds ISO-FD"}
+    assert rules["CodeParrot", "Negative extrema"] == "complement"
+    rest = set(rules.values()) - {"pooled scales", "complement"}
+    assert rest <= {"one number", "run time", "too few systems"}
+    assert len(quoted) - len(unjudged) == 76
     share = at(cells, "text:exp3_validity", "α = 0.0625", "ISO Tangent (FD)")
     ours, theirs = share.ours, 67 / 72
     assert share.replications[0].number == "count"

@@ -43,6 +43,7 @@ RANGE, COUNT, SHARE = "range", "count", "share"
 CEILING = 0.0005  # half a unit of 1.000
 RARE = 0.0005  # how likely a number that has a factor may still be of the other sign
 NEVER = 1e-10  # pairs of order statistics less likely than this are left out
+TIED = 1e-7  # to which two chances are one
 ROUNDING = 1e-12  # of the largest difference: nearer than this two are one
 QUANTILES = {MEDIAN: 0.5, LOWER: 0.25, UPPER: 0.75}
 
@@ -282,11 +283,27 @@ def _count(outcomes: np.ndarray, theirs: float, total: float) -> Replication:
     from scipy import stats
 
     ours, n = float(outcomes.sum()), len(outcomes)
-    table = [[ours, n - ours], [theirs, total - theirs]]
-    p = float(stats.fisher_exact(table).pvalue)
+    p, missed = _fisher(int(ours), n, round(theirs), round(total))
     pooled = (ours + theirs) / (n + total)
     error = math.sqrt(pooled * (1 - pooled) * (1 / n + 1 / total))
     distance = ours / n - theirs / total
     reach = float(stats.norm.ppf(1 - LEVEL / 2)) * error
     power = float(stats.norm.ppf(POWER)) * error
-    return Replication(COUNT, p >= LEVEL, distance - reach, distance + reach, catches_difference=reach + power)
+    return Replication(
+        COUNT, p >= LEVEL, distance - reach, distance + reach, catches_difference=reach + power, missed=missed
+    )
+
+
+def _fisher(ours: int, trials: int, theirs: int, total: int) -> tuple[float, float]:
+    """Fisher's p of two counts, and how likely equal shares with as many successes in all have p < LEVEL.
+
+    Counts are few, so that the latter lies well below LEVEL.
+    """
+    import numpy as np
+    from scipy import stats
+
+    both = ours + theirs
+    could = np.arange(max(0, both - total), min(both, trials) + 1)
+    chances = stats.hypergeom(trials + total, both, trials).pmf(could)
+    p = np.array([chances[chances <= chance * (1 + TIED)].sum() for chance in chances])
+    return float(p[could == ours][0]), float(chances[p < LEVEL].sum())
