@@ -18,7 +18,7 @@ from rich.table import Table
 
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
-from aftershock.studies.replication import LOWER, MEDIAN, QUANTILES, UPPER, bounds, draws_of, quantile_draws, saturated
+from aftershock.studies.replication import LOWER, MEDIAN, QUANTILES, UPPER, bounds, laws_of, quantile_law, saturated
 from aftershock.studies.verdicts import Measure
 
 FACTORS = (1.0, 1.3, 1.5)
@@ -90,7 +90,7 @@ def _judge_new(shares: Shares, mine: np.ndarray, quote: Quote) -> None:
         if paper is None:
             continue
         middle = float(np.quantile(known, QUANTILES[name]))
-        low, high = bounds(*draws_of(known, QUANTILES[name], quote, seed=0), quote.half_unit)
+        low, high = bounds(*laws_of(known, QUANTILES[name], quote), quote.half_unit)
         for factor in FACTORS:
             for wrong in {factor, 1 / factor}:
                 shares.judged[factor] += 1
@@ -101,8 +101,8 @@ def _judge_old(shares: Shares, mine: np.ndarray, quote: Quote) -> None:
     """`verdicts.judge` on a median: inside our quartiles, or inside the bootstrap interval of our median."""
     assert quote.value is not None
     ordered = np.sort(mine)
-    resampled = quantile_draws(ordered, len(ordered), 0.5, seed=0)
-    ends = np.quantile(ordered, [0.25, 0.75]), np.quantile(resampled, [0.025, 0.975])
+    resampled = quantile_law(ordered, len(ordered), 0.5)
+    ends = np.quantile(ordered, [0.25, 0.75]), (resampled.quantile(0.025), resampled.quantile(0.975))
     low, high = min(end[0] for end in ends) - quote.half_unit, max(end[1] for end in ends) + quote.half_unit
     for factor in FACTORS:
         for wrong in {factor, 1 / factor}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,15 @@ from aftershock.report.study_page import write_study_page
 from aftershock.studies.cells import Cell
 from aftershock.studies.language import deviations
 from aftershock.studies.language.candidates import Candidates
-from aftershock.studies.language.conditions import conditions, size_label
+from aftershock.studies.language.conditions import conditions, described, size_label
 from aftershock.studies.language.deviations import exponent_deviations, findings, validity
 from aftershock.studies.language.finite_differences import select, step_curve
 from aftershock.studies.language.measures import language_measures
 from aftershock.studies.language.ranks import pooled_ranks
 from aftershock.studies.paper import TABLES
-from aftershock.studies.results import ResultStore, SystemResults
+from aftershock.studies.results import ResultStore, SystemResults, join_systems
 from aftershock.studies.study import System
-from aftershock.studies.tables import build, markdown, provenance, verdict
+from aftershock.studies.tables import build, markdown, provenance, verdict, write
 from aftershock.studies.verdicts import Measure, judge
 
 from .language_results import (
@@ -214,6 +215,8 @@ def test_rankings_channels_signs_and_cost(cells: list[Cell], other: dict[str, xr
         at(cells, "text:exp3_hybrids", "SmolLM2-135M, web", c).ours for c in ("m without its v", "m and v together")
     ]
     assert hybrids == [40.0, 0.0108]
+    one = at(cells, "text:exp3_hybrids", "SmolLM2-135M, web", "m without its v")
+    assert (one.known, "of the first candidate" in one.note) == (False, True)
     assert at(cells, "text:exp3_cost", "All systems", "Seconds").ours == 3 * 28
     assert at(cells, "text:exp3_cost", "SmolLM2-135M (0.13B)", "Peak GPU memory, GiB (ours)").ours == 3
 
@@ -261,9 +264,20 @@ def test_pooled_candidates_are_counted_where_the_paper_pools_them() -> None:
     quoted = [cell for cell in cells if not cell.ours_only]
     unjudged = [cell for cell in quoted if cell.unjudged]
     assert len(quoted) == 145
-    assert {cell.rule for cell in unjudged} <= {"one number", "run time", "too few systems"}
-    by_size = at(cells, "tab:app_exp3_scale", "0.41B", "Local NRMSE")
-    assert by_size.replications[0].number == "median"
+    by_scale = at(cells, "tab:app_exp3_alpha", "α = 0.25", "NRMSE")
+    assert by_scale.replications[0].number == "median"
+    # 24 candidates at three scales are no 72 numbers, and what one row counts another must not count again
+    rules = {(cell.row, cell.column): cell.rule for cell in unjudged}
+    pooled = {place for place, rule in rules.items() if rule == "pooled scales"}
+    assert pooled == {(size, c) for size in ("0.41B", "1.0B", "1.4B") for c in ("Local NRMSE", "Cosine")} | {
+        (domain, "Local NRMSE") for domain in ("CodeParrot", "OpenWebText", "WikiText-103")
+    }
+    twice = {row for (row, column), rule in rules.items() if rule == "complement" and column == "value"}
+    assert twice == {"Negative extrema", "Systems where exact one-step exceeds ISO-FD"}
+    assert rules["CodeParrot", "Negative extrema"] == "complement"
+    rest = set(rules.values()) - {"pooled scales", "complement"}
+    assert rest <= {"one number", "run time", "too few systems"}
+    assert len(quoted) - len(unjudged) == 76
     share = at(cells, "text:exp3_validity", "α = 0.0625", "ISO Tangent (FD)")
     ours, theirs = share.ours, 67 / 72
     assert share.replications[0].number == "count"
@@ -327,15 +341,32 @@ def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
     assert deviations._cause(fd, tangent, noise) == cause
 
 
-def test_systems_stand_by_size_in_whatever_order_they_were_run() -> None:
-    given = joined(paper_systems(noise=3e-4))["language"]
-    mixed = given.isel(system=[5, 0, 8, 3, 1, 7, 4, 2, 6])
-    sizes = [one.parameters for one in Candidates(mixed).conditions]
-    assert sizes == sorted(sizes)
-    assert [one.name for one in exponent_deviations(Candidates(mixed))] == [
+def test_systems_stand_by_size_and_values_under_their_names_in_whatever_order_they_were_run(tmp_path: Path) -> None:
+    """The gradient norms rise with the candidate, so that each ρ is that of its system's exact peaks with 0 … 7."""
+    machine = {"machine": "x86_64", "processor": "made-up CPU", "gpu": None, "torch": "0"}
+    systems, wanted = [], {}
+    for i in (5, 0, 8, 3, 1, 7, 4, 2, 6):
+        one = paper_systems(noise=3e-4)[i]
+        name = System(f"{one['model'].item()}-{one['domain'].item()}", 7, 0)
+        systems.append((name, one))
+        peaks = abs(one["response"].sel(answer="exact", scale=1.0)).max("horizon")
+        wanted[name.name] = stats.spearmanr(peaks, np.arange(CHANGES))[0]
+    study = replace(language_study(), systems=tuple(name for name, _ in systems))
+    kept = {name.name: SystemResults({"language": one}, (machine,)) for name, one in systems}
+    results = join_systems(study, kept)
+    found = Candidates(results["language"])
+    assert [one.name for one in exponent_deviations(found)] == [
         f"{size}, {text}" for size in ("410M", "1B", "1.4B") for text in ("CodeParrot", "OpenWebText", "WikiText-103")
     ]
-    said = {one.subject: one.sentence for one in findings(Candidates(mixed))}
+    write(build("language", results), tmp_path, results, study)
+    stored = json.loads((tmp_path / "values.json").read_text())
+    rows = {(cell["row"], cell["column"]): cell["values"] for cell in stored["cells"] if "ranking" in cell["table"]}
+    assert len({*wanted.values()}) > 3
+    assert dict(zip(stored["systems"], rows["Median", "Gradient norm"])) == pytest.approx(wanted, rel=1e-4)
+    listed = described(found.conditions)
+    assert listed.index("410M") < listed.index("1B") < listed.index("1.4B")
+    assert listed in (tmp_path / "tables.md").read_text()
+    said = {one.subject: one.sentence for one in findings(found)}
     assert " 0.0%" not in " ".join(said.values()), "small noise has digits"
 
 
@@ -393,6 +424,17 @@ def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_seca
     assert "secant" in steps.sentence
     assert "24 of 24 candidates" in steps.sentence
     assert "secant" not in findings(Candidates(other["language"]))[0].sentence
+    # a rule that sees a seventh of the error does not say how good its step is, however small the error
+    near = other["language"].copy(deep=True)
+    slope, turned = near["response"].sel(answer="tangent", scale=1.0), np.random.default_rng(0).standard_normal(HORIZONS)
+    size = (slope**2).sum("horizon") ** 0.5
+    shares = 0.04 * xr.DataArray(1 + np.arange(6) / 7, {"fd_step": STEPS}, "fd_step")  # neighbours differ by a seventh
+    near["fd_derivative"] = (slope + shares * size * xr.DataArray(unit(turned), dims="horizon")).transpose(
+        *near["fd_derivative"].dims
+    )
+    hidden = findings(Candidates(near))[0]
+    assert 0.03 < hidden.value < 0.1  # below the bar, so that it would be called good
+    assert (hidden.level, "secant" in hidden.sentence) == ("care", True)
 
 
 def test_a_validity_that_rises_only_with_finite_differences_is_their_error(other: dict[str, xr.Dataset]) -> None:
@@ -423,9 +465,26 @@ def test_the_page_says_which_models_and_draws_every_figure(
             assert {len(values) for values in frame.values()} == {len(drawing.figure.data)}
     steps = next(d for d in drawings if d.name == "fd-steps").frames["SmolLM2-135M, code"]["y"][-1]
     np.testing.assert_allclose(steps, step_curve(other["language"])["error"].isel(system=2), rtol=1e-3)
+    assert "The paper's language study, on other models" in found.text
+    caption = next(d for d in drawings if d.name == "fd-exponents").caption
+    assert "with semilinear too" in caption  # it misses O(α²), the gradient's bending
     text = markdown(cells, provenance(language_study(), other))
+    assert "median over all candidates of the systems that a row names" in text
+    assert "Each entry is our median over systems" not in text
     assert "SmolLM2-135M" in text.split("##")[0]
     assert list(language_drawings({})) == list(language_files({})) == []
+
+
+def test_the_papers_own_systems_are_a_reproduction_and_fresh_weights_are_named_in_their_rows(tmp_path: Path) -> None:
+    own = joined(paper_systems(noise=3e-4))
+    page = write_study_page(language_study(), own, build("language", own), tmp_path / "paper.html")
+    assert "The paper's language study, reproduced" in Tags.of(page).text
+    fresh = joined([system("pythia-410m", "wikipedia", 405_334_016, "fresh", noise=3e-4)])
+    rows = {cell.row: cell for cell in build("language", fresh) if cell.table == "tab:app_exp3_scale"}
+    assert rows["0.41B, fresh weights"].ours_only
+    assert (rows["0.41B"].ours_text, rows["0.41B"].rule) == ("–", "not run")
+    ranked = {cell.row for cell in build("language", fresh) if cell.table == "tab:app_exp3_ranking"}
+    assert "410M, wikipedia, fresh weights" in ranked
 
 
 def test_the_figures_are_files(other: dict[str, xr.Dataset]) -> None:

@@ -51,6 +51,19 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
     assert not [link for link in links if not (README.parent / link).exists()]
 
 
+def test_the_tables_of_the_readme_are_those_of_the_measurements() -> None:
+    """A row of both begins with the same words, and says the same."""
+    texts = [file.read_text(encoding="utf-8") for file in (README, README.parent / "docs" / "measurements.md")]
+    readme, measured = (
+        {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")} for text in texts
+    )
+    shared = {name for name in readme if name in measured} - {"| ---"}
+    assert {"| MLP–GELU", "| ResNet with BatchNorm", "| Hessian products in rows, each"} <= shared
+    assert len(shared) == 2 + 8 + 5  # two heads, the models, the work
+    for name in shared:
+        assert readme[name] == measured[name]
+
+
 def test_the_doctor_says_what_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = README.read_text()
     block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "def train_step" in b)

@@ -20,6 +20,8 @@ from aftershock.report.study_files import write_figures
 from aftershock.report.study_page import kind_of, write_study_page
 from aftershock.studies.carried import bring_in
 from aftershock.studies.cells import Cell
+from aftershock.studies.paper import TABLES
+from aftershock.studies.replication import replications
 from aftershock.studies.results import load_results
 from aftershock.studies.tables import build, verdict
 
@@ -239,6 +241,25 @@ def test_kept_systems_make_the_tables_and_figures_beside_them(folder: Path, tmp_
     assert drawn
     assert page.count('class="plot"') == len(drawn)
     assert [one.name for one in drawn if escape(one.caption) not in page] == []
+
+
+@pytest.mark.parametrize("study", ["quadratic", "cifar"])
+def test_the_verdicts_in_the_repository_are_those_of_its_values(study: str) -> None:
+    stored, values = (json.loads((STORED / study / f"{name}.json").read_text()) for name in ("tables", "values"))
+    numbers = {(one["table"], one["row"], one["column"]): one["values"] for one in values["cells"]}
+    judged = [cell for cell in stored["cells"] if cell["replications"]]
+    assert len(judged) > 100
+    quotes = {label: table.quotes() for label, table in TABLES.items()}
+    for cell in judged:
+        quote = quotes[cell["table"]][cell["row"], cell["column"]]
+        own = np.array(numbers[cell["table"], cell["row"], cell["column"]], dtype=float)
+        found = replications(own, quote)
+        wanted = [(one["number"], one["holds"], one["saturated"]) for one in cell["replications"]]
+        assert [(one.number, one.holds, one.saturated) for one in found] == wanted, cell
+    known = stored["agreement"]["replication"]
+    said = f"{known['agree']} of {known['judged']} numbers replicate"
+    assert said in (STORED / study / "tables.md").read_text(encoding="utf-8")
+    assert said in (STORED / study / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_results_in_the_repository_stay_small() -> None:

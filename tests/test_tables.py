@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from scipy import stats
 
 from aftershock.errors import InvalidInput
 from aftershock.studies import tables
@@ -20,14 +22,14 @@ from aftershock.studies.measures import SHARE_OF_HORIZONS
 from aftershock.studies.paper import TABLES
 from aftershock.studies.quotes import Quote
 from aftershock.studies.replication import (
+    CALIBRATION,
     COUNT,
     LOWER,
     MEDIAN,
-    MISSED_FEW,
     MISSED_SPARSE,
     RANGE,
     UPPER,
-    quantile_draws,
+    quantile_law,
     replications,
 )
 from aftershock.studies.tables import build
@@ -319,17 +321,27 @@ def quote_of(values: np.ndarray, quartiles: bool = False) -> Quote:
     return Quote("made up", "value", middle, *ends, systems=len(values))
 
 
-def test_draws_of_a_quantile_are_those_of_whole_resamples() -> None:
-    values, rng = np.sort(drawn(48, 0)), np.random.default_rng(1)
-    for count, quantile in ((16, 0.5), (17, 0.5), (32, 0.25), (48, 0.75)):
-        plain = np.quantile(rng.choice(values, (20000, count)), quantile, axis=1)
-        ours = quantile_draws(values, count, quantile, seed=3)
-        levels = [0.025, 0.25, 0.5, 0.75, 0.975]
-        # 2000 draws know these quantiles to a tenth of their spread
-        np.testing.assert_allclose(
-            np.quantile(ours, levels), np.quantile(plain, levels), atol=0.1 * (plain.max() - plain.min())
-        )
-        assert ours.std() == pytest.approx(plain.std(), rel=0.1)
+@pytest.mark.parametrize("quantile", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_the_law_of_a_resampled_quantile_is_that_of_every_resample(count: int, quantile: float) -> None:
+    values = np.array([1.0, 2.0, 2.0, 7.0])
+    every = np.quantile(np.array(list(itertools.product(values, repeat=count))), quantile, axis=1)
+    found = quantile_law(values, count, quantile)
+    assert found.chances.sum() == pytest.approx(1)
+    for x in np.unique(every):
+        assert found.at_most(x + 1e-9) == pytest.approx((every <= x + 1e-9).mean())
+        assert found.below(x - 1e-9) == pytest.approx((every < x - 1e-9).mean())
+    assert found.quantile(0.5) == pytest.approx(np.sort(every)[math.ceil(len(every) / 2) - 1])
+
+
+def test_the_interval_is_that_of_every_pair_of_resamples() -> None:
+    values = np.array([1.0, 1.5, 4.0, 4.5, 9.0])
+    mine = np.median(np.array(list(itertools.product(values, repeat=5))), axis=1)
+    theirs = np.median(np.array(list(itertools.product(values, repeat=3))), axis=1)
+    every = np.sort((theirs[:, None] - mine).ravel())
+    wanted = [every[math.ceil(level * len(every)) - 1] for level in (0.025, 0.975)]
+    (found,) = replications(values, replace(Quote.of("4.00"), systems=3))
+    assert [found.low, found.high] == pytest.approx([wanted[0] - 0.005, wanted[1] + 0.005])
 
 
 @pytest.mark.parametrize(("factor", "accepted"), [(1.0, (0.92, 0.98)), (1.3, (0.25, 0.5)), (1.5, (0.0, 0.15))])
@@ -337,7 +349,7 @@ def test_nineteen_of_twenty_perfect_replications_are_accepted_and_wrong_ones_are
     factor: float, accepted: tuple[float, float]
 ) -> None:
     """Independent draws of one distribution as the paper's 32 systems and our 160: 400 know a share of 0.95 to 0.01."""
-    found = [replications(drawn(160, k), quote_of(drawn(32, 10_000 + k, factor)), seed=0)[0] for k in range(400)]
+    found = [replications(drawn(160, k), quote_of(drawn(32, 10_000 + k, factor)))[0] for k in range(400)]
     share = np.mean([one.holds for one in found])
     assert accepted[0] <= share <= accepted[1]
     caught = np.median([one.catches for one in found])
@@ -346,45 +358,61 @@ def test_nineteen_of_twenty_perfect_replications_are_accepted_and_wrong_ones_are
 
 def test_the_papers_own_spread_widens_the_interval_and_its_quartiles_are_numbers_of_their_own() -> None:
     ours, theirs = drawn(160, 0), drawn(32, 1)
-    plain = replications(ours, quote_of(theirs), seed=0)
-    (own, lower, upper) = replications(ours, quote_of(theirs, quartiles=True), seed=0)
+    plain = replications(ours, quote_of(theirs))
+    (own, lower, upper) = replications(ours, quote_of(theirs, quartiles=True))
     assert [one.number for one in (own, lower, upper)] == [MEDIAN, LOWER, UPPER]
     wide = Quote("made up", "value", float(np.median(theirs)), 0.2, 5.0, systems=32)
-    spreads = [one.high - one.low for one in (plain[0], own, replications(ours, wide, seed=0)[0])]
+    spreads = [one.high - one.low for one in (plain[0], own, replications(ours, wide)[0])]
     assert spreads[2] > 2 * max(spreads[:2])
     assert (own.holds, lower.holds, upper.holds) == (True, True, True)
     wrong = Quote("made up", "value", float(np.median(theirs)), float(np.quantile(theirs, 0.25)) / 2, 1.4, systems=32)
-    assert not replications(ours, wrong, seed=0)[1].holds
-    assert plain[0].missed < replications(drawn(32, 0), quote_of(theirs), seed=0)[0].missed
+    assert not replications(ours, wrong)[1].holds
+    assert plain[0].missed < replications(drawn(32, 0), quote_of(theirs))[0].missed
     few = Quote("made up", "value", float(np.median(theirs)), systems=8)
-    assert replications(ours, few, seed=0)[0].catches > plain[0].catches
+    assert replications(ours, few)[0].catches > plain[0].catches
 
 
 def test_what_does_not_vary_is_not_counted_unless_the_paper_has_another_number() -> None:
-    (same,) = replications(np.array([1.0] * 9 + [0.9]), Quote.of("1.000"), seed=0)
+    (same,) = replications(np.array([1.0] * 9 + [0.9]), Quote.of("1.000"))
     assert (same.holds, same.counted) == (True, False)
-    (still,) = replications(np.array([1.0] * 130 + [0.9] * 62), Quote.of("1.000"), seed=0)  # a lower quartile of 0.9
+    (still,) = replications(np.array([1.0] * 130 + [0.9] * 62), Quote.of("1.000"))  # a lower quartile of 0.9
     assert (still.holds, still.counted) == (True, False)
     # the paper prints the most there is: nothing above it could be caught, so that it says nothing where it holds
     wavering = np.array([1.0] * 40 + [0.95] * 50)
-    (full,) = replications(wavering, Quote.of("1.000"), seed=0)
+    (full,) = replications(wavering, Quote.of("1.000"))
     assert (full.holds, full.counted) == (True, False)
-    (less,) = replications(wavering - 0.1, Quote.of("1.000"), seed=0)
+    (less,) = replications(wavering - 0.1, Quote.of("1.000"))
     assert (less.holds, less.counted) == (False, True)
-    (other,) = replications(np.ones(10), Quote.of("0.938"), seed=0)
+    (other,) = replications(np.ones(10), Quote.of("0.938"))
     assert (other.holds, other.counted) == (False, True)
-    (zero,) = replications(np.random.default_rng(0).standard_normal(32), Quote.of("0.02"), seed=0)
+    (zero,) = replications(np.random.default_rng(0).standard_normal(32), Quote.of("0.02"))
     assert math.isnan(zero.catches)
     assert 0.3 < zero.catches_difference < 2  # two errors of 1.25/√32, added, times 1.96 + 0.84
 
 
 def test_ranges_and_counts_replicate_too() -> None:
     values = drawn(64, 0)
-    near, far = (replications(values, Quote.of(text), seed=0)[0] for text in ("1.2 to 1.5", "2.9 to 3.5"))
+    near, far = (replications(values, Quote.of(text))[0] for text in ("1.2 to 1.5", "2.9 to 3.5"))
     assert (near.number, near.holds, far.holds) == (RANGE, True, False)
     outcomes = np.array([1.0] * 30 + [0.0] * 18)
-    likely, not_likely = (replications(outcomes, Quote.of(text), seed=0)[0] for text in ("9 of 16", "16 of 16"))
+    likely, not_likely = (replications(outcomes, Quote.of(text))[0] for text in ("9 of 16", "16 of 16"))
     assert (likely.number, likely.holds, not_likely.holds) == (COUNT, True, False)
+
+
+@pytest.mark.parametrize(("ours", "trials", "theirs", "total"), [(30, 48, 9, 16), (67, 72, 70, 72), (5, 9, 4, 9)])
+def test_how_often_equal_counts_miss_is_counted_table_by_table(ours: int, trials: int, theirs: int, total: int) -> None:
+    outcomes = np.array([1.0] * ours + [0.0] * (trials - ours))
+    (found,) = replications(outcomes, Quote.of(f"{theirs} of {total}"))
+    both = ours + theirs
+    miss = 0.0
+    for k in range(max(0, both - total), min(both, trials) + 1):
+        p = stats.fisher_exact([[k, trials - k], [both - k, total - both + k]])[1]
+        chance = math.comb(trials, k) * math.comb(total, both - k) / math.comb(trials + total, both)
+        miss += chance * (p < 0.05)
+        if k == ours:
+            assert found.holds == (p >= 0.05)
+    assert found.missed == pytest.approx(miss)
+    assert found.missed < 0.05
 
 
 # --- the whole
@@ -404,8 +432,8 @@ def test_the_share_counts_each_number_once_and_leaves_out_what_says_nothing(quad
     replicated = found["replication"]
     assert replicated["judged"] == len(numbers) > found["judged"] / 2
     assert replicated["agree"] == sum(one.holds for one in numbers)
-    shares = {one.missed for one in numbers}
-    assert shares == {MISSED_FEW, MISSED_SPARSE}  # of counts, and of medians of six systems beside the paper's 32
+    shares = {one.missed for one in numbers if one.number not in (COUNT, RANGE)}
+    assert shares == {MISSED_SPARSE}  # of medians of six systems beside the paper's 32
     assert replicated["expected_misses"] == pytest.approx(sum(one.missed for one in numbers))
     assert sum(len(c.replications) == 3 for c in quadratic) == 6 + 8  # the paper prints their quartiles
     words = tables.verdict(quadratic)
@@ -454,10 +482,27 @@ def test_a_file_says_nothing_could_be_judged_and_where_its_numbers_come_from() -
     few = build("quadratic", made("quadratic", systems=3))
     text = tables.markdown(few, {"study": "quadratic"})
     assert "Nothing could be judged." in text
-    assert "On 192 systems every number replicates" in text  # and not of the three that were run
+    assert "all 16 are shown." in text
+    told = text.replace(CALIBRATION, "")
+    assert not any(f" {count} " in told for count in (48, 192))  # what other runs found is no part of this one's tables
     assert "Nowhere: every number that could be judged agrees." in tables.markdown(
         [cell_of(replace(measure(NINE), table="tab:app_exp1_fidelity"), Quote.of("5.0"))], {"study": "quadratic"}
     )
+
+
+def test_a_card_begins_with_what_differs_and_ends_with_why() -> None:
+    ours = measure(list(np.linspace(0.7, 1.1, 32)), note="a note")  # quartiles 0.8 and 1.0
+    quartile = cell_of(ours, replace(Quote.of("0.905 [0.600, 1.000]"), systems=32))
+    assert [one.holds for one in quartile.replications] == [True, False, True]
+    assert quartile.note.startswith("the lower quartile is 0.8000, the paper's 0.6000: ours less the paper's is ")
+    assert "times the paper's" not in quartile.note
+    assert quartile.note.endswith("; a note; not known why")
+    known = cell_of(replace(ours, reason="shared batches"), replace(Quote.of("0.300"), systems=32))
+    assert known.note.startswith("ours is 3.00 times the paper's; the median, ours less the paper's, is between")
+    assert known.note.endswith("; a note; shared batches")
+    assert cell_of(replace(ours, reason="shared batches"), Quote.of("0.900")).note == "a note"
+    count = cell_of(measure([1.0] * 30 + [0.0] * 2, kind="count"), replace(Quote.of("3 of 32"), systems=32))
+    assert count.note.startswith("the share, ours less the paper's, is between")
 
 
 def test_verdicts_that_would_catch_nothing_are_json_too() -> None:

@@ -98,8 +98,9 @@ def _exponents(found: Candidates) -> Drawing:
     finish(figure, "exponent p of the error ∝ αᵖ, α ≤ 1/4", "", 130 + 34 * len(shown))
     rows_down(figure, shown, [name.replace(", ", "<br>", 1) for name in shown])
     caption = (
-        "A smooth response has 2 with any derivative that is exact; semilinear, which is second-order, may have 3. "
-        "An error of the derivative pulls towards 1, float noise of the exact runs towards 0."
+        "A smooth response has 2 with any derivative that is exact, and with semilinear too: it linearizes the "
+        "gradient, whose bending it misses. An error of the derivative pulls towards 1, float noise of the exact runs "
+        "towards 0."
     )
     return Drawing("fd-exponents", "Error exponents: finite differences and exact tangent", caption, figure)
 
@@ -217,7 +218,7 @@ def _channels(found: Candidates) -> Drawing:
     finish(figure, HORIZON_TITLE, "|change of the probe's loss|")
     decades(figure)
     caption = (
-        "One candidate's difference let into only some of θ, m and v, then run on exactly. m without its v divides new "
+        "The first candidate's difference let into only some of θ, m and v, then run on exactly. m without its v divides new "
         "gradients by an old second moment, which is tiny for rows of rare tokens."
     )
     return Drawing("lm-channels", "Through which memory", caption, figure, ("system",), frames)

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..studies.cells import Cell
+from ..studies.language.conditions import conditions
 from ..studies.paper import TABLES
 from ..studies.replication import CALIBRATION
 from ..studies.tables import (
-    LEGEND,
     NOTHING_JUDGED,
     NOWHERE,
     agreement,
     by_table,
+    legend,
     mark,
     provenance,
     table_line,
@@ -51,8 +52,8 @@ def write_study_page(
 
     library: a file of the plotting library that several pages share; without it the page carries the library.
     """
-    made = provenance(study, results)
-    title = f"The paper's {study.name} study, reproduced"
+    made, tables = provenance(study, results), by_table(cells)
+    title = _title(study.name, results)
     sections = [
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(verdict(cells))}</p>",
         f"{_facts(cells, made)}</header>",
@@ -60,11 +61,17 @@ def write_study_page(
         section("Where they do not agree", _disagreements(cells)),
         *(_drawing(one) for one in drawings(results)),
         *(_drawing(one) for one in language_drawings(results)),
-        section("The paper's tables", _legend(), *(_table(label, some) for label, some in by_table(cells).items())),
+        section("The paper's tables", _legend(study.name), *(_table(label, some) for label, some in tables.items())),
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
     ]
     return write_page(path, title, sections, style=STYLE, script=SCRIPT, library=library)
+
+
+def _title(name: str, results: Mapping[str, xr.Dataset]) -> str:
+    """Where no system is the paper's, nothing of it was reproduced."""
+    other = "language" in results and not any(one.from_paper for one in conditions(results["language"]))
+    return f"The paper's {name} study, {'on other models' if other else 'reproduced'}"
 
 
 def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
@@ -143,10 +150,11 @@ def _tested(cell: Cell) -> str:
     return "".join(parts)
 
 
-def _legend() -> str:
+def _legend(study_name: str) -> str:
     return (
-        f"<p class='story'>{escape(LEGEND)} {escape(CALIBRATION)} <span class='key agrees'>replicates</span> "
-        "<span class='key differs'>does not</span> <span class='key ours'>ours only</span> "
+        f"<p class='story'>{escape(legend(study_name))} {escape(CALIBRATION)} "
+        "<span class='key agrees'>replicates</span> <span class='key differs'>does not</span> "
+        "<span class='key ours'>ours only</span> "
         "<span class='key none'>saturated, by definition, or not judged</span> Click an entry for its rule.</p>"
     )
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .quotes import Quote
-from .replication import COUNT, Replication, replications, sparse
+from .replication import COUNT, LOWER, UPPER, Replication, replications, sparse
 from .verdicts import LEVEL, LOST, NOT_RUN, TRIVIAL, Measure, Spread, judge, replicable, spread
 
 if TYPE_CHECKING:
     import numpy as np
 
-SEED = 0  # of the bootstrap
+SEED = 0  # of the bootstrap of the weaker rule
 UNEXPLAINED = "not known why"
 
 
@@ -75,7 +75,7 @@ def cell_of(measure: Measure, quote: Quote | None) -> Cell:
     ours, generator = spread(measure), np.random.default_rng(SEED)
     agrees, rule = (None, "") if quote is None else judge(measure, quote, generator)
     judged = quote is not None and replicable(measure, quote)
-    numbers = replications(measure.values, quote, SEED, measure.kind) if quote and judged else ()
+    numbers = replications(measure.values, quote, measure.kind) if quote and judged else ()
     return Cell(
         table=measure.table,
         row=measure.row,
@@ -123,26 +123,30 @@ def lone_cell(table: str, row: str, column: str, quote: Quote) -> Cell:
 def _note(
     measure: Measure, quote: Quote | None, ours: Spread, agrees: bool | None, replicated: Sequence[Replication]
 ) -> str:
-    """What is special about the cell; of a disagreement, its size and why, or that nobody knows."""
+    """What is special about the cell; of a disagreement, first what differs and how far, last why, or that nobody
+    knows."""
     wrong = [one for one in replicated if not one.holds]
     if quote is None or not (agrees is False or wrong):
         return measure.note
-    parts = [measure.note] if measure.note else []
-    if quote.kind == "value" and not math.isnan(ours.middle):
+    ends = {LOWER: (ours.low, quote.low), UPPER: (ours.high, quote.high)}
+    parts = [_missed(one, *ends[one.number]) for one in wrong if one.number in ends and replicated[1:]]
+    middle = [one for one in wrong if one is replicated[0]]
+    if quote.kind == "value" and not math.isnan(ours.middle) and (middle or not wrong):
         parts.append(_distance(ours.middle, float(quote.value or 0.0)))
-    parts += [_missed(one) for one in wrong]
-    if quote.kind == "value" and quote.low is not None and quote.high is not None:
+    parts += [_missed(one) for one in middle]
+    if middle and quote.kind == "value" and quote.low is not None and quote.high is not None:
         inside = quote.low <= ours.middle <= quote.high
         parts.append(f"our median lies {'inside' if inside else 'outside'} the paper's own quartiles")
+    parts += [measure.note] if measure.note else []
     if measure.known:
-        parts.append(_why(measure.systems, quote.systems))
+        parts.append(_why(measure, quote.systems))
     return "; ".join(parts)
 
 
-def _why(ours: int, papers: int | None) -> str:
-    if papers is not None and sparse(ours, papers):
-        return f"{ours} systems beside the paper's {papers} are too few to ask why"
-    return UNEXPLAINED
+def _why(measure: Measure, papers: int | None) -> str:
+    if papers is not None and sparse(measure.systems, papers):
+        return f"{measure.systems} systems beside the paper's {papers} are too few to ask why"
+    return measure.reason or UNEXPLAINED
 
 
 # --- words for numbers
@@ -155,9 +159,13 @@ def _distance(ours: float, paper: float) -> str:
     return f"ours less the paper's is {number(ours - paper)}"
 
 
-def _missed(one: Replication) -> str:
+def _missed(one: Replication, ours: float = math.nan, paper: float | None = None) -> str:
+    """The failing number, with both values where the entry itself does not begin with them."""
     word = "share" if one.number == COUNT else one.number
-    return f"the {word}, ours less the paper's, is between {number(one.low)} and {number(one.high)}"
+    reach = f"is between {number(one.low)} and {number(one.high)}"
+    if paper is None:
+        return f"the {word}, ours less the paper's, {reach}"
+    return f"the {word} is {number(ours)}, the paper's {number(paper)}: ours less the paper's {reach}"
 
 
 def number(value: float) -> str:

@@ -214,6 +214,7 @@ def measured(
     known: bool = True,
     note: str = "",
     at_rounding: float = 0.0,
+    reason: str = "",
 ) -> Measure:
     numbers: np.ndarray = values.values.astype(float)
-    return Measure(table, row, column, numbers, len(numbers), kind, known, note, at_rounding)
+    return Measure(table, row, column, numbers, len(numbers), kind, known, note, at_rounding, reason=reason)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import InvalidFile, InvalidInput, StudyStopped
 from ..extras import require
 from ..results.files import malformed
+from .language.conditions import by_size
 from .study import Study, System
 
 if TYPE_CHECKING:
@@ -274,7 +275,8 @@ def join_systems(study: Study, results: Mapping[str, SystemResults]) -> dict[str
             join="exact",
             combine_attrs="drop",
         )
-        joined[setting] = data[sorted(map(str, data.data_vars))].assign_attrs(attrs)  # zarr does not keep their order
+        variables = sorted(map(str, data.data_vars))  # zarr does not keep their order
+        joined[setting] = by_size(data[variables]).assign_attrs(attrs)
     return joined
 
 

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from .study import Study
 
 MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures, "language": language_measures}
-LEGEND = (
-    "Each entry is our median over systems [quartiles], then the paper's number. ≈ marks a number that replicates: "
+ENTRIES = {
+    "language": "Each entry is our median over all candidates of the systems that a row names [quartiles], of rank "
+    "correlations and seconds over the systems, then the paper's number."
+}
+SIGNS = (
+    "≈ marks a number that replicates: "
     "zero lies in the 95 % interval of the difference of two medians, ours and the paper's, each of its own number of "
     "systems. ≠ marks one that does not. ×1.3 is the smallest factor, up or down, by which the number could be wrong "
     "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
@@ -46,23 +50,11 @@ MARKS = {True: "✓", False: "✗", None: "?"}
 NOTHING_JUDGED, NOWHERE = "Nothing could be judged.", "Nowhere: every number that could be judged agrees."
 ALONE = {"language": LANGUAGE}  # tables of systems that may not be at hand: their numbers stand there all the same
 SHOWN_SEEDS = 4
-# What was tried where the paper leaves its protocol open. Ratios of ours to the paper's are geometric means over the
-# M and ARE of a table, on 192 systems; the paper's own medians of 32 systems vary by about 0.15 in the logarithm.
-OBSERVED = {
-    "tab:app_exp1_state_interventions": "Which candidates the paper selected is not known; all 16 are shown. On 192 "
-    "systems every number replicates: ours is 1.11 times the paper's in M and ARE (root mean square of the logarithm "
-    "0.17) and 1.08 times in h*. With the first 8 the size fits best, 0.98 times (0.14), but h* is 1.15 times and five "
-    "numbers do not replicate; with the first 4, the first 12 and the last 8 candidates it is 0.84, 1.06 and 1.21 "
-    "times (0.21, 0.15, 0.23).",
-    "tab:app_exp1_persistence": "Shown: a quarter of the shock, all 16 candidates; v moved coordinate by coordinate "
-    "to the same first displacement. On 192 systems the sweep of m is 1.03 times the paper's (0.07), that of v 1.2 "
-    "to 2.7 times, 1.5 at 0.999, where every rule is the identity. Tried for v: the exact deviation of 1/8, 1/4, 1/2 "
-    "and the whole shock, its tangent, and a quarter of the whole shock's deviation; equal displacements by "
-    "coordinate or in the norm, exactly or linearly, or none; the first 2, 4, 6, 8, 12, the last 8 and all "
-    "candidates. What fits both tables best is a quarter of the whole shock's deviation, one factor per candidate "
-    "for an equal norm, and the first 8 candidates: v 1.15 times the paper's (0.17), its h* 0.97 times, m 0.88 times "
-    "(0.14), the channels 0.98. With all 16 candidates v is 1.34 times (0.31), with the first 4 1.03 (0.12), and "
-    "then m is 0.73 times.",
+# What is shown where the paper leaves its protocol open.
+SHOWN = {
+    "tab:app_exp1_state_interventions": "Which candidates the paper selected is not known; all 16 are shown.",
+    "tab:app_exp1_persistence": "Shown: a quarter of the shock, all 16 candidates; v moved coordinate by coordinate to "
+    "the same first displacement.",
 }
 
 
@@ -240,7 +232,7 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
         *([f"{made['models']} {POOLED}"] if "models" in made else []),
-        LEGEND,
+        legend(str(made["study"])),
         CALIBRATION,
     ]
     for label, some in by_table(cells).items():
@@ -250,6 +242,12 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts += ["## Rules", "\n".join(f"- **{rule or 'ours'}**: {RULES[rule]}" for rule in used)]
     parts += ["## What made them", "\n".join(f"- {key}: {value}" for key, value in made.items())]
     return "\n\n".join(parts) + "\n"
+
+
+def legend(study_name: str) -> str:
+    """What an entry is, and what its signs mean."""
+    entry = ENTRIES.get(study_name, "Each entry is our median over systems [quartiles], then the paper's number.")
+    return f"{entry} {SIGNS}"
 
 
 def heading(label: str) -> str:
@@ -266,9 +264,9 @@ def by_table(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def table_line(cells: Sequence[Cell]) -> str:
-    """A table's count, how many a perfect replication would miss, and what was tried where its protocol is open."""
+    """A table's count, how many a perfect replication would miss, and what is shown where its protocol is open."""
     words = replication_words(replicated(cells))
-    return f"{words[:1].upper()}{words[1:]}. {OBSERVED.get(cells[0].table, '')}".rstrip()
+    return f"{words[:1].upper()}{words[1:]}. {SHOWN.get(cells[0].table, '')}".rstrip()
 
 
 def mark(cell: Cell) -> str:

@@ -17,6 +17,7 @@ FEWEST_SYSTEMS = 4  # below it quartiles say nothing
 LEVEL = 0.05
 FACTOR = 10.0  # values at rounding agree within an order of magnitude
 LOST, NOT_RUN = "lost in noise", "not run"
+POOLED_SCALES, COMPLEMENT = "pooled scales", "complement"
 TRIVIAL = ("by definition", "tied in both")  # true of any implementation: shown, and not counted
 
 REPLICABLE = (  # kinds of a measure and of a quote
@@ -49,6 +50,8 @@ RULES = {
     "not judged",
     "weaker test": "a test of fewer systems than the paper's: not judged",
     "one number": "one number without a spread of its own: not judged",
+    POOLED_SCALES: "candidates at several scales together, which do not vary by themselves: not judged",
+    COMPLEMENT: "all that another row does not count: judged there",
     "run time": "seconds on another machine: not judged",
     LOST: "rounding alone moves the loss as much as most of these responses do: not judged, and blank where nothing is "
     "left",
@@ -69,6 +72,7 @@ class Measure:
     candidates: of how many candidates the values are, where the paper pools those and not systems; else 0.
     whole: of a test that is judged by draws of as many systems as the paper's, what all of our systems say; drawn: of
         how many systems a draw is.
+    reason: why a number that does not replicate may not, where one is known.
     at_rounding: the size below which a number of kind "rounding" or "maximum" is nothing but rounding.
     """
 
@@ -85,6 +89,7 @@ class Measure:
     candidates: int = 0
     whole: float = math.nan
     drawn: int = 0
+    reason: str = ""
 
     @property
     def too_few(self) -> bool:

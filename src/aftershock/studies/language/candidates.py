@@ -31,14 +31,7 @@ class Candidates:
     so is every candidate at a scale where most of its system's are lost in noise.
     """
 
-    given: xr.Dataset
-
-    @cached_property
-    def data(self) -> xr.Dataset:
-        """Small models first, texts by the alphabet."""
-        some = conditions(self.given)
-        order = sorted(range(len(some)), key=lambda i: (some[i].parameters, some[i].model, some[i].domain.lower()))
-        return self.given.isel(system=order)
+    data: xr.Dataset
 
     @cached_property
     def conditions(self) -> list[Condition]:

@@ -35,13 +35,18 @@ class Condition:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.domain}"
+        return f"{self.model}, {self.domain}{self._fresh}"
+
+    @property
+    def _fresh(self) -> str:
+        """A row of weights drawn anew must not pass for one of trained ones."""
+        return ", fresh weights" if self.weights == "fresh" else ""
 
     @property
     def size(self) -> str:
         """The row of the tables by size: the paper's label, or the model's name with its size."""
         label = size_label(self.parameters)
-        return label if self.paper_model else f"{self.model} ({label})"
+        return (label if self.paper_model else f"{self.model} ({label})") + self._fresh
 
     @property
     def from_paper(self) -> bool:
@@ -52,6 +57,15 @@ def conditions(data: xr.Dataset) -> list[Condition]:
     """The conditions of a joined dataset, system by system."""
     names = ("system", "model", "domain", "weights", "note", "parameters")
     return [_condition(*map(str, row)) for row in zip(*(data[name].values for name in names))]
+
+
+def by_size(data: xr.Dataset) -> xr.Dataset:
+    """Language systems as tables show them: small models first, texts by the alphabet. Others stay as they are."""
+    if "parameters" not in data:
+        return data
+    some = conditions(data)
+    order = sorted(range(len(some)), key=lambda i: (some[i].parameters, some[i].model, some[i].domain.lower()))
+    return data.isel(system=order)
 
 
 def _condition(system: str, model: str, domain: str, weights: str, note: str, parameters: str) -> Condition:

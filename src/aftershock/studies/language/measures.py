@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...results.statistics import FEWEST
 from ...results.summaries import summarize
 from ..measures import LOCAL, Results
-from ..verdicts import LOST, Measure
+from ..verdicts import COMPLEMENT, LOST, POOLED_SCALES, Measure
 from .candidates import FD, PREDICTIONS, Candidates
 from .conditions import Condition, comparable
 from .finite_differences import IDENTIFIABLE, selected_error, step_curve, step_error
@@ -44,6 +44,8 @@ FITTED = (
 OTHER, ALONE, TIME = "other model", "one number", "run time"  # rules of verdicts.py for what is not judged
 NOISE_SHARE = "Float noise over the response (ours)"
 LOST_CANDIDATES = "Candidates lost in noise (ours)"
+FIRST = "of the first candidate: the paper does not say of which"
+STEP_EXCEEDS = "Systems where exact one-step exceeds ISO-FD"
 GIB = 2**30
 
 
@@ -98,8 +100,10 @@ class _Rows:
         known: bool = True,
         note: str = "",
         at: Sequence[float] | np.ndarray = (),
+        unjudged: str = "",
     ) -> Measure:
-        """values: flattened, and what is undefined left out. at: the scales that they come from."""
+        """values: flattened, and what is undefined left out. at: the scales that they come from. unjudged: the rule
+        by which the number is not judged, even where its systems are the paper's."""
         import numpy as np
 
         flat = np.asarray(values, dtype=float).ravel()
@@ -112,7 +116,7 @@ class _Rows:
             "" if self.judged else f"of {'; '.join(c.name for c in self.conditions)}",
             f"left out where most candidates are lost in noise: {drowned}" if drowned else "",
         )
-        rule = LOST if drowned else OTHER if not self.judged else ALONE if kind == "number" else ""
+        rule = LOST if drowned else OTHER if not self.judged else ALONE if kind == "number" else unjudged
         words = "; ".join(part for part in notes if part)
         pooled = len(flat) if kind in ("systems", "upper quartile", "share", "count") else 0
         return Measure(
@@ -177,9 +181,9 @@ def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
         scales = local["scale"].values
         for answer in PREDICTIONS:
             at, name = {"answer": answer}, row + SUFFIX[answer]
-            yield made(name, "Local NRMSE", local["nrmse"].sel(at), at=scales)
+            yield made(name, "Local NRMSE", local["nrmse"].sel(at), at=scales, unjudged=POOLED_SCALES)
             if by == "size":
-                yield made(name, "Cosine", local["cosine"].sel(at), at=scales)
+                yield made(name, "Cosine", local["cosine"].sel(at), at=scales, unjudged=POOLED_SCALES)
                 yield made(name, "Valid 0.25", own["valid"].sel({**at, "scale": LOCAL}), "share", at=[LOCAL])
             yield made(name, "Valid 1", own["valid"].sel({**at, "scale": largest}), "share")
             if by == "size" and found.magnitude.sizes["change"] >= FEWEST:
@@ -187,7 +191,7 @@ def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
         if by == "domain":
             signs = summarize(found.full.isel(system=places))["peak_sign"]
             yield made(row, "Positive extrema", signs > 0, "count")
-            yield made(row, "Negative extrema", signs < 0, "count")
+            yield made(row, "Negative extrema", signs < 0, "count", unjudged=COMPLEMENT)
 
 
 def _exponents(found: Candidates) -> Iterator[Measure]:
@@ -219,13 +223,14 @@ def _ranking_text(found: Candidates) -> Iterator[Measure]:
         "Systems where ISO-FD exceeds the gradient norm": (own, rho.sel(score="gradient_norm")),
         "Systems where ISO-FD exceeds the parameter write": (own, rho.sel(score="write_norm")),
         "Systems where ISO-FD exceeds exact one-step": (own, step),
-        "Systems where exact one-step exceeds ISO-FD": (step, own),
+        STEP_EXCEEDS: (step, own),
         "Systems where the exact tangent exceeds exact one-step (ours)": (rho.sel(score="tangent"), step),
         "Systems where semilinear exceeds exact one-step (ours)": (rho.sel(score="semilinear"), step),
     }
     for row, (larger, smaller) in counted.items():
         # rank correlations of the same order may differ by rounding
-        yield made(row, "value", (larger > smaller + 1e-12).where((larger + smaller).notnull()), "count")
+        exceeds = (larger > smaller + 1e-12).where((larger + smaller).notnull())
+        yield made(row, "value", exceeds, "count", unjudged=COMPLEMENT if row == STEP_EXCEEDS else "")
     score = {name: found.scores.sel(score=name) for name in (*PREDICTIONS, "one_step")}
     pooled = {name: pooled_ranks(score[name], score["one_step"], found.magnitude) for name in PREDICTIONS}
     numbers = {
@@ -245,7 +250,7 @@ def _signs(found: Candidates) -> Iterator[Measure]:
     made, signs = _Rows(found, "text:exp3_signs"), summarize(found.full)["peak_sign"]
     right = found.errors["sign"].sel(scale=float(found.errors["scale"].max()))
     yield made("Positive extrema", "value", signs > 0, "count")
-    yield made("Negative extrema", "value", signs < 0, "count")
+    yield made("Negative extrema", "value", signs < 0, "count", unjudged=COMPLEMENT)
     rows = {
         FD: "ISO-FD recovers",
         "tangent": "the exact tangent recovers (ours)",
@@ -260,7 +265,7 @@ def _hybrids(found: Candidates) -> Iterator[Measure]:
     for row, places in groups(found, "name").items():
         made = _Rows(found, "text:exp3_hybrids", places, 1)
         for channel, column in HYBRIDS.items():
-            yield made(row, column, peaks.sel(channel=channel).isel(system=places))
+            yield made(row, column, peaks.sel(channel=channel).isel(system=places), known=False, note=FIRST)
 
 
 def _statements(found: Candidates) -> Iterator[Measure]:
