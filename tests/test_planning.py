@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -593,9 +594,9 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
     path, others, probe = ready("cnn", together=False, keep="states")
     pool, seen, scores = 300 * others, list[int](), examples.example_scores
 
-    def counted(control: object, direction: Tensor, batch: tuple[Tensor, Tensor], where: str, chunk: int) -> Tensor:
+    def counted(control: object, direction: Tensor, batch: tuple[Tensor, Tensor], *others: Any, **named: Any) -> Tensor:
         seen.append(len(batch[1]))
-        return scores(control, direction, batch, where, chunk)
+        return scores(control, direction, batch, *others, **named)
 
     monkeypatch.setattr(examples, "example_scores", counted)
     alone = path.rank_examples(pool, probe, verify=0).data["predicted"].values
@@ -609,7 +610,7 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
 
     def held(count: int) -> int:
         batch = torch.randn(count, 3, 16, 16), torch.zeros(count, dtype=torch.long)
-        return measured(lambda: scores(control, direction, batch, "", count))[0]
+        return measured(lambda: scores(control, direction, batch, "", count, weight=None, tested=examples.SPREAD))[0]
 
     limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
     assert 1024 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 2000
