@@ -215,6 +215,8 @@ def test_rankings_channels_signs_and_cost(cells: list[Cell], other: dict[str, xr
         at(cells, "text:exp3_hybrids", "SmolLM2-135M, web", c).ours for c in ("m without its v", "m and v together")
     ]
     assert hybrids == [40.0, 0.0108]
+    one = at(cells, "text:exp3_hybrids", "SmolLM2-135M, web", "m without its v")
+    assert (one.known, "of the first candidate" in one.note) == (False, True)
     assert at(cells, "text:exp3_cost", "All systems", "Seconds").ours == 3 * 28
     assert at(cells, "text:exp3_cost", "SmolLM2-135M (0.13B)", "Peak GPU memory, GiB (ours)").ours == 3
 
@@ -422,6 +424,18 @@ def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_seca
     assert "secant" in steps.sentence
     assert "24 of 24 candidates" in steps.sentence
     assert "secant" not in findings(Candidates(other["language"]))[0].sentence
+    # a rule that sees a seventh of the error does not say how good its step is, however small the error
+    near = other["language"].copy(deep=True)
+    slope = near["response"].sel(answer="tangent", scale=1.0)
+    turned = np.random.default_rng(0).standard_normal(HORIZONS)
+    size = (slope**2).sum("horizon") ** 0.5
+    shares = 0.04 * xr.DataArray(1 + np.arange(6) / 7, {"fd_step": STEPS}, "fd_step")  # neighbours differ by a seventh
+    near["fd_derivative"] = (slope + shares * size * xr.DataArray(unit(turned), dims="horizon")).transpose(
+        *near["fd_derivative"].dims
+    )
+    hidden = findings(Candidates(near))[0]
+    assert 0.03 < hidden.value < 0.1  # below the bar, so that it would be called good
+    assert (hidden.level, "secant" in hidden.sentence) == ("care", True)
 
 
 def test_a_validity_that_rises_only_with_finite_differences_is_their_error(other: dict[str, xr.Dataset]) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PIECE = "all"
 SETTING = "language"
-HYBRID = 0  # the candidate whose hybrids are run
+HYBRID = 0  # the candidate whose hybrids are run; the paper does not say which
 PREDICTIONS = ("semilinear", "tangent")
 ANSWERS = ("exact", *PREDICTIONS)
 
