@@ -426,7 +426,8 @@ def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_seca
     assert "secant" not in findings(Candidates(other["language"]))[0].sentence
     # a rule that sees a seventh of the error does not say how good its step is, however small the error
     near = other["language"].copy(deep=True)
-    slope, turned = near["response"].sel(answer="tangent", scale=1.0), np.random.default_rng(0).standard_normal(HORIZONS)
+    slope = near["response"].sel(answer="tangent", scale=1.0)
+    turned = np.random.default_rng(0).standard_normal(HORIZONS)
     size = (slope**2).sum("horizon") ** 0.5
     shares = 0.04 * xr.DataArray(1 + np.arange(6) / 7, {"fd_step": STEPS}, "fd_step")  # neighbours differ by a seventh
     near["fd_derivative"] = (slope + shares * size * xr.DataArray(unit(turned), dims="horizon")).transpose(

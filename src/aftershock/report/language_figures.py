@@ -218,8 +218,8 @@ def _channels(found: Candidates) -> Drawing:
     finish(figure, HORIZON_TITLE, "|change of the probe's loss|")
     decades(figure)
     caption = (
-        "The first candidate's difference let into only some of θ, m and v, then run on exactly. m without its v divides new "
-        "gradients by an old second moment, which is tiny for rows of rare tokens."
+        "The first candidate's difference let into only some of θ, m and v, then run on exactly. m without its v "
+        "divides new gradients by an old second moment, which is tiny for rows of rare tokens."
     )
     return Drawing("lm-channels", "Through which memory", caption, figure, ("system",), frames)
 
