@@ -129,3 +129,28 @@ def test_a_whole_graph_is_the_one_without_a_recorder(tmp_path: Path) -> None:
     assert len(graphs) == 2
     assert graphs[0] == graphs[1]
     assert len(graphs[0]) > 3
+
+
+@pytest.mark.parametrize("how", ["whole", "inside", "method"])
+def test_masks_that_compiled_code_draws_are_told_when_recording_begins(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch._inductor.config as inductor
+
+    def said(dropout: float, *, fallback: bool = False) -> bool:
+        model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if how == "whole":
+            model = torch.compile(model)  # type: ignore[assignment]
+        elif how == "inside":
+            model[1] = torch.compile(model[1])  # type: ignore[index]
+        else:
+            model.compile()
+        recorder = ak.FlightRecorder(model, optimizer, lambda m, x: m(x).sum(), tmp_path / f"{dropout}{fallback}")
+        with inductor.patch(fallback_random=fallback), recorder:
+            pass
+        return "fallback_random" in capsys.readouterr().err
+
+    assert said(0.1)
+    assert not said(0.1, fallback=True)
+    assert not said(0.0)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.batches import Batch
@@ -24,6 +25,10 @@ from ..core.uses import closure_of
 REMEDY = (
     "call recorder.before_forward() in the loop, right before loss_fn, or draw these numbers where the batch is made, "
     "and let them be a part of it"
+)
+COMPILED = (
+    "torch.compile draws dropout masks in its own way, which no replay repeats; with "
+    "torch._inductor.config.fallback_random = True before the first step it draws them as the plain model does"
 )
 NAMES = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
@@ -52,6 +57,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)
+
+
+def draws_compiled(model: nn.Module) -> bool:
+    """May compiled code draw dropout masks in its own way, as inductor does unless it is told otherwise?"""
+    config = sys.modules.get("torch._inductor.config")
+    parts = list(model.modules())
+    compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts)
+    drops = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 and part.training for part in parts)
+    return compiled and drops and not getattr(config, "fallback_random", False)
 
 
 class _Called(BaseException):

@@ -16,7 +16,7 @@ from ..core.gradient_causes import EDITED, NOT_ZEROED, UNRECORDED, chosen, other
 from ..core.reductions import norms
 from ..core.state_causes import WRITTEN
 from ..core.trajectory import Trajectory
-from .draws import REMEDY, drawn_before_the_model
+from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
@@ -43,9 +43,9 @@ DRAWN = Cause(
 
 OTHER_MASKS = Cause(
     "random",
-    "the loss draws random numbers (dropout, noise), and may have drawn others than the replay does: the model was "
-    "called with gradients before the forward pass that is recorded, as where another network is trained through it; "
-    f"or something else than the optimizer writes to the weights; or {ANOTHER_RUN.text}",
+    f"the loss draws random numbers (dropout, noise), and may have drawn others than the replay does: {COMPILED}; or "
+    "the model was called with gradients before the forward pass that is recorded, as where another network is trained "
+    f"through it; or something else than the optimizer writes to the weights; or {ANOTHER_RUN.text}",
     "call recorder.before_forward() right before the forward pass whose loss step() is given; averages that are "
     f"swapped in are not modelled; else {ANOTHER_RUN.remedy}",
 )

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.capture import unwrapped
 from ..core.randomness import NumpyState, RandomState
-from .draws import REMEDY, may_draw
+from .draws import COMPILED, REMEDY, draws_compiled, may_draw
 from .observing import Observer
 from .records import Forward
 from .triggers import say
@@ -49,6 +49,8 @@ class Passes:
 
     def watch(self, hook: Callable[[nn.Module, object], None]) -> None:
         """Let the hook be called before the model and each of its parts."""
+        if draws_compiled(self.model):
+            say(f"this recording may not be explained later: {COMPILED}")
         self._handles = [self.model.register_forward_pre_hook(Observer(hook))]
         self._part_handles = [part.register_forward_pre_hook(Observer(hook)) for part in parts_of(self.model)]
 
