@@ -16,6 +16,9 @@ from aftershock.report.figures import loss_figure
 from aftershock.results.certificate import TRUST, Certificate, Finding, Trust, certify
 from aftershock.results.fidelity import nrmse, sign_agreement, symmetric_error, trusted_horizon, validity_radius
 
+from .cases import make
+
+ANSWERS = ("exact", "semilinear", "tangent")
 INF, NAN = math.inf, math.nan
 pytestmark = pytest.mark.filterwarnings("error")  # NumPy's warnings of NaN and overflow are bugs here
 
@@ -206,13 +209,44 @@ def test_changes_that_cannot_be_told_from_noise_are_named() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-9])
 def test_a_response_of_nothing(noise: float) -> None:
+    """0 = 0 is right, and has no sign that rounding could hide."""
     certificate = certify(dataset({"exact": [0.0, 0.0], "tangent": [0.0, 0.0]}, noise=noise))
     found = by_subject(certificate)
-    assert "cannot be measured" in found["tangent"].sentence
-    assert (found["tangent"].level, found["tangent"].value) == ("bad", None)
+    assert (found["tangent"].level, found["tangent"].value) == ("ok", 0.0)
+    assert "trust it. It is exactly 0, and so is the exact response." in found["tangent"].sentence
+    assert (found["noise"].level, found["noise"].value) == ("note", None)
+    assert "no change has any response" in found["noise"].sentence
     assert "nan" not in str(certificate)
-    if noise:
-        assert found["noise"].level == "bad"
+
+
+def test_a_response_of_nothing_beside_others_is_left_out() -> None:
+    rows = {"exact": [[0.0, 0.0], [1.0, 2.0]], "tangent": [[0.0, 0.0], [1.0, 2.1]]}
+    beside, alone = (certify(dataset({k: v[i:] for k, v in rows.items()}, noise=1e-9)) for i in (0, 1))
+    assert beside.level == "ok"
+    for subject in ("tangent", "noise"):
+        assert by_subject(beside)[subject].level in ("ok", "note")
+        assert by_subject(beside)[subject].value == by_subject(alone)[subject].value
+        assert by_subject(beside)[subject].sentence == by_subject(alone)[subject].sentence
+
+
+def test_a_prediction_of_something_where_nothing_happens_is_wrong() -> None:
+    """Beside a right one, and alone; and a response of something that is predicted as nothing."""
+    for other in ([], [[1.0, 2.0]]):
+        found = by_subject(certify(dataset({"exact": [[0.0, 0.0], *other], "tangent": [[0.0, 1.0], *other]})))
+        assert found["tangent"].level == "bad"
+        assert ("for c0" in found["tangent"].sentence) == bool(other)
+        assert found["noise"].level == ("care" if other else "bad"), "rounding may have swallowed it"
+    missed = by_subject(certify(dataset({"exact": [1.0, 2.0], "tangent": [0.0, 0.0]})))["tangent"]
+    assert (missed.level, missed.value) == ("bad", 1.0)
+
+
+def test_the_controls_own_batch_beside_another() -> None:
+    case = make("tanh_mlp")
+    batches, probe = case.batches(4), case.batch()
+    response = case.point().follow(batches).replace([batches[0], case.batch()]).response(probe, answers=ANSWERS)
+    assert not response.exact.isel(change=0).values.any()
+    assert "do not trust" not in str(response.certificate.findings[0])
+    assert "replace 0" not in str(response.certificate)
 
 
 # --- runs that leave the finite numbers

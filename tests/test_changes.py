@@ -183,6 +183,17 @@ def test_skip_zero_and_minus_g_are_three_changes() -> None:
     torch.testing.assert_close(torch.tensor(zero.sel(exact).values), torch.tensor(minus.sel(exact).values))
 
 
+def test_a_steps_own_gradient_can_be_taken_away() -> None:
+    """`path.control(at).raw` has room between parameters, and was refused for its length."""
+    case = make("tanh_mlp")
+    path, probe = case.path(4), case.batch()
+    raw = path.control(1).raw
+    assert len(raw) > path.point.loss.layout.size
+    without, zeroed = (change.response(probe).exact.values for change in (path.perturb(-raw, at=1), path.zero(at=1)))
+    assert abs(zeroed).max() > 1e-6
+    assert (without == zeroed).all()
+
+
 def test_perturb_takes_vectors_mappings_and_lists() -> None:
     case = make("tanh_mlp")
     path = case.path(3)

@@ -157,7 +157,7 @@ def test_a_harmful_forecast_is_listened_to(bad: float, told: str) -> None:
             self.taken.append(batch)
 
     size = demo.QUICK
-    forecasts = tuple(Forecast(xr.Dataset({"largest_increase": x, "at": at})) for x, at in ((0.1, 2), (bad, 3)))
+    forecasts = tuple(Forecast(xr.Dataset({"largest_increase": x, "peak_horizon": h})) for x, h in ((0.1, 2), (bad, 3)))
     flown = demo.Flown([], Replayed(), forecasts)  # type: ignore[arg-type]
     text = demo.spared(flown, list(range(size.stop)), size, [3.5] * size.stop)  # type: ignore[arg-type]
     assert told in text

@@ -132,7 +132,12 @@ def test_fused_steps_are_the_plain_arithmetic(
 
 
 def gpu_loop(
-    directory: Path | None, steps: int = 24, scaled: bool = False, clip: float | None = None, **adamw: Any
+    directory: Path | None,
+    steps: int = 24,
+    scaled: bool = False,
+    half: bool = False,
+    clip: float | None = None,
+    **adamw: Any,
 ) -> tuple[torch.nn.Module, list[torch.Tensor], ak.FlightRecorder | None]:
     """Training whose batches lie in one buffer that every step overwrites, and which never reads a number."""
     torch.manual_seed(0)
@@ -143,14 +148,20 @@ def gpu_loop(
     data = [torch.randn(32, 8) for _ in range(steps)]
     x, y = torch.empty(32, 8, device="cuda"), (torch.arange(32) % 3).cuda()
     recorder = None
+
+    def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16, enabled=half):
+            loss = cross_entropy(model, batch)
+        return 1e-3 * loss if half else loss  # so small that float16 loses gradients which are not scaled
+
     if directory is not None:
         options: dict[str, Any] = {"window": 8, "every": 4, "clip": clip, "triggers": [AtStep(18)], "after": 2}
-        recorder = ak.FlightRecorder(model, optimizer, cross_entropy, directory, **options)
+        recorder = ak.FlightRecorder(model, optimizer, loss_fn, directory, **options)
         recorder.__enter__()
     losses = []
     for step in range(steps):
         x.copy_(data[step])
-        loss = cross_entropy(model, (x, y))
+        loss = loss_fn(model, (x, y))
         scale.scale(loss * float("inf") if scaled and step == 5 else loss).backward()
         scale.unscale_(optimizer) if scaled else None
         norm = None if clip is None else torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -173,6 +184,7 @@ GPU_LOOPS: dict[str, dict[str, Any]] = {
     "clipped": {"clip": 0.1},
     "scaler, fused": {"scaled": True, "fused": True},
     "scaler": {"scaled": True},
+    "scaler, float16": {"scaled": True, "half": True, "clip": 1e-5},
 }
 
 

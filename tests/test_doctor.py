@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import aftershock as ak
 from aftershock.commands.building import Built
 from aftershock.commands.doctor import Finding, examine
+from aftershock.commands.loop import prove_loop
+from aftershock.errors import ExamplesCouple
 from aftershock.recorder.records import decode, encode
 
 from .cases import TinyTransformer
@@ -68,6 +72,44 @@ def test_what_a_model_is_made_of_is_named() -> None:
     assert int(text(found, "v = 0").split(" of ")[0]) >= 16
     # θ, m and v of 16 + 4 + 4 + 4 + 4 + 20 float32 numbers at least, and a batch of 24
     assert "On disk 96 B per batch" in text(found, "recording")
+
+
+@pytest.mark.parametrize(
+    ("layer", "subject"), [(nn.Dropout(0.2), "dropout"), (nn.BatchNorm1d(4), "batch normalization")]
+)
+def test_what_is_said_of_single_examples_is_what_happens(layer: nn.Module, subject: str) -> None:
+    """ "Ranked one by one" it said, where they are refused."""
+    torch.manual_seed(0)
+    run = built(nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1)), lr=1e-2)
+    assert "rank_examples refuses" in text(examine(run), subject)
+    path = ak.capture(run.model, run.optimizer, squares).follow([run.batch] * 3)
+    with pytest.raises(ExamplesCouple):
+        path.rank_examples([run.batch], run.batch)
+
+
+def test_a_loop_that_draws_is_told_where_it_may() -> None:
+    """In loss_fn from torch's generator, outside of it from another one: it was told to draw in loss_fn from another
+    one, which is refused."""
+
+    def mixing(generator: torch.Generator | None) -> Callable[..., Tensor]:
+        def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+            torch.rand((), generator=generator)  # for the next batch
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return train_step
+
+    found = []
+    for generator in (None, torch.Generator()):
+        torch.manual_seed(0)
+        run = built(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), lr=1e-2)
+        run = replace(run, batches=[run.batch] * 3, train_step=mixing(generator))
+        found += prove_loop(run)
+    assert (found[0].level, found[1].level) == ("refused", "supported")
+    assert "in loss_fn from torch's generator, outside of it from one of your own" in found[0].text
 
 
 def test_a_batch_lies_in_memory_as_it_was_fed() -> None:

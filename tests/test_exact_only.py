@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import aftershock as ak
-from aftershock.core.batches import Accumulated, example_count, joined, take_examples
+from aftershock.core.batches import Accumulated, example_count, merged_examples, take_examples
 from aftershock.errors import InvalidInput, InvalidLoss, UnsupportedModel, WrongHessian
 from aftershock.recorder.records import decode, encode
 
@@ -83,6 +83,11 @@ def decayed(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
 
 
+def margins(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss of torch's that has no second derivative."""
+    return F.multi_margin_loss(model(batch[0]), batch[1])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], Tensor]]] = {
     "plain": (network, cross_entropy),
     "weight_norm": (lambda: network(first=parametrizations.weight_norm(nn.Linear(3, 8))), cross_entropy),
@@ -94,6 +99,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], Te
     "gradient penalty": (network, penalized),
     "decay of what is trainable": (network, decayed),
     "batch norm": (lambda: network(nn.BatchNorm1d(8)), cross_entropy),
+    "margins": (network, margins),
 }
 BAD_HESSIAN = {"weight_norm", "old weight_norm", "old spectral_norm", "vector quantization", "detach"}
 
@@ -156,9 +162,29 @@ def test_exact_answers_are_a_second_training_run(name: str, accumulated: bool, c
     expected = plain_response(run, batches, other, lambda m: float(run.loss_fn(m, held_out)))
     assert max(map(abs, expected)) > 1e-4
     assert response.exact.values[0, 0].tolist() == expected
-    if name in BAD_HESSIAN and not accumulated:
-        with pytest.raises(WrongHessian, match="answers="):
+    if name in {*BAD_HESSIAN, "margins"} and not accumulated:
+        with pytest.raises(UnsupportedModel if name == "margins" else WrongHessian, match=r"answers=\('exact',\)"):
             run.path(batches).replace(other).response(held_out)
+
+
+def test_a_batch_is_whole_after_loss_fn_took_things_out_of_it() -> None:
+    """`batch.pop("labels")` does no harm in a loop, which uses a batch once."""
+    run = Run("plain")
+
+    def taking(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch["more"].pop()
+        return F.cross_entropy(model(batch.pop("x")), labels)
+
+    def packed(batch: Batch) -> Batch:
+        return {"x": batch[0], "more": [batch[1]]}
+
+    batches, other, held_out = [data() for _ in range(3)], data(), data(8)
+    given = list(map(packed, batches))
+    path = ak.capture(run.model, run.optimizer, taking).follow(given)
+    response = path.replace(packed(other)).response(packed(held_out))
+    expected = plain_response(run, batches, other, lambda m: float(run.loss_fn(m, held_out)))
+    assert response.exact.values[0, 0].tolist() == expected
+    assert all(batch.keys() == {"x", "more"} and len(batch["more"]) == 1 for batch in given)
 
 
 HELD_OUT = (torch.randn(64, 3, generator=torch.Generator().manual_seed(5)), torch.arange(64) % 3)
@@ -325,7 +351,8 @@ def test_batches_with_fields_are_cut_joined_and_recorded(holder: str) -> None:
     batch = HOLDERS[holder](x, y)
     assert example_count(batch) == 6
     halves = [take_examples(batch, slice(0, 3)), take_examples(batch, slice(3, 6))]
-    whole = joined(halves)
+    ((whole, counts),) = merged_examples(halves, 6)
+    assert counts == [3, 3]
     assert type(whole) is type(batch)
     assert torch.equal(whole.x, x)
     assert torch.equal(halves[1].y, y[3:])

@@ -127,6 +127,23 @@ def test_a_window_too_short_for_placebos(tmp_path: Path) -> None:
     assert "start the recorder earlier next time" in first_sentence(found)  # not a larger window=: this one is not full
 
 
+def test_where_nobody_can_be_blamed_the_batch_is_not_accused_in_the_same_breath(tmp_path: Path) -> None:
+    """A batch that is high on any weights, and no placebo to compare it with."""
+
+    def change(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y + 9 * (step == 20)
+
+    recorder = recorded(tmp_path, 20, change)
+    blamed = ak.explain(recorder, treatments=False)
+    assert (blamed.kind, blamed.blamed) == ("own batch", (WARM + 20,))
+    assert "itself: it is this batch. " in blamed.verdict
+    found = ak.explain(recorder, placebos=0, treatments=False)
+    assert (found.kind, found.blamed) == ("unknown", ())
+    assert "is not known" in found.verdict
+    assert "on earlier weights it has" in found.verdict
+    assert "it is this batch" not in found.verdict + found._repr_html_()
+
+
 def test_a_run_whose_replays_differ_by_more_than_the_spike(tmp_path: Path) -> None:
     def change(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x * 10 * FAR, y + 3) if step == 12 else (x, y)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.errors import InvalidFile
 from aftershock.recorder.explanation import FlightExplanation
-from aftershock.recorder.other_runs import other_runs, with_an_effect
+from aftershock.recorder.other_runs import other_runs, untried_in_words, with_an_effect
 from aftershock.recorder.triggers import AtStep
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
@@ -346,13 +346,15 @@ def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: Flig
     assert (len(runs), len(telling) + len(idle)) == (1 + found.data.sizes["treatment"],) * 2
     assert len(idle) > 1  # told in one line, here as in the terminal
     rows = opened.locator("table.runs tbody tr")
-    assert rows.count() == len(telling) + 1
+    assert rows.count() == len(telling) + 2
+    assert rows.last.text_content() == f"{untried_in_words(found)}."  # somebody is blamed, and runs are spared
+    together = rows.nth(len(telling))
     said = f"{len(idle)} others leave it as it is"
-    assert rows.last.locator("summary").text_content() == said
+    assert together.locator("summary").text_content() == said
     assert f"\n  {said}\n" in str(found)
     assert str(found).split("\n\n")[2].count("\n") == rows.count()
-    rows.last.locator("summary").click()
-    assert rows.last.get_by_text(idle[-1].name).is_visible()
+    together.locator("summary").click()
+    assert together.get_by_text(idle[-1].name).is_visible()
 
 
 def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplanation) -> None:

@@ -217,9 +217,7 @@ def test_of_several_that_each_remove_it_those_are_sound_whose_like_keep_it(monke
 def test_what_is_left_with_one_of_a_group_back_is_of_the_group_that_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 and 7 do it, and 9 hardly anything: with 5 back and 9 in it still, more is left than with 5 back alone."""
     steps = {(5, 7, 9): 0.2, (7, 9): 0.95, (5, 9): 0.9, (5, 7): 0.25, (7,): 0.6, (5,): 0.55, (9,): 0.9}
-    runs: Any = SimpleNamespace(
-        accused=lambda out: Trial(out, {}, steps[out]), at_least=lambda out: Trial(out, {}, steps[out]).left
-    )
+    runs: Any = SimpleNamespace(accused=lambda out: Trial(out, {}, steps[out]))
     group, back = groups._needed(runs, Trial((5, 7, 9), {}, 0.2))
     assert (group.steps, back) == ((5, 7), 0.55)
 

@@ -214,3 +214,17 @@ def test_it_walks_no_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert change.estimate(probe, answers=("exact",), memory=memory).chunks == chunks
         first = chunks > 1
         assert len(taken) == 3 + rows + control + first + 1  # the control's own step is seen once for all chunks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_run_in_float64_is_not_told_to_use_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # nothing moves the loss
+    batch = torch.randn(4, 3, dtype=dtype)
+    path = ak.capture(model, optimizer, lambda model, batch: model(batch).square().mean()).follow([batch] * 3)
+    found = next(f for f in path.skip(0).response(batch).certificate.findings if f.subject == "noise")
+    assert ("do not trust any sign" in found.sentence, "point.to(dtype=" in found.sentence) == (
+        True,
+        dtype == torch.float32,
+    )

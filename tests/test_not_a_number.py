@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,34 @@ def test_a_loss_function_that_spoils_what_it_gives_to_the_model() -> None:
     assert found.sentence.startswith(
         "the loss is nan; the first value that is not finite comes out of `div` in loss_fn."
     )
+
+
+def test_a_norm_that_overflows_over_finite_numbers_is_told_as_that(tmp_path: Path) -> None:
+    """One step with a learning rate of 200: plain torch has a loss of 1e35, a finite gradient, and an infinite norm."""
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+    draw, optimizer = torch.Generator().manual_seed(3), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) ** 4).mean() + model(x).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=12) as recorder:
+        for step in range(26):
+            x = torch.randn(32, 10, generator=draw)
+            optimizer.param_groups[0]["lr"] = 200.0 if step == 24 else 1e-3
+            optimizer.zero_grad()
+            loss = loss_fn(model, x)
+            loss.backward()
+            if step == 25:
+                grads = [parameter.grad for parameter in model.parameters()]
+            optimizer.step()
+            recorder.step(x, loss)
+    norm = float(torch.cat([grad.flatten() for grad in grads]).double().norm())
+    assert math.isfinite(float(loss) + norm)
+    assert math.isinf(float(nn.utils.get_total_norm(grads)))
+    found = ak.explain(recorder, 25)
+    assert found.verdict.startswith("The gradient norm of step 25 overflows; step 24 is the last finite one. ")
+    assert f"its loss is {float(loss):.4g} and every element of its gradient is finite" in found.verdict
+    assert f"their norm, {norm:.3g}," in found.verdict
+    assert "with the former value the norm of step 25 is finite (replayed)" in found.verdict
+    assert (found.hyperparameter, found.skip) == ("lr", [])

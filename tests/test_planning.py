@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -411,6 +412,14 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
     model, loss_fn, batch = {
         "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
         "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+        # few weights: what a pass keeps is nearly all
+        "conv": (
+            nn.Sequential(
+                nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 32, 3), nn.SiLU(), nn.Flatten(), nn.Linear(4608, 10)
+            ),
+            cross_entropy,
+            images(16, 3, 16, 16),
+        ),
     }[name]
     case = Case(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch)
     case.train(case.batches(trained))
@@ -427,6 +436,7 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
         ("lm", 1, "states"),
         ("lm", 40, "states"),
         ("mlp", 40, "checkpoints"),
+        ("conv", 1, "states"),
     ],
 )
 def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:
@@ -511,6 +521,19 @@ def test_an_explanation_fits_or_says_so(name: str) -> None:
     np.testing.assert_allclose(again.total.values, found[0].total.values, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_an_explanation_takes_what_its_estimate_says(name: str) -> None:
+    path, _, probe = with_pool(name, 1)
+    for options in ({"verify": 1}, {"verify": 1, "outcome": 2}):
+        real, _ = measured(lambda: path.explain(probe, **options))  # noqa: B023
+        assert_close(path.estimate_explain(probe, **options).memory, real, options)
+    real, _ = measured(lambda: path.explain(probe, verify=2, change="reset v"))  # a rerun without a gradient of its own
+    assert real <= 1.1 * path.estimate_explain(probe, verify=2, change="reset v").memory
+    assert path.estimate_explain(probe, verify=0, change="reset v").gradients == 0
+    with pytest.raises(OutOfMemory, match="What would fit"):
+        path.estimate_explain(probe, memory="1KiB")
+
+
 class Failing:
     """A function that runs out of memory as long as the size that it is given is too large."""
 
@@ -539,11 +562,11 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
                 path.rank(pool, probe, verify=1)
         assert held.seen == [6, 3, 1]
         monkeypatch.undo()
-    scored = Failing(examples.example_scores, lambda *given: given[4], 100)
+    scored = Failing(examples.example_scores, lambda *given, **named: given[4], 100)
     shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
     monkeypatch.setattr(examples, "example_scores", scored)
     np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
-    assert scored.seen == [512, 256, 128, 64]
+    assert scored.seen == [1024, 512, 256, 128, 64]
     monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
     for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
         with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
@@ -564,3 +587,30 @@ def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
     change, limit = short.replace(others[:1]), 11 * f.vector
     held, _ = measured(lambda: theory.channel_responses(change, probe, answers=("exact",), memory=limit))
     assert held <= 9.1 * f.vector + f.step
+
+
+def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the memory goes; a CPU takes as many as its cache holds. What is found is the same."""
+    path, others, probe = ready("cnn", together=False, keep="states")
+    pool, seen, scores = 300 * others, list[int](), examples.example_scores
+
+    def counted(control: object, direction: Tensor, batch: tuple[Tensor, Tensor], *others: Any, **named: Any) -> Tensor:
+        seen.append(len(batch[1]))
+        return scores(control, direction, batch, *others, **named)
+
+    monkeypatch.setattr(examples, "example_scores", counted)
+    alone = path.rank_examples(pool, probe, verify=0).data["predicted"].values
+    assert max(seen) == 1024
+    path.point.loss.sharing.wanted = True
+    seen.clear()
+    together = path.rank_examples(pool, probe, verify=0).data["predicted"].values
+    assert seen == [3600]
+    np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-3 * np.abs(alone).max())
+    control, direction = path.control(0), path.point.loss.layout.zeros()
+
+    def held(count: int) -> int:
+        batch = torch.randn(count, 3, 16, 16), torch.zeros(count, dtype=torch.long)
+        return measured(lambda: scores(control, direction, batch, "", count, weight=None, tested=examples.SPREAD))[0]
+
+    limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
+    assert 1024 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 2000

@@ -16,7 +16,7 @@ import aftershock as ak
 from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
 from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
-from aftershock.core.scores import adjoint, example_direction
+from aftershock.core.scores import AtOnce, adjoint, example_direction, pool_scores
 from aftershock.errors import ExamplesCouple, InvalidFile, InvalidInput
 from aftershock.results.calibration import held_out, shared_offset
 
@@ -210,6 +210,45 @@ def test_reruns_that_change_nothing_judge_nothing() -> None:
     assert shares.certificate.level == "care"
 
 
+@pytest.mark.parametrize("verify", [0, 3, 12])
+def test_the_controls_own_batch_is_no_change(verify: int) -> None:
+    """Whatever reruns say of others: replacing a batch by itself changes nothing, and it is the last of a ranking."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    case = Case("float32", model, optimizer, cross_entropy, classes((6,)), clip=0.5)
+    case.train(case.batches(20))
+    batches, probe = case.batches(6), case.batch()
+    path, copied = case.point().follow(batches, clip=0.5), tuple(x.clone() for x in batches[0])
+    for pool in ([copied, *case.batches(10)], [*case.batches(10), copied]):
+        ranking = path.rank(pool, probe, verify=verify)
+        own = ranking.data.isel(change=-1)
+        assert str(own["change"].item()) == f"batch {10 * (pool[10] is copied)}"
+        assert not own["response"].any()
+        assert not own["predicted"].any()
+        assert float(own["xi_norm"]) == 0
+        others = ranking.data.isel(change=slice(0, -1))
+        assert (others["score"] > 0).all()
+        shift = (others["response"] - others["predicted"]).values
+        np.testing.assert_allclose(shift, np.broadcast_to(ranking.data["offset"], shift.shape), rtol=1e-6, atol=1e-12)
+        assert bool(ranking.data["offset"].any()) == (verify > 0)
+
+
+def test_curves_are_not_judged_by_the_controls_own_batch() -> None:
+    """There is nothing to be off from; one gradient at a time, as of a large model, it would be the first to come."""
+    case = make("tanh_mlp")
+    path, probe, other = case.path(4), case.batch(), case.batch()
+    control, watch = path.control(0), path.watch(0, probe)
+    swept = adjoint(watch, watch.slope, watch.range, CPU)
+
+    def error(*pool: Any) -> float:
+        return pool_scores(control, swept, path.trajectory, pool, AtOnce(1)).curve_error
+
+    own = path.steps[0].batch
+    assert math.isnan(error(own))
+    assert error(own, other) == error(other) > 0
+
+
 def test_a_file_of_another_time_is_no_ranking(tmp_path: Path) -> None:
     case = make("tanh_mlp")
     ranking = case.path(3).rank(case.batches(2), case.batch(), verify=2)
@@ -288,7 +327,10 @@ def test_example_shares_against_per_example_gradients(reduction: str, clip: floa
         for b, (x, y) in enumerate(pool) for i in range(len(y))
     }  # fmt: skip
     for b, batch in enumerate(pool):
-        found = example_scores(control, direction, batch, "here") * (1 if reduction == "sum" else 1 / len(batch[1]))
+        weight = 1.0 if reduction == "sum" else None
+        found = example_scores(control, direction, batch, "here", weight=weight, tested=32) * (
+            weight or 1 / len(batch[1])
+        )
         expected = torch.stack([slopes[b, i] for i in range(len(found))])
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-14)
     ranking = path.rank_examples(pool, probe, horizon=4, verify=2)
@@ -374,6 +416,40 @@ def test_a_contrastive_loss_is_refused() -> None:
     case.train(case.batches(3))
     with pytest.raises(ExamplesCouple, match="neither the mean nor the sum"):
         case.path(3).rank_examples([case.batch()], case.batch())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_examples_of_other_weights_further_on_are_refused(flat: bool) -> None:
+    """The mean over tokens that are not padding. The first examples have as many each, so that a test of eight passed,
+    and a sequence of one token was given eight times its share, "measured" too. Flat: where the loss hardly depends on
+    the example, as early in training, its value does not tell."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 16), nn.Tanh(), nn.Linear(16, 12))
+    if flat:
+        nn.init.normal_(model[2].weight, std=1e-4)
+        nn.init.zeros_(model[2].bias)
+
+    def draw(padded: bool = False) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(12, (16, 9), generator=generator)
+        wanted = tokens[:, 1:].clone()
+        if padded:
+            wanted[10:, 1:] = -100
+        return tokens[:, :-1], wanted
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6 if flat else 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn(model, draw()).backward()
+        optimizer.step()
+    path = ak.capture(model, optimizer, loss_fn).follow([draw() for _ in range(3)])
+    assert path.rank_examples([draw()], draw(), verify=0).data.sizes["example"] == 16
+    match = "slopes of 32 examples .* token-weighted means" if flat else "neither the mean nor the sum"
+    with pytest.raises(ExamplesCouple, match=match):
+        path.rank_examples([draw(), draw(padded=True)], draw())
 
 
 # --- explaining

@@ -321,7 +321,7 @@ def test_a_forecast_is_exact_and_leaves_training_alone(tmp_path: Path) -> None:
     bad = recorder.forecast((good[0] * 50, 2 - good[1]), horizon=4, futures=2)
     assert bad.response is not None
     assert bad.largest_increase == pytest.approx(float(bad.response.mean("future").max()))
-    assert bad.at == int(bad.response.mean("future").argmax("horizon")) + 1
+    assert bad.peak_horizon == int(bad.response.mean("future").argmax("horizon")) + 1
     assert bad.harmful(bad.largest_increase - 1e-9)
     assert not bad.harmful(bad.largest_increase)
     bad.save(tmp_path / "forecast.zarr")

@@ -239,6 +239,9 @@ def test_a_blame_leaves_few_treatments_to_try_and_the_mildest_come_first(run: Ru
     tried = found.data["treatment"].values.tolist()
     assert 0 < len(tried) < len(every)
     assert tried == every[: len(tried)]
+    untried = f"{len(every) - len(tried)} treatments were not tried"
+    assert untried in str(found)
+    assert untried in found._repr_html_()
 
 
 def test_a_blame_needs_placebos(run: Run) -> None:

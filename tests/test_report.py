@@ -356,7 +356,11 @@ def test_importing_aftershock_loads_neither_plots_nor_labels() -> None:
 
 def test_a_notebook_shows_words_and_no_markup_of_the_user() -> None:
     response = made({"<b>one</b>": [0.1, 0.2]})
-    for shown in (response, response.certificate, Forecast(xr.Dataset({"largest_increase": math.inf, "at": 1}))):
+    for shown in (
+        response,
+        response.certificate,
+        Forecast(xr.Dataset({"largest_increase": math.inf, "peak_horizon": 1})),
+    ):
         html = shown._repr_html_()
         assert html == f"<pre>{escape(str(shown))}</pre>"
         assert "<b>" not in html

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import aftershock as ak
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.loss import LossFunction
-from aftershock.core.rows import pool_gradients, row_gradients, row_values
+from aftershock.core.pools import Pool
+from aftershock.core.rows import row_gradients, row_values
 
 KINDS = ("value", "gradient", "product", "pool")
 ROWS = 3
@@ -259,10 +260,14 @@ class Rows:
 
     def pool(self) -> dict[str, Tensor]:
         pool, random = [self.model.batch(10 + i) for i in range(ROWS)], self.arguments[1]
-        theta, buffers = self.state.theta, self.state.buffers
-        return self._joined(
-            list(pool_gradients(self.loss, theta, buffers, pool, random, lambda i: f"batch {i}", self.present))
-        )
+        state, layout = self.state, self.loss.layout
+        asked = Pool(self.loss, state.theta, state.buffers, pool, random, lambda i: f"batch {i}", self.present)
+        found, rows = list(asked.gradients()), layout.zeros(ROWS)
+        norms, present = asked.write(rows)
+        assert torch.equal(rows, torch.stack([layout.join(each.grads) for each in found]))
+        assert torch.equal(norms, torch.stack([each.norm for each in found]))
+        assert present == [each.present for each in found]
+        return self._joined(found)
 
     def _joined(self, found: list[Any]) -> dict[str, Tensor]:
         """Losses, gradients, norms, and the buffers that the pass left."""
@@ -340,11 +345,11 @@ def test_one_batch_many_times_is_a_pool() -> None:
     batch = rows.model.batch(3)
     rows.loss.sharing.wanted = True
     state, random = rows.state, rows.arguments[1]
-    found = list(pool_gradients(rows.loss, state.theta, state.buffers, [batch] * ROWS, random, str, rows.present))
-    assert rows.loss.sharing.tries("pool", ROWS)
+    found = Pool(rows.loss, state.theta, state.buffers, [batch] * ROWS, random, str, rows.present).gradients()
     alone = rows.loss.gradient(state.theta, state.buffers, batch, random, "alone")
     for each in found:
         assert_close(rows._joined([each]), rows._joined([alone]), rows.model.dtype)
+    assert rows.loss.sharing.tries("pool", ROWS)
 
 
 def test_coarse_numbers_round_and_are_no_reason_to_run_alone() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.core.state import JointState, difference
+from aftershock.core.state import JointState, Tangent, difference
 from aftershock.core.sweeps import transit_, transit_semilinear_
 
 from .cases import CASES, make
@@ -36,6 +36,25 @@ def test_exact_for_quadratic_losses(change: str, clip: float | None) -> None:
     assert np.abs(exact).max() > 0
     np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-12)
     assert np.abs(response.tangent.values - exact).max() > 1e-6, "the tangent is exact too: the test proves nothing"
+
+
+def test_nothing_stays_nothing_under_clipping() -> None:
+    """In float32 torch's norm by parameter and one over the whole gradient round apart; zero stays zero."""
+    rounded_apart = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(6)]
+        point = ak.capture(model, optimizer, lambda m, batch: nn.functional.cross_entropy(m(batch[0]), batch[1]))
+        path = point.follow(batches, clip=0.05)
+        for step, state in path.trajectory.forward(0, len(path)):
+            at = path.trajectory.linearize(step, state)
+            rounded_apart += at.linear.clip.binds and float(at.graph.raw.norm()) != at.linear.clip.norm
+            dx = Tangent(*(torch.zeros_like(state.theta)[None] for _ in range(3)))
+            transit_semilinear_(at, dx)
+            assert not any(part.any() for part in (dx.theta, dx.m, dx.v))
+    assert rounded_apart
 
 
 class Heads(nn.Module):

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
-from ..core.contributions import DIRECTIONS, BentReadout, displacements
+from ..core.contributions import DIRECTIONS, LANCZOS, BentReadout, displacements
 from ..core.memory import in_smaller_pieces
 from ..core.planning import plan_reruns
 from ..core.probe import Watch
@@ -23,8 +23,8 @@ from ..results.certificate import TRUST, Certificate, Finding, masks
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
-from .change import Change
-from .progress import progress
+from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST, Change
+from .progress import Estimate, progress
 from .ranking import common_factor, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
@@ -157,21 +157,13 @@ def explain(
     path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
 ) -> Contributions:
     """See `Path.explain`."""
-    if change not in EDITS:
-        raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
-    few = reruns(verify)
-    if outcome is not None and outcome < 1:
-        raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
-    watch = path.watch(0, probe, outcome)
+    few, watch = reruns(verify), _asked(path, probe, outcome, change)
     limit = path.memory if memory is None else memory
-    if change in MEASURED_ONLY:
+    plan, _ = _planned(path, watch, change, few, limit)
+    if plan is None:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
-        if few:
-            plan_reruns(watch, 1, limit)
         chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path
     else:
-        path.require_linear(watch)
-        plan = with_reruns(lambda: plan_explanation(watch, 1 + DIRECTIONS, limit), watch, int(few > 0), limit)
         readings = _readings(path, watch, change, plan)
         chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
     found = Calibrated.by(readings, _measured(path, watch, change, chosen, limit))
@@ -179,6 +171,42 @@ def explain(
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
     return _labelled(path, watch, change, found)
+
+
+def estimate(
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+) -> Estimate:
+    """See `Path.estimate_explain`."""
+    watch = _asked(path, probe, outcome, change)
+    return _planned(path, watch, change, reruns(verify), path.memory if memory is None else memory)[1]
+
+
+def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
+    """Where the outcome is read, once it is known that it can be explained."""
+    if change not in EDITS:
+        raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
+    if outcome is not None and outcome < 1:
+        raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
+    watch = path.watch(0, probe, outcome)
+    if change not in MEASURED_ONLY:
+        path.require_linear(watch)
+    return watch
+
+
+def _planned(
+    path: Path, watch: Watch, change: str, few: int, memory: str | int | None
+) -> tuple[SweepPlan | None, Estimate]:
+    """How the sweep is cut to fit, None where there is none, and what it and the reruns cost."""
+    steps, few = watch.last, min(few, watch.last)
+    gradients = few * (1 + steps / 2 + FORWARD_COST)  # a rerun begins at its step, in the mean half way
+    if change in MEASURED_ONLY:
+        plan, peak = None, plan_reruns(watch, 1, memory) if few else 0
+    else:
+        rows = 1 + DIRECTIONS
+        plan = with_reruns(lambda: plan_explanation(watch, rows, memory), watch, int(few > 0), memory)
+        peak = plan.peak
+        gradients += GRAPH_COST * (1 + steps) + PRODUCT_COST * (LANCZOS + rows * steps)
+    return plan, Estimate(gradients, gradients * path.trajectory.seconds_per_step, peak, 1)
 
 
 def _readings(path: Path, watch: Watch, change: str, plan: SweepPlan) -> dict[str, Float[Tensor, "step channel"]]:

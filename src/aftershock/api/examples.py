@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..core.batches import Batch, example_count, joined, merged_examples, take_examples
+from ..core.batches import Batch, example_count, merged_examples, take_examples
 from ..core.changes import ControlStep, Edit, Perturb
-from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
+from ..core.examples import EXAMPLES_AT_ONCE, SPREAD, example_scores, example_weight
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
-from ..core.sweep_plans import SweepPlan, plan_ranking, with_reruns
+from ..core.sweep_plans import SweepPlan, examples_at_once, plan_ranking, with_reruns
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
@@ -105,20 +106,9 @@ def rank_examples(
     few, outcome = len(sample), [watch.horizons]
     plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(wanted > 0), limit)
     control = path.control(watch.at)
-    weight = example_weight(control, batches[0])
+    weight = example_weight(control, max(batches, key=example_count))
     direction = _direction(watch, control, sample, plan)
-    shares: list[Tensor] = []
-    with progress("ranking examples", len(batches)) as tick:
-        for group in merged_examples(batches, EXAMPLES_AT_ONCE):
-            slope = in_smaller_pieces(
-                EXAMPLES_AT_ONCE,
-                lambda chunk: example_scores(control, direction, joined(group), f"batch {len(shares)} and on", chunk),  # noqa: B023
-                lambda chunk: chunk // 2 or None,
-                "a forward pass of single examples",
-            )
-            for part in slope.double().cpu().split([example_count(batch) for batch in group]):
-                shares.append(part * (weight or 1 / len(part)))
-                tick()
+    shares = _shares(control, direction, batches, weight, examples_at_once(path.trajectory, limit))
     share = torch.cat(shares)
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
@@ -129,6 +119,29 @@ def rank_examples(
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
     measured[rerun] = _measure_examples(path, control, batches, watch, chosen, weight, limit)
     return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
+
+
+def _shares(
+    control: ControlStep, direction: Float[Tensor, " param"], batches: Sequence[Batch], weight: float | None, size: int
+) -> list[Float[Tensor, " example"]]:
+    """Of every batch's examples, in forward-mode passes of at most `size` of them."""
+    shares, fits = list[Tensor](), size
+
+    def scored(merged: Batch, chunk: int) -> Float[Tensor, " example"]:
+        nonlocal fits  # what was too much for one pass is not tried with the next
+        fits = chunk
+        tested, where = SPREAD if shares else EXAMPLES_AT_ONCE, f"batch {len(shares)} and on"
+        return example_scores(control, direction, merged, where, chunk, weight=weight, tested=tested)
+
+    with progress("ranking examples", len(batches)) as tick:
+        for merged, counts in merged_examples(batches, size):
+            slope = in_smaller_pieces(
+                fits, partial(scored, merged), lambda chunk: chunk // 2 or None, "a forward pass of single examples"
+            )
+            for part in slope.double().cpu().split(counts):
+                shares.append(part * (weight or 1 / len(part)))
+                tick()
+    return shares
 
 
 def _direction(watch: Watch, control: ControlStep, sample: Sequence[Batch], plan: SweepPlan) -> Float[Tensor, " param"]:

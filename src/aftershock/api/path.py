@@ -20,9 +20,18 @@ from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
-from ..errors import AftershockError, HiddenState, InvalidInput, Nondeterministic, WrongHessian
+from ..errors import (
+    AftershockError,
+    HiddenState,
+    InvalidInput,
+    Nondeterministic,
+    UnsupportedAttention,
+    UnsupportedModel,
+    WrongHessian,
+)
 from .change import Change
 from .contributions import Contributions, explain
+from .contributions import estimate as estimate_explain
 from .examples import ExampleRanking, rank_examples
 from .progress import Estimate
 from .ranking import VERIFY, Ranking, estimate, rank
@@ -171,7 +180,7 @@ class Path:
         if at not in self._proofs:
             try:
                 self._proofs[at] = self._prove(at)
-            except (WrongHessian, Nondeterministic) as error:
+            except (WrongHessian, Nondeterministic, UnsupportedModel, UnsupportedAttention) as error:
                 self._proofs[at] = type(error)(
                     f"at step {at} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
                 )
@@ -212,7 +221,7 @@ class Path:
         """ξ added to the raw gradient of step `at`.
 
         xi: a vector of d coordinates, a matrix [change, d], a mapping from parameter names to tensors, or
-        a list of these.
+        a list of these. `-path.control(at).raw` takes the step's own gradient away.
 
         >>> xi = {"2.bias": torch.tensor([0.1, -0.1])}
         >>> path.perturb(xi, at=0).response(probe, horizon=1).verdict
@@ -443,3 +452,22 @@ class Path:
         ['-0.0018', '+0.0008', '-0.0004', '-0.0002']
         """
         return explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)
+
+    def estimate_explain(
+        self,
+        probe: Any,
+        *,
+        outcome: int | None = None,
+        change: str = "zero",
+        verify: int = VERIFY,
+        memory: str | int | None = None,
+    ) -> Estimate:
+        """What `explain` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its
+        own.
+
+        The first one measures a few passes of the model and makes the path's check, which `explain` then finds done.
+
+        >>> round(path.estimate_explain(probe, verify=2).gradients)
+        37
+        """
+        return estimate_explain(self, probe, outcome=outcome, change=change, verify=verify, memory=memory)

@@ -286,6 +286,7 @@ def capture(
     *,
     hooks: Hooks | None = None,
     autocast: torch.dtype | Literal[False] | None = None,
+    loss_scale: float = 1.0,
     unused: Unused | None = None,
     constant: Sequence[nn.Module] = (),
 ) -> TrainingPoint:
@@ -294,6 +295,8 @@ def capture(
     loss_fn: `loss_fn(model, batch)` returns one number, computed with the model it is given.
     hooks: what your hooks do: "run" where they are part of the computation, "ignore" where they only look.
     autocast: the dtype of the autocast that training runs in, or False; default: the one that is in force now.
+    loss_scale: `scaler.get_scale()`, where training runs in float16 with a GradScaler; gradients are then those of the
+        scaled loss, unscaled, as in the loop: float16 loses small ones otherwise.
     unused: what the loop does with a parameter that a step does not use: "skip" after `zero_grad()`, "zero" after
         `zero_grad(set_to_none=False)`; default: as the live gradients show.
     constant: modules that loss_fn uses beside the model and that the loop leaves as they are (a frozen teacher needs no
@@ -308,8 +311,11 @@ def capture(
     if unused not in (None, "skip", "zero"):
         raise InvalidInput(f'unused is "skip" or "zero"; got {unused!r}')
     return TrainingPoint(
-        reading.read(model, optimizer, loss_fn, hooks=hooks, autocast=autocast, unused=unused, constant=constant)
-    )
+        reading.read(
+            model, optimizer, loss_fn,
+            hooks=hooks, autocast=autocast, loss_scale=loss_scale, unused=unused, constant=constant,
+        )
+    )  # fmt: skip
 
 
 def from_checkpoint(

@@ -47,7 +47,8 @@ class Ranking(LabelledResult):
 
     `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
     `response`, the prediction plus `offset`, by which reruns differ from their predictions in the mean, as far as that
-    helps to predict each of them from the others (`offset_share` of it). `score` sorts them.
+    helps to predict each of them from the others (`offset_share` of it). The control's own batch is no change: its
+    prediction and its response are 0. `score` sorts them.
     `held_out_error` is the median NRMSE of the reruns that are spread over the ranking (`spread`), each predicted with
     the calibration of all others; one without any response, as of the control's own batch, has none.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
@@ -282,10 +283,11 @@ def _calibrated(
     """
     import xarray as xr
 
-    known = measured["change"][(abs(measured) < torch.inf).any("horizon").values]
+    changed = xr.DataArray((found.xi_norm != 0).numpy(), {"change": measured["change"]}, ("change",))
+    known = measured["change"][(changed & (abs(measured) < torch.inf).any("horizon")).values]
     truth, plain = measured.sel(change=known), predicted.sel(change=known)
     offset, share = shared_offset(plain.values, truth.values)
-    response = predicted + xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
+    response = predicted + changed * xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
     judged = xr.zeros_like(measured["change"], dtype=bool)
     judged[spread.tolist()] = True
     judges = _judges(xr.Dataset({"measured": measured, "spread": judged}))

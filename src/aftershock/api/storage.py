@@ -45,7 +45,7 @@ def save_point(captured: Captured, path: Path) -> str:
         "model_order": layout.model_order,
         "counts": state.counts,
         "hypers": [hyper_to_json(h) for h in captured.hypers],
-        "autocast": [loss.autocast.enabled, str(loss.autocast.dtype).removeprefix("torch.")],
+        "autocast": [loss.autocast.enabled, str(loss.autocast.dtype).removeprefix("torch."), loss.autocast.scale],
         "training": {name: module.training for name, module in loss.model.named_modules()},
         "loop": {
             "scheduled": captured.loop.scheduled,
@@ -112,7 +112,7 @@ def _load(
     )
     for name, module in private.model.named_modules():
         module.training = header["training"].get(name, module.training)
-    enabled, dtype = header["autocast"]
+    enabled, dtype, *scale = header["autocast"]
     constants = {name: part[f"constant/{name}"] for name in private.original if name not in set(names)}
     loop = LiveLoop(
         scheduled=said["scheduled"],
@@ -122,7 +122,7 @@ def _load(
         gradient_hook=gradient_hook(model, said["hooks"]),
         outside=Outside([loss_fn, *private.functions], model, private.model, constant),
     )
-    around = Autocast(enabled, getattr(torch, dtype))
+    around = Autocast(enabled, getattr(torch, dtype), *map(float, scale))
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
     random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
     return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random, loop)

@@ -342,7 +342,7 @@ def spared(flown: Flown, batches: list[Tensor], size: Size, losses: list[float])
     good, bad = (forecast.largest_increase for forecast in flown.forecasts)
     text = (
         f"Asked before step {size.steps + size.bad}, the recorder's forecast for this batch was {bad:+.2g} of loss at "
-        f"most, {flown.forecasts[1].at} states later; for an ordinary batch of dates, {good:+.2g}."
+        f"most, {flown.forecasts[1].peak_horizon} states later; for an ordinary batch of dates, {good:+.2g}."
     )
     if not flown.forecasts[1].harmful(3 * abs(good)):
         return f"{text} That is no reason to skip it."

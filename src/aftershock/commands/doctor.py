@@ -181,7 +181,10 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
         )
     if any(name in seen.names for name in RANDOM):
         yield Finding(
-            "dropout", "supported", "masks are replayed from the recorded random state; examples are ranked one by one"
+            "dropout",
+            "supported",
+            "masks are replayed from the recorded random state; explain tries examples of a batch one by one, "
+            "rank_examples refuses",
         )
     if drawn_before_the_model(
         point.loss, point.loss.leaves(state.theta), state.buffers, copy.deepcopy(batch), point.captured.random
@@ -191,8 +194,8 @@ def _operations(point: TrainingPoint, batch: Any) -> Iterator[Finding]:
         yield Finding(
             "batch normalization",
             "supported",
-            "running statistics are carried exactly; examples depend on each other and are ranked one by one; linear "
-            "answers for a probe in eval mode are refused",
+            "running statistics are carried exactly; examples depend on each other: explain tries those of a batch one "
+            "by one, rank_examples refuses; linear answers for a probe in eval mode are refused",
         )
     if seen.kinks:
         listed = ", ".join(f"{name} ×{count}" for name, count in seen.kinks.most_common(4))

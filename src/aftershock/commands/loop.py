@@ -40,7 +40,6 @@ WORDS = (  # what the hypotheses say of a path, and what the doctor's reader kno
     ("; give follow() its schedule", ""),
     ("Give follow() the batches", "Let build() return the batches"),
     (", or give follow(random=…)", ""),
-    (" where the path need not know", ""),
     ("the batches that the path was given", "the batches of build()"),
     ("otherwise than the path", "and build() does not say so"),
     ("a scheduler that the path was not told", "a scheduler that build() does not return"),

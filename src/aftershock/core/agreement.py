@@ -25,8 +25,9 @@ from .trajectory import Trajectory
 Hypothesis = Callable[[Evidence], Cause | None]
 GRADIENT: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, gradient.rounding, gradient.zeroed, gradient.scaled, gradient.clipped_by_value,
-    gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.other_batch,
-    gradient.single_parameters, gradient.own_generator, state.moved_settings, gradient.other_random, gradient.edited,
+    gradient.accumulated_before, gradient.penalized, gradient.other_mode, gradient.autocast, gradient.loss_scaled,
+    gradient.other_batch, gradient.single_parameters, gradient.own_generator, state.moved_settings,
+    gradient.other_random, gradient.edited,
 )  # fmt: skip
 MOMENTS: tuple[Hypothesis, ...] = (
     gradient.not_finite, state.settings, state.reset, state.other_betas, state.other_optimizer,
@@ -260,7 +261,7 @@ def _random(e: Evidence, live: Live) -> Match | None:
         "random",
         "the loop draws from torch's generator after loss_fn did (a data loader, augmentation, noise): the next masks "
         "are other ones",
-        "draw from a generator of your own, in loss_fn, or give follow(random=…)",
+        "draw in loss_fn from torch's generator, outside of it from one of your own, or give follow(random=…)",
     )
     return _parted(e, cause, "", 0.0, ahead=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from ..errors import InvalidInput
 from .randomness import RandomState
@@ -82,7 +83,10 @@ def added(losses: Sequence[Tensor]) -> Tensor:
 
 def example_count(batch: Batch) -> int:
     """How many examples a batch holds: the first dimension of its first tensor."""
-    leaves = flatten(batch)[0]
+    return _count(flatten(batch)[0])
+
+
+def _count(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
@@ -99,30 +103,54 @@ def take_examples(batch: Batch, index: slice) -> Batch:
     return map_leaves(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)
 
 
-def merged_examples(batches: Sequence[Batch], most: int) -> Iterator[list[Batch]]:
-    """Consecutive batches in groups of at most `most` examples that can stand in one batch; `joined` makes it."""
-    group: list[Batch] = []
+def merged_examples(batches: Sequence[Batch], most: int) -> Iterator[tuple[Batch, list[int]]]:
+    """Consecutive batches as one of at most `most` examples, where they can stand in one, and how many each has."""
+    group: list[_Examples] = []
     for batch in batches:
-        if group and (sum(map(example_count, group)) + example_count(batch) > most or not _joinable(group[0], batch)):
-            yield group
+        own = _Examples.of(batch)
+        if group and (sum(each.count for each in group) + own.count > most or not own.joins(group[0])):
+            yield _Examples.joined(group)
             group = []
-        group.append(batch)
+        group.append(own)
     if group:
-        yield group
+        yield _Examples.joined(group)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """The examples of several batches as one batch."""
-    columns = zip(*(flatten(batch)[0] for batch in batches))
-    spec = flatten(batches[0])[1]
-    counts = [example_count(batch) for batch in batches]
-    leaves = [
-        torch.cat(column)
-        if isinstance(column[0], Tensor) and column[0].ndim and len(column[0]) == counts[0]
-        else column[0]
-        for column in columns
-    ]
-    return spec.unflatten(leaves)
+@dataclass(frozen=True)
+class _Examples:
+    """A batch in its parts, which are looked up once: on a small model that is a part of a pass."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+    count: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Examples:
+        leaves, structure = flatten(batch)
+        return cls(leaves, structure, _count(leaves))
+
+    def joins(self, other: _Examples) -> bool:
+        """Whether two batches differ in their examples only."""
+
+        def same(x: Any, y: Any) -> bool:
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+                return same_value(x, y)
+            per_example = x.ndim > 0 and y.ndim > 0 and (len(x), len(y)) == (self.count, other.count)
+            return x.dtype == y.dtype and (x.shape[1:] == y.shape[1:] if per_example else torch.equal(x, y))
+
+        return self.structure == other.structure and all(map(same, self.leaves, other.leaves))
+
+    @staticmethod
+    def joined(group: Sequence[_Examples]) -> tuple[Batch, list[int]]:
+        """The examples of several batches as one batch, and how many each has."""
+        first, columns = group[0], zip(*(each.leaves for each in group))
+        leaves = [
+            torch.cat(column)
+            if isinstance(column[0], Tensor) and column[0].ndim and len(column[0]) == first.count
+            else column[0]
+            for column in columns
+        ]
+        return first.structure.unflatten(leaves), [each.count for each in group]
 
 
 def same_batch(a: Batch, b: Batch) -> bool:
@@ -150,17 +178,3 @@ def same_value(x: Any, y: Any) -> bool:
         return x is y or (type(x) is type(y) and (x == y) is True)
     except Exception:  # a dataclass of tensors: whatever its comparison raises
         return False
-
-
-def _joinable(a: Batch, b: Batch) -> bool:
-    """Whether two batches differ in their examples only."""
-    (one, spec), (other, other_spec) = flatten(a), flatten(b)
-    sizes = example_count(a), example_count(b)
-
-    def same(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return same_value(x, y)
-        per_example = x.ndim > 0 and y.ndim > 0 and (len(x), len(y)) == sizes
-        return x.dtype == y.dtype and (x.shape[1:] == y.shape[1:] if per_example else torch.equal(x, y))
-
-    return spec == other_spec and all(map(same, one, other))

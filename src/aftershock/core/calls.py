@@ -25,6 +25,7 @@ from .layout import Layout
 from .outside import marked, refuse_written
 from .places import Places
 from .randomness import RandomState, drawing_from
+from .structure import map_leaves
 
 Surroundings = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 WRITTEN = (
@@ -36,10 +37,12 @@ WRITTEN = (
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast that was in force at capture."""
+    """The autocast that was in force at capture, and what a GradScaler multiplies the loss by before the backward pass:
+    float16 loses small gradients without it."""
 
     enabled: bool
     dtype: torch.dtype
+    scale: float = 1.0
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
@@ -149,7 +152,7 @@ class Calls:
     def raw(self, model: nn.Module, batch: Batch, where: str) -> Tensor:
         try:
             with self.surroundings(model), self.forward():
-                loss = self.loss_fn(model, self.place(batch))
+                loss = self.loss_fn(model, map_leaves(_same, self.place(batch)))
         except (AftershockError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -158,7 +161,9 @@ class Calls:
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
                     f"{first_line(error)}. Move the batch to {self.layout.device}"
                 ) from error
-            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}") from error
+            taken = ". Where loss_fn takes it out of the batch (pop), give recorder.step() a copy made before it ran"
+            hint = taken if isinstance(error, KeyError) else ""
+            raise InvalidLoss(f"loss_fn failed at {where}: {named_line(error)}{hint}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLoss(f"loss_fn must return one floating-point number; at {where} it returned {got}")
@@ -167,6 +172,7 @@ class Calls:
     def grad(
         self, loss: Tensor, leaves: Sequence[Tensor], where: str, *, create_graph: bool = False
     ) -> tuple[Tensor | None, ...]:
+        """The gradient times the loss scale: see `unscaled`."""
         if not loss.requires_grad:
             raise NoDerivative(
                 f"the loss at {where} has no gradient: loss_fn(model, batch) must use the model it is given, "
@@ -174,7 +180,8 @@ class Calls:
                 "change.response(..., answers=('exact',))"
             )
         try:
-            grads = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+            scale = None if self.autocast.scale == 1.0 else torch.full_like(loss, self.autocast.scale)
+            grads = torch.autograd.grad(loss, leaves, scale, create_graph=create_graph, allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -192,6 +199,16 @@ class Calls:
             torch.zeros_like(leaf) if grad is None and i in self.zeroed else grad
             for i, (grad, leaf) in enumerate(zip(grads, leaves))
         )
+
+    def unscaled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients, or Hessian products, without the loss scale: as `GradScaler.unscale_` leaves them."""
+        scale = self.autocast.scale
+        return list(grads) if scale == 1.0 else [None if grad is None else grad * (1 / scale) for grad in grads]
+
+
+def _same(leaf: Any) -> Any:
+    """Nothing but what holds it is made anew: loss_fn may take labels out of a dict, which runs more than once."""
+    return leaf
 
 
 def _running_statistics(model: nn.Module) -> set[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ def read(
     *,
     hooks: Hooks | None = None,
     autocast: torch.dtype | Literal[False] | None = None,
+    loss_scale: float = 1.0,
     unused: Unused | None = None,
     constant: Sequence[nn.Module] = (),
 ) -> Captured:
@@ -77,7 +79,7 @@ def read(
         gradient_hook=gradient_hook(model, hooks),
         outside=Outside([loss_fn, *private.functions], model, private.model, constant),
     )
-    around = _autocast(autocast, layout.device)
+    around = replace(_autocast(autocast, layout.device), scale=_positive(loss_scale))
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
     loss.frozen = marked(constants)
     hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
@@ -91,6 +93,14 @@ def _autocast(given: torch.dtype | Literal[False] | None, device: torch.device) 
     if given is not False and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise InvalidInput(f"autocast is a dtype such as torch.bfloat16, or False; got {given!r}")
     return Autocast(False, now.dtype) if given is False else Autocast(True, given)
+
+
+def _positive(loss_scale: float) -> float:
+    if not (math.isfinite(loss_scale) and loss_scale > 0):
+        raise InvalidInput(
+            f"loss_scale is what the scaler multiplies the loss by, a positive number; got {loss_scale!r}"
+        )
+    return float(loss_scale)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from .dynamics import Dynamics, Linearized, Step
 from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
-from .rows import pool_gradients
+from .pools import Pool
 from .state import JointState, Lag, Tangent, difference, lag_of
 from .trajectory import Trajectory
 
@@ -249,10 +249,10 @@ def shocks_of(control: ControlStep, edits: Sequence[Edit], *, in_rows: bool) -> 
     # difference
     mapped = any(loss.together("pool", batch, 1 + len(replaced)) for batch in (step.batch, replaced[0].batch))
     beside = [step.batch] if mapped else []
-    gradients = pool_gradients(
+    gradients = Pool(
         loss, before.theta, before.buffers, [*beside, *(edit.batch for edit in replaced)], step.random,
         lambda i: f"the batch that replaces step {step.index}'s", control.present,
-    )  # fmt: skip
+    ).gradients()  # fmt: skip
     own = loss.layout.join(next(gradients).grads).neg_().add_(control.raw) if beside else None
     others = zip(replaced, gradients, strict=True)
     for nothing in same:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import Hyper, adam_, advanced
-from .clipping import clip_
+from .clipping import scale_
 from .dynamics import Step, Taken
 from .gates import Pattern, recording
 from .loss import Gradient
@@ -277,8 +277,8 @@ class ExactRows:
                 self._states[slot] = self.dynamics.advance_with(gradient, step, self._states[slot], consume=True)[0]
             elif gradient is not None and step is not None:
                 groups.setdefault(step.hypers, []).append(slot)
-                clip = clip_(gradient.grads, gradient.norm, step.max_norm)
-                self._switched[slot] += clip.binds != self.trajectory.steps[time].clip.binds
+                factor = scale_(gradient.grads, gradient.norm, step.max_norm)  # nobody waits where nothing is clipped
+                self._switched[slot] += (float(factor) < 1.0) != self.trajectory.steps[time].clip.binds
         fused = self.layout.device.type == "cuda"
         for hypers, slots in groups.items():
             for group, hyper in enumerate(hypers):

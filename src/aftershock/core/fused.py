@@ -51,12 +51,18 @@ def absorb_(at: LinearStep, run: Run, dx: Tangent, u: Float[Tensor, "change para
 
 
 def absorb_exactly_(
-    at: LinearStep, run: Run, dx: Tangent, xi: Float[Tensor, "change param"], factors: Float[Tensor, " change"]
+    at: LinearStep,
+    run: Run,
+    dx: Tangent,
+    xi: Float[Tensor, "change param"],
+    factors: Float[Tensor, " change"],
+    changes: Float[Tensor, " change"],
 ) -> None:
-    """`LinearStep.absorb_exactly_` on one run; `factors` are the clip factors of the rows."""
+    """`LinearStep.absorb_exactly_` on one run; `factors` are the clip factors of the rows, `changes` those less the
+    control's."""
     from . import kernels
 
-    _launch(kernels.semilinear, at, run, [dx.theta, dx.m, dx.v, xi], factors.contiguous())
+    _launch(kernels.semilinear, at, run, [dx.theta, dx.m, dx.v, xi], factors.contiguous(), changes.contiguous())
 
 
 def absorb_transposed_(at: LinearStep, run: Run, c: Cotangent, w: Float[Tensor, "outcome param"]) -> None:
@@ -73,7 +79,7 @@ def _launch(kernel: Any, at: LinearStep, run: Run, rows: list[Tensor], *more: Te
     count, size = moving[0].shape
     numbers = (
         run.sign * at.clip.factor, run.coupled, 1 - run.beta1, run.beta2, 1 - run.beta2, run.bias2, run.eps,
-        -run.lr / run.bias1, run.lr / (2 * run.bias1 * run.bias2), run.shrink, at.clip.factor, run.sign,
+        -run.lr / run.bias1, run.lr / (2 * run.bias1 * run.bias2), run.shrink, run.sign,
     )  # fmt: skip
     scalars = torch.tensor(numbers, dtype=raw.dtype, device=raw.device)
     grid = (-(-size // BLOCK),)

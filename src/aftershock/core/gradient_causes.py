@@ -5,6 +5,7 @@ Each returns a `Cause` where it explains the difference, else `None`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from .dynamics import Dynamics
 from .evidence import Cause, Evidence, Quantity, fit
 from .reductions import apart, equal, finite, largest, norms
 
+SCALES = [2.0**k for k in range(16, 5, -1)]  # of a GradScaler: it begins with the first, and halves it
 DRIFT = 0.3  # how far a mean of several steps' gradients may be from a multiple of the path's, clipped step by step
 UNRECORDED = Cause(
     "gradient",
@@ -199,6 +201,26 @@ def autocast(e: Evidence) -> Cause | None:
     return None
 
 
+def loss_scaled(e: Evidence) -> Cause | None:
+    """A GradScaler's factor, which keeps what float16 loses; where all is computed more finely it changes nothing."""
+    loss = e.trajectory.dynamics.loss.within(lambda model: contextlib.nullcontext())
+    if loss.autocast.scale != 1.0:
+        return None
+    for scale in SCALES:
+        loss.autocast = replace(loss.autocast, scale=scale)
+        found = e.tried(Dynamics(loss))
+        if e.gives(found):
+            return Cause(
+                "gradient",
+                f"the loop's gradients are those of a loss that is multiplied by {scale:g}, as a GradScaler does: "
+                "float16 loses small ones without it",
+                "say capture(…, loss_scale=scaler.get_scale())",
+            )
+        if found is None or equal(found.m, e.path.m):
+            return None
+    return None
+
+
 def other_batch(e: Evidence) -> Cause | None:
     for other in e.trajectory.steps if e.sharp else ():
         found = e.tried(e.trajectory.dynamics, lambda step, batch=other.batch: replace(step, batch=batch))  # type: ignore[misc]
@@ -227,7 +249,7 @@ def other_random(e: Evidence) -> Cause | None:
         "gradient",
         "other random numbers: the loop draws from torch's generator where loss_fn does not (a data loader, "
         "augmentation, noise added to gradients), or draws them at another moment",
-        "draw in loss_fn, from a generator of your own where the path need not know, or give follow(random=…)",
+        "draw in loss_fn from torch's generator, outside of it from one of your own, or give follow(random=…)",
     )
 
 

@@ -56,7 +56,7 @@ class GradientGraph:
         else:
             (value, grads), after, random = self._run(lambda model: self._build(model, batch, lambda x: x))
             self._graph = edges(grads)
-            plain = list(map(accumulated, grads, self._leaves))
+            plain = list(map(accumulated, loss.unscaled(grads), self._leaves))
             found = Gradient(value, after, random, plain, global_norm(plain, loss.layout.model_order))
             loss.refuse_not_finite(found, where)
             del grads, plain
@@ -83,10 +83,15 @@ class GradientGraph:
         theta, version = self._at
         if self._graph is None and theta._version != version:
             raise RuntimeError("the state of a linearized step was overwritten while it was in use")
-        if (recorded := self._recorded()) is not None:
-            return self._played(vectors, *recorded)
         out = torch.zeros_like(vectors)
+        if (recorded := self._recorded()) is not None:
+            self._play(vectors, out, *recorded)
+        else:
+            self._run_products(vectors, out)
+        scale = self._function.autocast.scale  # of the gradient that the graph is of, and so of its products
+        return out if scale == 1.0 else out.mul_(1 / scale)
 
+    def _run_products(self, vectors: Float[Tensor, "change param"], out: Float[Tensor, "change param"]) -> None:
         def program(model: nn.Module) -> None:
             if self._graph is not None:
                 self._write_products(self._graph, vectors, out)
@@ -98,12 +103,12 @@ class GradientGraph:
                 out.add_(part)
 
         self._run(program)
-        return out
 
     def add_products_(self, out: Float[Tensor, "change param"], vectors: Float[Tensor, "change param"]) -> None:
         """out ← out + H u for every row u; one after another, no product is a vector of its own."""
         graph, alone = self._graph, not self._function.together("product", self._batch, len(vectors))
-        if graph is None or not alone or not self._function.layout.uniform:
+        scaled = self._function.autocast.scale != 1.0
+        if graph is None or not alone or not self._function.layout.uniform or scaled:
             out.add_(self.products(vectors))
             return
 
@@ -123,10 +128,14 @@ class GradientGraph:
     def _recorded(self) -> tuple[Recording, list[Tensor]] | None:
         return None if self._graph is not None else self._function.recorded("products", self._batch)
 
-    def _played(
-        self, vectors: Float[Tensor, "change param"], recording: Recording, inputs: list[Tensor]
-    ) -> Float[Tensor, "change param"]:
-        out, given, (buffers, random) = torch.zeros_like(vectors), self._function.player.vectors, self._arguments
+    def _play(
+        self,
+        vectors: Float[Tensor, "change param"],
+        out: Float[Tensor, "change param"],
+        recording: Recording,
+        inputs: list[Tensor],
+    ) -> None:
+        given, (buffers, random) = self._function.player.vectors, self._arguments
         assert given is not None
         for some in self.pieces(len(vectors)):
             count = len(vectors[some])
@@ -136,7 +145,6 @@ class GradientGraph:
             places = zip(self._function.layout.row_views(out[some]), recording.grads)
             pairs = [(place, found[:count]) for place, found in places if found is not None]
             torch._foreach_copy_([place for place, _ in pairs], [found for _, found in pairs])
-        return out
 
     def _run(self, program: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Tensor], RandomState]:
         buffers, random = self._arguments

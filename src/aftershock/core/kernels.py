@@ -61,7 +61,7 @@ def tangent(raw, theta, m, v, dtheta, dm, dv, u, numbers, size, count, s0, s1, s
 
 @triton.jit
 def semilinear(
-    raw, theta, m, v, dtheta, dm, dv, xi, factors, numbers, size, count, s0, s1, s2, s3, BLOCK: tl.constexpr
+    raw, theta, m, v, dtheta, dm, dv, xi, factors, changes, numbers, size, count, s0, s1, s2, s3, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -73,15 +73,15 @@ def semilinear(
     bias2, eps, rate, shrink = (
         tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 9)
     )  # fmt: skip
-    own, sign = tl.load(numbers + 10), tl.load(numbers + 11)
+    sign = tl.load(numbers + 10)
     root = tl.sqrt(after_v / bias2)
     d = root + eps
     step = tl.where(d > 0, after_m / d, 0.0)
     for row in range(count):
         r = row.to(tl.int64)
-        factor = tl.load(factors + row)
+        factor, change = tl.load(factors + row), tl.load(changes + row)
         old = tl.load(dtheta + r * s0 + at, mask=mask, other=0.0)
-        u = sign * (factor * tl.load(xi + r * s3 + at, mask=mask, other=0.0) + (factor - own) * plain) + coupled * old
+        u = sign * (factor * tl.load(xi + r * s3 + at, mask=mask, other=0.0) + change * plain) + coupled * old
         old_m = tl.load(dm + r * s1 + at, mask=mask, other=0.0)
         old_v = tl.load(dv + r * s2 + at, mask=mask, other=0.0)
         new_m = old_m + rest1 * (u - old_m)

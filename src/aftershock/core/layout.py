@@ -187,9 +187,11 @@ class Layout:
         """Gradient-shaped input of a user as rows of flat vectors.
 
         Takes a vector of length d, a matrix [change, d], a mapping from parameter name to tensor, a
-        sequence of one tensor per parameter, or a list of any of these.
+        sequence of one tensor per parameter, or a list of any of these; a flat vector as it is, such as `control.raw`.
         """
         if isinstance(values, Tensor):
+            if values.shape == (self.padded_size,) and values.device == self.device:
+                return values.detach().to(self.dtype)[None]
             if values.shape[-1:] != (self.size,) or values.ndim > 2:
                 raise InvalidInput(
                     f"a gradient of this model has {self.size} coordinates; got shape {tuple(values.shape)}"

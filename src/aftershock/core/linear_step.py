@@ -188,24 +188,33 @@ class LinearStep:
 
         Written in differences, so that a small δx loses no digits.
         """
-        factors = None
-        if max_norm is not None:
-            sizes = torch.stack([norms(self.raw + row) for row in xi])  # row by row: one vector of work at a time
-            factors = torch.clamp(max_norm / (sizes + TORCH_EPSILON), max=1.0)
+        clipped = None if max_norm is None else self._clip_changes(xi, max_norm)
         if fused.available(xi):
-            given = torch.ones_like(xi[..., 0]) if factors is None else factors
-            return self._each_run(lambda run: fused.absorb_exactly_(self, run, dx, xi, given))
+            one = torch.ones_like(xi[..., 0])
+            given = clipped or (one, torch.zeros_like(one))
+            return self._each_run(lambda run: fused.absorb_exactly_(self, run, dx, xi, *given))
         for run, w in self.pieces(xi):
-            self._absorb_exactly_at_(run, w, dx, xi, factors)
+            self._absorb_exactly_at_(run, w, dx, xi, clipped)
+
+    def _clip_changes(self, xi: Float[Tensor, "change param"], max_norm: float) -> tuple[Tensor, Tensor]:
+        """The clip factors c' of g + ξ, and c' − c. Both norms are summed alike: `clip` holds torch's, by parameter,
+        from which c' would differ by a rounding where nothing changes."""
+
+        def factor(size: Tensor) -> Tensor:
+            return torch.clamp(max_norm / (size + TORCH_EPSILON), max=1.0)
+
+        # row by row: one vector of work at a time
+        factors = factor(torch.stack([norms(self.raw + row) for row in xi]))
+        return factors, factors - factor(norms(self.raw))
 
     def _absorb_exactly_at_(
-        self, run: Run, w: slice, dx: Tangent, xi: Float[Tensor, "change param"], factors: Tensor | None
+        self, run: Run, w: slice, dx: Tangent, xi: Float[Tensor, "change param"], clipped: tuple[Tensor, Tensor] | None
     ) -> None:
         at, dtheta, dm, dv = self.control(run, w), dx.theta[..., w], dx.m[..., w], dx.v[..., w]
         u = xi[..., w]
-        if factors is not None:  # c' (g + ξ) − c g = c' ξ + (c' − c) g
-            change = (factors - self.clip.factor)[..., None]
-            u = torch.addcmul(factors[..., None] * u, change, self.raw[..., w])
+        if clipped is not None:  # c' (g + ξ) − c g = c' ξ + (c' − c) g
+            factors, changes = clipped
+            u = torch.addcmul(factors[..., None] * u, changes[..., None], self.raw[..., w])
         if run.sign != 1.0 or run.coupled:
             u = (run.sign * u).add_(dtheta, alpha=run.coupled)
         dm.lerp_(u, 1 - run.beta1)

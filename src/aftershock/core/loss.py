@@ -262,7 +262,8 @@ class LossFunction(Calls):
             grads: list[Tensor | None] = [None] * len(leaves)
             for b, share in micro_batches(batch, self.layout.device):
                 loss = share(self.raw(model, b, where))
-                found = map(accumulated, self.grad(loss, leaves, where, create_graph=create_graph), leaves)
+                scaled = self.grad(loss, leaves, where, create_graph=create_graph)
+                found = map(accumulated, self.unscaled(scaled), leaves)
                 for i, grad in enumerate(found):
                     before = grads[i]
                     grads[i] = grad if before is None else before if grad is None else before + grad

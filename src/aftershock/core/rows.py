@@ -1,4 +1,4 @@
-"""Many rows in one call: the loss of many parameter sets on one batch, of one parameter set on many batches.
+"""Many rows in one call: the loss of many parameter sets on one batch (`pools`: of one set on many batches).
 
 Rows share everything but what differs between them, so that on a GPU with small batches a row costs a quarter to
 two thirds of a gradient. Where a model cannot be mapped over rows, where it gives other numbers in rows than alone,
@@ -8,7 +8,7 @@ or where it does not pay (a CPU), rows run one after another and the answers are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,12 +17,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import OutOfMemory
-from .batches import Accumulated, Batch, added, micro_batches, same_value
+from .batches import Batch, added, micro_batches
 from .mapping import mapped_over
 from .memory import readable
 from .randomness import RandomState
 from .reductions import equal, joint_norm, row_norms
-from .structure import flatten
 
 if TYPE_CHECKING:
     from .loss import Gradient, LossFunction
@@ -153,7 +152,7 @@ def row_gradients(
 
     def agrees() -> bool:
         far = apart(thetas)
-        return _same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], finite([alone(far[1], -1)])[0])
+        return same_gradient(loss, mapped(far, [buffers[0], buffers[-1]])[1], finite([alone(far[1], -1)])[0])
 
     if present is not None and loss.together("gradient", batch, len(thetas)):
         pieces = tried(loss, "gradient", agrees, lambda s: mapped(thetas[s], buffers[s]), len(thetas))
@@ -175,77 +174,11 @@ def apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
     return torch.stack([thetas[0], APART * thetas[len(thetas) - 1]])
 
 
-# --- one parameter set on many batches
-
-
-def pool_gradients(
-    loss: LossFunction,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    random: RandomState,
-    where: Callable[[int], str],
-    present: Sequence[bool] | None,
-) -> Iterator[Gradient]:
-    """The gradient of every batch at one θ: 1 g each alone, a fifth together, or in lanes, where batches are small.
-
-    Alone, each is computed when it is asked for: one that is let go leaves the next its memory, which is in the cache.
-    """
-
-    def alone(i: int) -> Gradient:
-        return loss.gradient(theta, buffers, batches[i], random, where(i), wait=False)
-
-    def mapped(some: slice) -> list[Gradient | None]:
-        everything = (True,) * len(loss.layout.names)
-        return _mapped_pool(loss, theta, buffers, batches[some], random, where(some.start)).split(everything)
-
-    def agrees() -> bool:
-        last = len(batches) - 1
-        return _same_gradient(loss, mapped(slice(last - 1, last + 1))[1], finite([alone(last)])[0])
-
-    if not batches:
-        return
-    stackable = present is not None and all(present) and _alike(batches)
-    if stackable and loss.together("pool", batches[0], len(batches)):
-        pieces = tried(loss, "pool", agrees, mapped, len(batches))
-        if pieces is not None:
-            found = [gradient for piece in pieces for gradient in piece if gradient is not None]
-            del pieces
-            if len(found) == len(batches):
-                while found:
-                    yield found.pop(0)
-                return
-    size = max(1, len(loss.player.lanes))
-    for first in range(0, len(batches), size):
-        places = range(first, min(first + size, len(batches)))
-        found = loss.spread("gradient", batches[0], len(places), lambda i: alone(places[i]))  # noqa: B023  (called at once)
-        for i, gradient in zip(places, finite(found)):
-            if gradient is None:
-                loss.refuse_not_finite(found[i - first], where(i))
-        del gradient
-        while found:
-            yield found.pop(0)
-
-
-def _alike(batches: Sequence[Batch]) -> bool:
-    """Whether batches differ in the numbers of their tensors only, so that they stack."""
-    if any(isinstance(batch, Accumulated) for batch in batches):
-        return False
-    (first, spec), *others = map(flatten, batches)
-
-    def same(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return same_value(x, y)
-        return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-
-    return all(spec == other and all(map(same, first, leaves)) for leaves, other in others)
-
-
 # --- inside
 
 
 @dataclass
-class _Mapped:
+class Mapped:
     """What one mapped call gives: tensors with a leading dimension of rows."""
 
     loss: LossFunction
@@ -255,13 +188,16 @@ class _Mapped:
     static: Mapping[str, Tensor]
     random: RandomState
 
+    def norms(self, present: Sequence[bool]) -> Float[Tensor, " row"]:
+        """Of the rows' gradients."""
+        return row_norms([self.grads[i] for i in self.loss.layout.model_order if present[i]])
+
     def split(self, present: Sequence[bool]) -> list[Gradient | None]:
         """Row by row, as plain gradients are."""
         from .calls import accumulated
         from .loss import Gradient
 
-        order = [i for i in self.loss.layout.model_order if present[i]]
-        norms = row_norms([self.grads[i] for i in order])
+        norms = self.norms(present)
         finite = torch.isfinite(norms + self.losses).tolist()  # the one wait for the device
         shapes = self.loss.layout.views(self.loss.layout.example)
         rows = [grad.unbind() if ok else [None] * len(finite) for grad, ok in zip(self.grads, present)]
@@ -283,7 +219,7 @@ def _mapped(
     *,
     gradients: bool = False,
     evaluating: bool = False,
-) -> _Mapped:
+) -> Mapped:
     first = buffers[0]
     moving = {
         name: torch.stack([each[name] for each in buffers])
@@ -295,36 +231,25 @@ def _mapped(
     (losses, grads, after), _, random = loss.call(
         loss.layout.typed_views(thetas[0]), first, random, program, derivative=True, evaluating=evaluating
     )
-    return _Mapped(loss, losses, grads, after, static, random)
-
-
-def _mapped_pool(
-    loss: LossFunction,
-    theta: Float[Tensor, " param"],
-    buffers: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    random: RandomState,
-    where: str,
-) -> _Mapped:
-    moving = {name: torch.stack([buffers[name]] * len(batches)) for name in loss.moving if name in buffers}
-    views = loss.layout.typed_views(theta)
-    program = _over_batches(loss, batches, where, views, moving)
-    static = {name: b for name, b in buffers.items() if name not in moving}
-    (losses, grads, after), _, random = loss.call(views, buffers, random, program, derivative=True)
-    return _Mapped(loss, losses, grads, after, static, random)
+    return Mapped(loss, losses, grads, after, static, random)
 
 
 MappedProgram = Callable[[nn.Module], tuple[Tensor, list[Tensor], dict[str, Tensor]]]
 
 
-def _loss_at(
+def loss_at(
     loss: LossFunction, parameters: Sequence[Tensor], moving: Mapping[str, Tensor], batch: Batch, where: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One row's loss, and the moving buffers that it leaves."""
+    """One row's loss, times the loss scale, and the moving buffers that it leaves."""
     inside = dict(zip(loss.layout.names, parameters)) | {name: b.clone() for name, b in moving.items()}
     with loss.places.holding(inside):
         value = loss.raw(loss.model, batch, where)
-    return value, {name: inside[name] for name in moving}
+    return loss.autocast.scale * value, {name: inside[name] for name in moving}
+
+
+def unscaled(loss: LossFunction, losses: Float[Tensor, " row"], grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What rows of `loss_at` give, without the loss scale."""
+    return losses / loss.autocast.scale, [grad.detach() for grad in loss.unscaled(grads) if grad is not None]
 
 
 def _over_parameters(
@@ -342,7 +267,7 @@ def _over_parameters(
         for micro, share in micro_batches(batch, loss.layout.device):
 
             def one(own: list[Tensor], held: dict[str, Tensor], micro: Batch = micro, share: Any = share) -> Any:
-                value, after = _loss_at(loss, own, held, micro, where)
+                value, after = loss_at(loss, own, held, micro, where)
                 return share(value), after
 
             if gradients:
@@ -354,48 +279,9 @@ def _over_parameters(
                 with torch.no_grad():
                     values, state = mapped_over((0, 0), one)(list(parameters), state)
             totals.append(values.detach())
-        return added(totals), [g.detach() for g in sums], {n: b.detach() for n, b in state.items()}
+        return *unscaled(loss, added(totals), sums), {n: b.detach() for n, b in state.items()}
 
     return program
-
-
-def _over_batches(
-    loss: LossFunction, batches: Sequence[Batch], where: str, parameters: Sequence[Tensor], moving: dict[str, Tensor]
-) -> MappedProgram:
-    """Gradients of many batches at one θ."""
-    placed = [flatten(loss.place(batch)) for batch in batches]
-    spec = placed[0][1]
-    stacked, dims = _stacked([leaves for leaves, _ in placed])
-
-    def one(own: list[Tensor], held: dict[str, Tensor], leaves: list[Any]) -> Any:
-        return _loss_at(loss, own, held, spec.unflatten(leaves), where)
-
-    def program(model: nn.Module) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        work = mapped_over((None, 0, dims), torch.func.grad_and_value(one, has_aux=True))
-        grads, (values, state) = work(list(parameters), moving, stacked)
-        return values.detach(), [g.detach() for g in grads], {n: b.detach() for n, b in state.items()}
-
-    return program
-
-
-def _stacked(batches: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int | None]]:
-    """Leaf by leaf, a tensor of all batches and 0; what all of them share (a padding mask of ones) once and None.
-
-    A model may look at what is shared, as attention masks are looked at to pick a kernel; a mapped tensor has no
-    value to look at.
-    """
-    stacked: list[Any] = []
-    dims: list[int | None] = []
-    for column in zip(*batches):
-        whole = torch.stack(column) if isinstance(column[0], Tensor) else None
-        mapped = whole is not None and not equal(whole, column[0].expand_as(whole))
-        stacked.append(whole if mapped else column[0])
-        dims.append(0 if mapped else None)
-    if all(dim is None for dim in dims):  # the same batch over and over
-        tensors = [isinstance(leaf, Tensor) for leaf in stacked]
-        stacked = [torch.stack([x] * len(batches)) if is_tensor else x for x, is_tensor in zip(stacked, tensors)]
-        dims = [0 if is_tensor else None for is_tensor in tensors]
-    return stacked, dims
 
 
 def tried(
@@ -419,7 +305,7 @@ def tried(
         return None
 
 
-def _same_gradient(loss: LossFunction, together: Gradient | None, alone: Gradient | None) -> bool:
+def same_gradient(loss: LossFunction, together: Gradient | None, alone: Gradient | None) -> bool:
     if together is None or alone is None or alone.present != together.present:
         return False
     pairs = [(a, b) for a, b in zip(together.grads, alone.grads) if a is not None and b is not None]

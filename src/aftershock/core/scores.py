@@ -8,14 +8,14 @@ candidates share (`midpoint_slopes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .batches import Batch
+from .batches import Batch, same_batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
 from .curves import Beyond, Curves, Reach, Sweep, total
@@ -24,10 +24,10 @@ from .kicks import IN_CACHE, PAIRS_AT_ONCE, History, Writes, count_responses, ki
 from .linear_step import displacement
 from .loss import Gradient
 from .operators import readout
+from .pools import Pool
 from .probe import Watch
 from .reductions import marked, products
 from .rollout import Rows, rollout
-from .rows import pool_gradients
 from .state import CHANNELS, Cotangent, JointState, Tangent, difference, pair
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
@@ -43,7 +43,7 @@ def mean_write(control: ControlStep, pool: Sequence[Batch]) -> Tangent:
     every = max(1, len(pool) // SAMPLE)
     some = list(pool[::every])[:SAMPLE]
     total: Tangent | None = None
-    for gradient in _gradients(control, some):
+    for gradient in _pool(control, some).gradients():
         dx = _written(control, gradient)
         total = dx if total is None else Tangent(*(getattr(total, c).add_(getattr(dx, c)) for c in CHANNELS))
         del dx
@@ -156,47 +156,33 @@ def pool_scores(
     exact), and where it has none it is computed from the exact write and its kicks. A batch that uses other parameters
     than the control's has its whole exact difference paired, and the counts of those parameters.
     """
-    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, len(pool), at_once)
+    layout, scored = control.dynamics.layout, _Scored(control, found, trajectory, pool, at_once)
     size = min(at_once.gradients, len(pool))
     rows = layout.zeros(size)  # one buffer for all: fresh memory costs as much as a gradient
-
-    def see(row: Float[Tensor, " param"], gradient: Gradient) -> _Seen:
-        if not all(gradient.present):
-            row.zero_()
-        layout.write(row, gradient.grads)
-        tick()
-        return _Seen(gradient.norm, products(row, control.raw), gradient.present)
-
     for first in range(0, len(pool), size):
-        # not a loop, which would hold a gradient while the next is made: that one would get memory outside of the cache
-        seen = list(map(see, rows, _gradients(control, list(pool[first : first + size]), first)))
-        scored.add(rows[: len(seen)], seen, first)
+        some = list(pool[first : first + size])
+        own = rows[: len(some)]
+        norm, present = _pool(control, some, first).write(own, tick)
+        scored.add(own, norm, present, first)
     return scored.result()
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What is kept of a candidate's gradient beside its row."""
-
-    norm: Tensor
-    inner: Tensor  # with the control's
-    present: tuple[bool, ...]
 
 
 class _Scored:
     """Scores of a pool as its gradients pass; kicks wait until enough of them have come together."""
 
     def __init__(
-        self, control: ControlStep, found: Adjoint, trajectory: Trajectory, size: int, at_once: AtOnce
+        self, control: ControlStep, found: Adjoint, trajectory: Trajectory, pool: Sequence[Batch], at_once: AtOnce
     ) -> None:
-        self.control, self.found, self.trajectory, self.size = control, found, trajectory, size
+        self.control, self.found, self.trajectory, self.size = control, found, trajectory, len(pool)
+        # the control's own batch is no change: its gradient, computed once more, may round otherwise
+        self.nothing = [i for i, batch in enumerate(pool) if same_batch(batch, control.step.batch)]
         self.at_once = at_once
         self.sweep = Sweep(trajectory, found.first, found.history)
         self.curves = Curves.of(control, self.sweep)
         self.base, _ = self.curves.read(control, self.curves.reach.own[None])
         self.own = products(control.raw, control.raw)
         outcomes = len(found.horizons)
-        self.response = torch.zeros(size, outcomes, dtype=torch.float64, device=control.raw.device)
+        self.response = torch.zeros(self.size, outcomes, dtype=torch.float64, device=control.raw.device)
         self.sizes: list[Tensor] = []
         self.pairs = 0
         self._beyond: list[Beyond] = []
@@ -205,18 +191,26 @@ class _Scored:
         self._odd: dict[int, list[int]] = {}  # batches that use other parameters: how far counts are behind
         self._direct: tuple[int, Float[Tensor, " outcome"]] | None = None  # one batch with exact kicks everywhere
 
-    def add(self, rows: Float[Tensor, "row param"], seen: Sequence[_Seen], first: int) -> None:
-        norm, inner = (torch.stack(x).to(self.own) for x in ([one.norm for one in seen], [one.inner for one in seen]))
+    def add(
+        self,
+        rows: Float[Tensor, "row param"],
+        norm: Float[Tensor, " row"],
+        present: Sequence[tuple[bool, ...]],
+        first: int,
+    ) -> None:
+        """Raw gradients of candidates from `first` on, which are used up."""
+        norm, inner = norm.to(self.own), products(rows, self.control.raw)
         factor = _clip_factors(self.control, norm)
         self.sizes.append((norm.square() - 2 * inner + self.own).clamp_(min=0).sqrt_())
-        odd = {i: one.present for i, one in enumerate(seen) if one.present != self.control.present}
-        replaced = {i: self._unusual(rows[i], present, first + i) for i, present in odd.items()}
+        odd = {i: one for i, one in enumerate(present) if one != self.control.present}
+        replaced = {i: self._unusual(rows[i], one, first + i) for i, one in odd.items()}
         for i in odd:
             rows[i] = self.control.raw
             factor[i] = self.control.step.clip.factor
         _reach_moments_(self.control, rows, factor)
-        if self._direct is None and len(odd) < len(rows):
-            self._check(rows, max(set(range(len(rows))) - set(odd), key=self.sizes[-1].tolist().__getitem__), first)
+        usual = {i for i in range(len(rows)) if i not in odd and first + i not in self.nothing}
+        if self._direct is None and usual:
+            self._check(rows, max(usual, key=self.sizes[-1].tolist().__getitem__), first)
         response, largest = self.curves.read(self.control, rows)
         response -= self.base
         for some in self.curves.reach.beyond(rows, largest, self.at_once.pairs):
@@ -274,8 +268,9 @@ class _Scored:
             found = count_responses(self.trajectory, self.found.history, lags, begin, len(self.found.horizons))
             self.response[list(self._odd)] += found.sum(-1).mT.to(self.response)
         share = self.pairs / (self.size * self.control.dynamics.layout.size)
-        by_horizon = self.found.by_horizon(self.response.mT.cpu()).mT
-        return PoolScores(by_horizon, torch.cat(self.sizes).double().cpu(), share, self._curve_error())
+        by_horizon, sizes = self.found.by_horizon(self.response.mT.cpu()).mT, torch.cat(self.sizes).double().cpu()
+        by_horizon[self.nothing], sizes[self.nothing] = 0.0, 0.0
+        return PoolScores(by_horizon, sizes, share, self._curve_error())
 
     def _curve_error(self) -> float:
         """NaN where no batch of the pool differs from the control's."""
@@ -286,10 +281,10 @@ class _Scored:
         return float((self.response[row] - direct).norm()) / size if size > 0 else math.nan
 
 
-def _gradients(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> Iterator[Gradient]:
-    """Gradients of candidates at the control's state before the step."""
+def _pool(control: ControlStep, batches: Sequence[Batch], first: int = 0) -> Pool:
+    """Candidates, whose gradients are taken at the control's state before the step."""
     loss, step, before = control.dynamics.loss, control.step, control.before
-    return pool_gradients(
+    return Pool(
         loss, before.theta, before.buffers, batches, step.random,
         lambda i: f"batch {first + i} of the pool", control.present,
     )  # fmt: skip
@@ -367,9 +362,8 @@ def example_direction(
     """
     layout, reach = control.dynamics.layout, Reach.of(control)
     lift, rows = control.linear.absorb_transposed_(found.first.clone()), layout.zeros(len(sample))
-    for row, gradient in zip(rows, _gradients(control, sample)):
-        row.copy_(layout.join(gradient.grads))
-        _reach_moments_(control, row[None], _clip_factors(control, gradient.norm[None]).to(row))
+    norm, _ = _pool(control, sample).write(rows)
+    _reach_moments_(control, rows, _clip_factors(control, norm).to(rows))
     largest = torch.addcmul(reach.square, rows[0], rows[0])
     for row in rows[1:]:
         torch.maximum(largest, torch.addcmul(reach.square, row, row), out=largest)

@@ -16,8 +16,12 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 
 
 def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a batch, and the structure that makes one of others (`structure.unflatten`)."""
-    return tree_flatten(_opened(batch))
+    """The leaves of a batch, and the structure that makes one of others (`structure.unflatten`).
+
+    Opening goes through a batch twice more, and most hold nothing to open: on a small model that is a part of a pass.
+    """
+    leaves, spec = tree_flatten(batch)
+    return (leaves, spec) if all(fields_of(leaf) is None for leaf in leaves) else tree_flatten(_opened(batch))
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
+from .batches import Accumulated, example_count
 from .contributions import LANCZOS
+from .examples import EXAMPLES_AT_ONCE
 from .footprint import Curvature, Footprint, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import readable
@@ -25,6 +27,8 @@ POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 # there will be is not known, so that they must not matter
 PAIRS_SHARE = 0.1
 FEWEST_PAIRS = 2**12
+# examples of one forward-mode pass on a GPU: launching that of a small model takes as long for a few as for thousands
+EXAMPLES_LAUNCHED = 4096
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,15 @@ class SweepPlan:
         half = AtOnce(max(1, size.gradients // 2), *(max(FEWEST_PAIRS, n // 2) for n in (size.pairs, size.waiting)))
         done = half.gradients == size.gradients and half.waiting >= size.waiting
         return None if done else replace(self, at_once=half)
+
+
+def examples_at_once(trajectory: Trajectory, memory: str | int | None) -> int:
+    """How many single examples go through one forward-mode pass."""
+    loss, batch = trajectory.dynamics.loss, trajectory.steps[0].batch
+    if not loss.sharing.wanted or loss.player.pays or isinstance(batch, Accumulated):
+        return EXAMPLES_AT_ONCE
+    each = 2 * Footprint.of(trajectory).value // example_count(batch)  # with its slopes
+    return max(EXAMPLES_AT_ONCE, min(EXAMPLES_LAUNCHED, room(trajectory, memory) // max(each, 1)))
 
 
 def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory: str | int | None) -> SweepPlan:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .adamw import Run, blocks, late_runs_of
-from .dynamics import Linearized
+from .dynamics import Linearized, Step
 from .linear_step import Control, recounted, sensitivities
 from .state import Cotangent, JointState, Lag, Tangent
 from .trajectory import Trajectory
@@ -113,10 +113,14 @@ def adjoint_sweep(
     outcomes that lie further back cost nothing until their time has come. `visit` sees each step with the
     state before it and the cotangents after it.
     """
-    alive = inject(top, c)
-    for step, before in trajectory.backward(bottom, top):
+
+    def back(step: Step, before: JointState, alive: int) -> None:  # its graph is gone before the next one is built
         at = trajectory.linearize(step, before)
         visit(at, before, c[:alive])
         retreat_(at, c[:alive])
+
+    alive = inject(top, c)
+    for step, before in trajectory.backward(bottom, top):
+        back(step, before, alive)
         alive = inject(step.index, c)
     return c

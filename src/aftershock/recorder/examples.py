@@ -45,7 +45,8 @@ def example_shares(
 def _linear(control: ControlStep, trajectory: Trajectory, adjoint: Adjoint, batch: Batch) -> Float[Tensor, " example"]:
     weight = example_weight(control, batch)
     direction = example_direction(control, adjoint, trajectory, [batch])
-    slopes = example_scores(control, direction, batch, "the batch").double().cpu()
+    tested = example_count(batch)
+    slopes = example_scores(control, direction, batch, "the batch", weight=weight, tested=tested).double().cpu()
     return slopes * (weight or 1 / len(slopes))
 
 

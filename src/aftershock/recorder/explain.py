@@ -40,7 +40,7 @@ from .reruns import Run, state_after
 from .stability import TOO_FAST, amplification, sharpness
 from .suspects import LEAST, inquire
 from .sweep import sweep
-from .treatments import Outcome, Treatment, not_by_luck, proved, try_all, twice
+from .treatments import Outcome, Treatment, not_by_luck, possible, proved, try_all, twice
 
 PLACEBOS = 8
 SHOWN = 3  # suspects whose batches are described where nobody is blamed
@@ -170,14 +170,18 @@ def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int)
 
 
 def _treat(f: Findings, treatments: bool) -> None:
-    """The runs with hyperparameters at their former values, and with treatments."""
+    """The runs with hyperparameters at their former values, which may be all there is to it; then with treatments."""
     trajectory, event = f.replayed.trajectory, f.event
     held = [_held(trajectory.steps, change, event) for change in f.changes]
-    most = RERUN * len(trajectory.steps) - sum(f.inquiry.spent) if f.blamed else math.inf
     with progress("running again with treatments", 12) as tick:
-        outcomes = try_all(trajectory, event, held, tick, more_only=not treatments, most=most)
-    f.outcomes = proved(trajectory, event, outcomes[len(held) :])
-    f.held = [_sure(f, change, outcome) for change, outcome in zip(f.changes, outcomes)]
+        outcomes = try_all(trajectory, event, held, tick)
+        f.held = [_sure(f, change, outcome) for change, outcome in zip(f.changes, outcomes)]
+        if not treatments:
+            return
+        wanted = list(possible(trajectory, event))
+        most = RERUN * len(trajectory.steps) - sum(f.inquiry.spent) if f.blamed else math.inf
+        f.outcomes = proved(trajectory, event, try_all(trajectory, event, wanted, tick, most=most))
+        f.untried = len(wanted) - len(f.outcomes)
 
 
 def _sure(f: Findings, change: HyperChange, outcome: Outcome) -> Outcome:

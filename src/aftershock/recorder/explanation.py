@@ -21,9 +21,9 @@ from . import certificate as trust
 from . import verdict as saying
 from .descriptions import Kept
 from .facts import NAMES, Facts
-from .other_runs import idle_in_words, other_runs, with_an_effect
+from .other_runs import idle_in_words, other_runs, untried_in_words, with_an_effect
 from .quantity import Quantity
-from .words import plus_minus, share_spread
+from .words import SO_FAR, plus_minus, share
 
 if TYPE_CHECKING:
     from ..results.certificate import Certificate
@@ -59,6 +59,7 @@ class Culprit:
     measured_spread: float  # its ±; NaN where the run repeats itself
     left: float  # of the whole event, in the run without it
     left_spread: float
+    left_so_far: bool  # that run ended once half of the event was there: `left` is the least that it leaves
     channels: dict[str, float]  # the predicted contribution by where it waited: θ, m, v
     batches: tuple[int, ...]  # indices of its batches in the data
     examples: tuple[tuple[int, float], ...]  # (place in the batch, share), largest first
@@ -73,6 +74,7 @@ class _Row(NamedTuple):
     measured_spread: float
     left: float
     left_spread: float
+    left_so_far: bool
     role: str
     example_share: np.ndarray
 
@@ -105,8 +107,9 @@ class FlightExplanation(LabelledResult):
     """
 
     wanted = (
-        *("contribution", "layer_contribution", "measured", "measured_spread", "left", "left_spread", "lucky", "role"),
-        *("emergence", "example_share", "example_note", "loss", "norm", "spread", "clip_factor", "lr", "update_size"),
+        *("contribution", "layer_contribution", "measured", "measured_spread", "left", "left_spread"),
+        *("left_so_far", "lucky", "role", "emergence", "example_share", "example_note", "loss", "norm", "spread"),
+        *("clip_factor", "lr", "update_size"),
         *("layer_update_size", "batch_index", "batch_count", "described", "description", "description_is_image"),
         *(f"treatment_{name}" for name in ("left", "left_spread", "after", "after_spread", "prevents", "delays")),
         *(f"treatment_{name}" for name in ("blows_up", "lucky", "sufficient", "held", "value")),
@@ -189,6 +192,7 @@ class FlightExplanation(LabelledResult):
             measured_spread=float(row.measured_spread),
             left=float(row.left),
             left_spread=float(row.left_spread),
+            left_so_far=bool(row.left_so_far),
             channels=dict(zip(channels, parts)),
             batches=batches_of(self, int(row.step)),
             examples=tuple((int(i), float(shares[i])) for i in np.argsort(-shares) if math.isfinite(shares[i])),
@@ -293,7 +297,8 @@ class FlightExplanation(LabelledResult):
             known = not math.isnan(run.after)
             after = f"{self.quantity} after it {run.after:.4g}{plus_minus(run.after_spread)}" if known else ""
             lines.append(f"  {run.name:<{width}}  {run.word:<{words}} {after}".rstrip())
-        return "\n".join([*lines, f"  {idle_in_words(idle, runs)}"] if idle else lines)
+        rest = [idle_in_words(idle, runs) if idle else "", untried_in_words(self)]
+        return "\n".join([*lines, *(f"  {words}" for words in rest if words)])
 
     def _steps(self) -> str:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
@@ -317,7 +322,8 @@ class FlightExplanation(LabelledResult):
             f"the {self.quantity} {event.value:.4g}{plus_minus(event.value_spread)} of step {event.explained} (usual "
             f"{event.usual:.4g})"
         )
-        return "\n".join([f"Earlier steps and {value}: {added}", *lines])
+        ended = [SO_FAR] if any(c.left_so_far for c in shown) else []
+        return "\n".join([f"Earlier steps and {value}: {added}", *lines, *ended])
 
 
 def batches_of(found: FlightExplanation, step: int) -> tuple[int, ...]:
@@ -338,12 +344,12 @@ def on_scale(value: float, found: FlightExplanation) -> float:
 def _cells(culprit: Culprit) -> dict[str, str]:
     """A step in words; what is not known is empty."""
     predicted, measured, left = culprit.predicted, culprit.measured, culprit.left
-    share = f"{left:.0%}{share_spread(culprit.left_spread)}"
+    told = share(left, culprit.left_spread, so_far=culprit.left_so_far)
     return {
         "step": str(culprit.step),
         "delay": str(culprit.delay),
         "role": culprit.role,
         "predicted": "" if math.isnan(predicted) else "off scale" if math.isinf(predicted) else f"{predicted:+.3g}",
         "measured": "" if math.isnan(measured) else f"{measured:+.3g}{plus_minus(culprit.measured_spread)}",
-        "left": "" if math.isnan(left) else f"> {OFF_SCALE:g}×" if left >= OFF_SCALE else share,
+        "left": "" if math.isnan(left) else f"> {OFF_SCALE:g}×" if left >= OFF_SCALE else told,
     }

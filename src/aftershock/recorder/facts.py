@@ -101,6 +101,7 @@ class BlameFacts:
     ranked_by: str  # what a step is compared with
     own_left: float  # without the explained step
     own_left_spread: float
+    own_left_so_far: bool  # that run ended once half of the event was there
     replaced_placebos: int
     replaced_placebos_change: int
     kin: bool  # whoever was given batches like its own is of a rare kind of data, beside others of that kind
@@ -126,12 +127,14 @@ class BlameFacts:
 
 @dataclass(frozen=True)
 class SettingFacts:
-    """Hyperparameters that changed in the window, in words, and what holding each at its former value does."""
+    """Hyperparameters that changed in the window, in words, and what holding each at its former value does; and how
+    many other treatments are not known."""
 
     hyperparameter: str | None  # the one that did it
     condition: str | None  # the change, of it or of one without which the blamed batch would not have done it
     condition_left: float
     condition_left_spread: float
+    untried: int  # treatments that were not tried, because the runs without steps had taken what may be run again
     settings: tuple[str, ...] = along("setting")
     setting_left: tuple[float, ...] = along("setting")
     setting_left_spread: tuple[float, ...] = along("setting")
@@ -151,6 +154,7 @@ class InstrumentFacts:
     sharpness_bar: float
     not_a_number_said: str
     batch_is_bad: bool  # of the step that is not finite
+    overflows: bool  # its numbers are finite, and the norm of its gradient is not
     refused: str  # why nothing is predicted
     check: str  # of Hessian products
 

@@ -48,6 +48,7 @@ class Findings:
     held: list[Outcome] = field(default_factory=list)  # of the changes, one each
     inquiry: Inquiry = field(default_factory=lambda: Inquiry([], []))
     outcomes: list[Outcome] = field(default_factory=list)
+    untried: int = 0  # treatments, because the runs without steps had taken what may be run again
     which: str = ""  # which window and step this is, where there were others
     nothing_seen: str = ""  # that nothing triggered, where no step was asked for
     clip: float | None = None  # that `explain` was told

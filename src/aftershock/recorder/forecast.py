@@ -29,21 +29,21 @@ class Forecast(LabelledResult):
 
     `data` is an `xarray.Dataset`:
 
-    response[future, horizon]     exact along each future; not there where the run with the batch diverged
-    largest_increase, at          of the mean over futures, and after how many states
+    response[future, horizon]       exact along each future; not there where the run with the batch diverged
+    largest_increase, peak_horizon  of the mean over futures, and after how many states
 
     >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
     ...     for batch in batches[:4]:
     ...         recorder.step(batch, train_step(batch))
     ...     forecast = recorder.forecast(batches[5], horizon=3, futures=2)
-    >>> forecast.harmful(threshold=0.001), forecast.at, dict(forecast.response.sizes)
+    >>> forecast.harmful(threshold=0.001), forecast.peak_horizon, dict(forecast.response.sizes)
     (True, 3, {'future': 2, 'horizon': 3})
     >>> forecast.largest_increase == float(forecast.response.mean("future").max())
     True
     """
 
     kind = "forecast"
-    wanted = ("largest_increase", "at")
+    wanted = ("largest_increase", "peak_horizon")
 
     @property
     def response(self) -> xr.DataArray | None:
@@ -55,15 +55,15 @@ class Forecast(LabelledResult):
         return float(self.data["largest_increase"])
 
     @property
-    def at(self) -> int:
-        """States after the batch."""
-        return int(self.data["at"])
+    def peak_horizon(self) -> int:
+        """h*: how many states after the batch the loss would rise most."""
+        return int(self.data["peak_horizon"])
 
     def harmful(self, threshold: float) -> bool:
         """Would it raise the loss by more than `threshold`?
 
         >>> import xarray as xr
-        >>> Forecast(xr.Dataset({"largest_increase": 0.5, "at": 3})).harmful(threshold=0.1)
+        >>> Forecast(xr.Dataset({"largest_increase": 0.5, "peak_horizon": 3})).harmful(threshold=0.1)
         True
         """
         return self.largest_increase > threshold
@@ -73,8 +73,9 @@ class Forecast(LabelledResult):
             return "With this batch as the next step the run diverges: its loss is no longer finite."
         count, last = self.response.sizes["future"], int(self.response["horizon"].values[-1])
         return (
-            f"As the next step, this batch would change the loss by at most {self.largest_increase:+.3g}, {self.at} "
-            f"state(s) after it (exact along {count} futures of {last} steps drawn from the recorded past)."
+            f"As the next step, this batch would change the loss by at most {self.largest_increase:+.3g}, "
+            f"{self.peak_horizon} state(s) after it (exact along {count} futures of {last} steps drawn from the "
+            "recorded past)."
         )
 
 
@@ -106,9 +107,9 @@ def forecast(
     try:
         found = repeated_futures(point, recent, [batch], drawn, watched, clip=clip, lr=lr)
     except NotFinite:
-        return Forecast(xr.Dataset({"largest_increase": math.inf, "at": 1}))
+        return Forecast(xr.Dataset({"largest_increase": math.inf, "peak_horizon": 1}))
     response = found["response"].isel({"answer": 0, "change": 0}, drop=True)
     mean = response.mean("future")
     peak = mean.isel(horizon=int(mean.argmax("horizon")))
-    largest = {"largest_increase": float(peak), "at": int(peak["horizon"])}
+    largest = {"largest_increase": float(peak), "peak_horizon": int(peak["horizon"])}
     return Forecast(xr.Dataset({"response": response, **largest}, attrs=found.attrs))

@@ -25,14 +25,14 @@ def look_further(
     """One batch left out wherever it came; else suspects left out one on top of the other, where the event is gone
     then, and where that is not clear batches like a suspect's own in its place, or in all places of one batch."""
     event, least = runs.event, min((t.left for t in found.placebos), default=0.0)
-    alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.left)
+    alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.compared)
     group, instead = _first(runs.accused, repeated), None
     if group is None:
         greedy = _greedy(runs, alone, least) if groups else None
         gone = greedy is not None and greedy.left <= BARS.slight
         if greedy is not None and gone and _gone_without(runs, found, greedy, innocent, draw):
             return
-        doing = [t for t in alone[:LARGEST] if t.left < least and t.steps[0] < event.onset]
+        doing = [t for t in alone[:LARGEST] if t.compared < least and t.steps[0] < event.onset]
         if not found.replaced:
             _replace(runs, found, doing, innocent)
         if found.blamed_by_replacing:
@@ -62,20 +62,20 @@ def _greedy(runs: Runs, alone: Sequence[Trial], least: float) -> Trial | None:
     alone, and so be no suspect.
     """
     tried = list(alone)
-    if all(t.left > least - BARS.slight for t in alone):
+    if all(t.compared > least - BARS.slight for t in alone):
         known = {t.steps[0] for t in alone}
         kin = {i for step in known for i in runs.likeness.kin(step, runs.before)} - known
         tried += [runs.accused((i,)) for i in sorted(kin, reverse=True)[:KIN] if runs.in_budget]
-    group = min(tried, key=lambda t: t.left, default=None)
-    if group is None or group.left >= least:
+    group = min(tried, key=lambda t: t.compared, default=None)
+    if group is None or group.compared >= least:
         return None
     same = sorted(runs.likeness.kin(group.steps[0], runs.before), reverse=True)
-    others = [t.steps[0] for t in sorted(tried, key=lambda t: t.left) if t is not group]
+    others = [t.steps[0] for t in sorted(tried, key=lambda t: t.compared) if t is not group]
     candidates = list(dict.fromkeys([*(i for i in others if i in same), *same, *others]))[:LARGEST]
-    while len(group.steps) < LARGEST and group.left > BARS.slight and runs.in_budget:
+    while len(group.steps) < LARGEST and group.compared > BARS.slight and runs.in_budget:
         more = [runs.accused(tuple(sorted((*group.steps, i)))) for i in candidates if i not in group.steps]
-        best = min(more, key=lambda t: t.left, default=group)
-        if best.left >= group.left - BARS.slight * group.removes:
+        best = min(more, key=lambda t: t.compared, default=group)
+        if best.compared >= group.compared - BARS.slight * group.removes:
             break
         group = best
     return group if group.removes and len(group.steps) > 1 else None
@@ -164,7 +164,7 @@ def _needed(runs: Runs, group: Trial) -> tuple[Trial, float]:
         if rest and (trial := runs.accused(rest)).removes and trial.left <= group.left + BARS.slight:
             group = trial
     without = [_less(group, step) for step in group.steps if len(group.steps) > 1]
-    return group, min((runs.at_least(rest) for rest in without), default=math.inf)
+    return group, min((runs.accused(rest).left for rest in without), default=math.inf)
 
 
 def _less(group: Trial, step: int) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ def _adding(run: Callable[[tuple[int, ...]], Trial], steps: tuple[int, ...]) -> 
     group = run(steps)
     for step in steps:
         rest = _less(group, step)
-        if rest and group.removes and (trial := run(rest)).left <= group.left + BARS.slight:
+        if rest and group.removes and (trial := run(rest)).compared <= group.left + BARS.slight:
             group = trial
     return group if group.removes else None
 

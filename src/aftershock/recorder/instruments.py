@@ -168,7 +168,6 @@ class DataFinding:
         before = "on earlier weights every batch is as high"
         if self.elsewhere:
             before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
-        unsure = "" if self.after else " (or the first of other data: what follows was not recorded)"
         bad_for_all = statistics.median(self.before) - self.usual >= HALF * (self.own - self.usual)
         meaning = {
             "weights": "the weights are bad, not the batch"
@@ -176,7 +175,7 @@ class DataFinding:
             else "the data changed here, or the weights are bad for all that was not just trained on",
             "both": f"{before}, so that nobody can tell whether it is bad by itself",
             "shift": f"{before}: the data changed here, and what follows is like it",
-            "own batch": f"{before}: it is this batch{unsure}",
+            "own batch": before,  # that it is this batch is for the verdict to say: runs without it may show otherwise
             "source": f"{before}, and the {len(self.alike)} earlier batches whose inputs are most like its own had "
             f"{', '.join(f'{value:.3g}' for value in self.alike)} when they came",
         }

@@ -70,13 +70,13 @@ def _by_step(f: Findings) -> Variables:
     measured, measured_spread = np.full((2, len(CHANGES), last), math.nan)
     left, left_spread = np.full((2, last), math.nan)
     emergence = np.full((last, len(values) - 1), math.nan)
-    roles, lucky = np.full(last, "", dtype="<U7"), np.zeros(last, dtype=bool)
+    roles, (lucky, so_far) = np.full(last, "", dtype="<U7"), np.zeros((2, last), dtype=bool)
     for role, trials in (("suspect", f.inquiry.suspects), ("placebo", f.inquiry.placebos)):
         for trial in trials:
             (at,) = trial.steps
             if at == last:
                 continue  # the explained step itself: its value is what is explained
-            roles[at], lucky[at] = role, trial.lucky
+            roles[at], lucky[at], so_far[at] = role, trial.lucky, trial.so_far
             left[at], left_spread[at] = trial.left, trial.left_spread
             measured[row, at] = values[last] - trial.values[last]
             measured_spread[row, at] = trial.value_spread
@@ -87,6 +87,7 @@ def _by_step(f: Findings) -> Variables:
         "measured_spread": (("change", "step"), measured_spread),
         "left": ("step", left),
         "left_spread": ("step", left_spread),
+        "left_so_far": ("step", so_far),
         "lucky": ("step", lucky),
         "role": ("step", roles),
         "emergence": (("step", "horizon"), emergence),

@@ -17,6 +17,7 @@ from ..core.batches import Batch, micro_batches
 from ..core.layout import Layout
 from ..core.loss import LossFunction
 from ..core.randomness import RandomState
+from ..core.reductions import total_norm
 from ..core.state import JointState
 from ..core.structure import flatten
 
@@ -27,8 +28,9 @@ NAMED = 3  # parameters in a sentence
 @dataclass(frozen=True)
 class NotANumberFinding:
     """kind: "batch values" (the batch itself holds NaN), "batch" (other batches are finite on the same weights),
-    "weights" (others are not), "weights values" (a weight itself is NaN), "unknown" (nothing else was tried), "finite"
-    (the step is finite when it is run again)."""
+    "weights" (others are not), "weights values" (a weight itself is NaN), "unknown" (nothing else was tried),
+    "overflow" (every number is finite, and the norm of the gradient is more than its type holds), "finite" (the step is
+    finite when it is run again)."""
 
     kind: str
     loss: float
@@ -36,6 +38,7 @@ class NotANumberFinding:
     operation: str | None  # in it
     parameters: tuple[str, ...]  # whose gradient is not finite; whose value is, for "weights values"
     others: tuple[bool, ...]  # for each other batch: are loss and gradient finite on the same weights?
+    norm: float = math.nan  # of the gradient, in float64
 
     @property
     def loss_finite(self) -> bool:
@@ -45,6 +48,11 @@ class NotANumberFinding:
     def sentence(self) -> str:
         if self.kind == "finite":
             return f"run again, the step is finite: its loss is {self.loss:.4g}, and so is every gradient"
+        if self.kind == "overflow":
+            return (
+                f"run again, its loss is {self.loss:.4g} and every element of its gradient is finite; their norm, "
+                f"{self.norm:.3g}, is the root of a sum that this type of number does not hold"
+            )
         return f"{self._what()}. {self._why()}"
 
     def _what(self) -> str:
@@ -90,7 +98,7 @@ def not_a_number(
     beside = [_watched(loss, state, other, random) for other in others]
     sound = [other for other in beside if other.finite]
     if seen.finite:
-        kind = "finite"
+        kind = "overflow" if seen.overflows else "finite"
     elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
         kind = "batch values"
     elif not beside:
@@ -102,12 +110,16 @@ def not_a_number(
         module, operation = seen.source(sound)
     elif not seen.finite:
         module, operation = seen.module_of(seen.operations[0]) if seen.operations else (None, None)
-    return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tuple(o.finite for o in beside))
+    tried = tuple(other.finite for other in beside)
+    return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tried, seen.norm)
 
 
 def is_finite(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> bool:
-    """Are the step's loss and gradient finite from this state? One gradient."""
-    return not _not_finite(loss.layout, loss.layout.views(state.theta)) and _watched(loss, state, batch, random).finite
+    """Are the step's loss, gradient and its norm finite from this state? One gradient."""
+    if _not_finite(loss.layout, loss.layout.views(state.theta)):
+        return False
+    seen = _watched(loss, state, batch, random)
+    return seen.finite and not seen.overflows
 
 
 class _Made(NamedTuple):
@@ -135,6 +147,8 @@ class _Seen:
     operations: list[tuple[str, int]] = field(default_factory=list)  # with such a gradient; name and number of the node
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # the numbers of the nodes that each module made
     parameters: tuple[str, ...] = ()
+    norm: float = math.nan  # of the gradient, in float64
+    overflows: bool = False  # the norm in the gradient's own type is infinite
 
     @property
     def finite(self) -> bool:
@@ -170,6 +184,7 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
     def program(model: nn.Module) -> None:
         totals: list[Tensor] = []
         bad: set[str] = set()
+        whole: list[Tensor | None] = [None] * len(leaves)  # the gradient of all micro-batches
         for micro, share in micro_batches(batch, loss.layout.device):
             inside: list[str] = []
             with _watching_modules(model, seen, inside), _Operations(seen, inside):
@@ -178,8 +193,12 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
             with _watching_gradients(value, seen):
                 grads = loss.grad(value, leaves, WHERE)
             bad.update(_not_finite(loss.layout, grads))
+            whole = [new if old is None else old if new is None else old + new for old, new in zip(whole, grads)]
         seen.loss = float(torch.stack(totals).sum())
         seen.parameters = tuple(name for name in loss.layout.names if name in bad)
+        known = [grad for grad in whole if grad is not None]
+        seen.overflows = not bad and not math.isfinite(float(total_norm(known)))
+        seen.norm = float(total_norm([grad.double() for grad in known]))
 
     loss.call(leaves, state.buffers, random, program)
     return seen

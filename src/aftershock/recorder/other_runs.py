@@ -50,6 +50,15 @@ def idle_in_words(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
     return f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'} leave it as it is"
 
 
+def untried_in_words(found: FlightExplanation) -> str:
+    """How many treatments were not tried and why; nothing where all were."""
+    count = found.facts.settings.untried
+    if not count:
+        return ""
+    were = "treatment was" if count == 1 else "treatments were"
+    return f"{count} {were} not tried: the proof of who did it took the budget of reruns (verify=0 tries them all)"
+
+
 def _left_out(found: FlightExplanation) -> list[OtherRun]:
     event, blame = found.facts.event, found.facts.blame
     if event.kind == "own batch" and not blame.group:

@@ -49,6 +49,7 @@ def _from_file(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Reco
         clip=None if clip is None else float(clip),
         forward=Forward(bool(autocast), getattr(torch, dtype), tuple(map(str, evaluating)), any(begun)),
         divisor=None if divisor is None else float(divisor),
+        scale=float(header.get("scale", 1.0)),
     )
 
 
@@ -67,6 +68,7 @@ def to_file(record: Record) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "hypers": [hyper_to_json(h) for h in record.hypers],
         "clip": record.clip,
         "divisor": record.divisor,
+        "scale": record.scale,
         "forward": [
             record.forward.autocast,
             str(record.forward.autocast_dtype).removeprefix("torch."),

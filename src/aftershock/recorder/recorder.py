@@ -34,6 +34,7 @@ from .passes import UNSEEN, Passes
 from .records import Fed, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
+from .scaling import calling_scaler, scale_now
 from .snapshot import Snapshots
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
@@ -307,7 +308,7 @@ class FlightRecorder:
         self._told = norm is not None
         loss = sum(losses[1:], start=losses[0])
         rates = [hyper.lr for hyper in update.hypers]
-        numbers = self._transfer.carry([loss, update.norm, norm, update.count, *rates])
+        numbers = self._transfer.carry([loss, update.norm, norm, update.count, update.scale, *rates])
         told = self.clip if clip == "as told" else clip
         limit = None if told is None else float(told)  # it may be a tensor
         self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, limit, divisor, asked))
@@ -358,7 +359,8 @@ class FlightRecorder:
         point = TrainingPoint(self._capture())
         forward = self._passes.forward
         if forward is not None:  # inside the loop's autocast and modes, as its steps ran
-            point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
+            scale = recent[-1].scale if recent else 1.0
+            point.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype, scale)
         return forecast(point, batch, past, horizon=horizon, futures=futures, clip=clip, generator=generator, lr=lr)
 
     # --- hooks
@@ -381,8 +383,9 @@ class FlightRecorder:
         self._trained.updated()
         self._trained.refuse_others()
         norm = None if self._told else global_norm(grads, range(len(grads)))
+        scale = scale_now(calling_scaler(), first)
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
-        self._update = Update(norm, first, updates_of(first, self.optimizer), hypers)
+        self._update = Update(norm, first, updates_of(first, self.optimizer), scale, hypers)
 
     # --- inside
 

@@ -82,6 +82,7 @@ class Record:
     clip: float | None
     forward: Forward
     divisor: float | None = None  # of each micro-batch's loss; None: their number
+    scale: float = 1.0  # by which a GradScaler multiplied the loss
 
     def batch(self, source: Source) -> Batch:
         """What loss_fn was given; several micro-batches are one accumulated batch with its own random states."""

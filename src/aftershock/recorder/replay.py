@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -100,8 +101,7 @@ def replay(
     captured = state_before(records[0].step)
     assert captured is not None
     _set_surroundings(captured.loss.model, records)
-    forward = records[0].forward
-    captured.loss.autocast = Autocast(forward.autocast, forward.autocast_dtype)
+    captured.loss.autocast = _precision(records)
     source = Source(captured.loss.layout.device, dataset)
     lead = max(0, len(records) - 1 - after - window)
     before, rest = records[:lead], records[lead:]
@@ -124,7 +124,7 @@ def untaken(
     """A recorded step that is not finite, with the state before it: a path of one step that was not taken."""
     captured = load_captured(states[record.step], model, loss_fn, constant=constant)
     _set_surroundings(captured.loss.model, [record])
-    captured.loss.autocast = Autocast(record.forward.autocast, record.forward.autocast_dtype)
+    captured.loss.autocast = _precision([record])
     batch = record.batch(Source(captured.loss.layout.device, dataset))
     step = Step(0, batch, record.fed[0].random, record.hypers, record.clip, own_random=True, loss=record.loss)
     trajectory = Trajectory.untaken(Dynamics(captured.loss), captured.state, step)
@@ -156,6 +156,13 @@ def _follow(
             f"the replay from step {some[0].step} on is not finite where the recorded run was: {error}. "
             f"{said(clipped_alike(records) or EDITED)}"
         ) from error
+
+
+def _precision(records: Sequence[Record]) -> Autocast:
+    """Autocast, and the loss scale that most of the steps had. A scaler changes it seldom, and all that differs is what
+    float16 loses at the one and not at the other."""
+    forward, scales = records[0].forward, Counter(record.scale for record in records)
+    return Autocast(forward.autocast, forward.autocast_dtype, scales.most_common(1)[0][0])
 
 
 def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:

@@ -98,6 +98,7 @@ def _blame(f: Findings) -> BlameFacts:
         ranked_by=f.main,
         own_left=math.nan if own is None else own.left,
         own_left_spread=math.nan if own is None else own.left_spread,
+        own_left_so_far=own is not None and own.so_far,
         replaced_placebos=len(inquiry.replaced_placebos),
         replaced_placebos_change=sum(not t.keeps for t in inquiry.replaced_placebos),
         kin=inquiry.kin,
@@ -131,6 +132,7 @@ def _settings(f: Findings) -> SettingFacts:
         condition=None if f.condition is None else f.changes[f.condition].sentence,
         condition_left=math.nan if f.condition is None else left[f.condition],
         condition_left_spread=math.nan if f.condition is None else spread[f.condition],
+        untried=f.untried,
         settings=tuple(change.sentence for change in f.changes),
         setting_left=tuple(left),
         setting_left_spread=tuple(spread),
@@ -156,6 +158,7 @@ def _instruments(f: Findings) -> InstrumentFacts:
         sharpness_bar=math.nan if f.sharp is None else f.sharp.threshold,
         not_a_number_said="" if f.nan is None else f.nan.sentence,
         batch_is_bad=f.nan is not None and f.nan.kind in ("batch values", "batch"),
+        overflows=f.nan is not None and f.nan.kind == "overflow",
         refused=f.refused or "",
         check="" if unchecked else str(f.replayed.path.check()),
     )

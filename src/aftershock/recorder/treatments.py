@@ -66,19 +66,18 @@ class Outcome:
 def try_all(
     trajectory: Trajectory,
     event: Event,
-    more: Sequence[Treatment] = (),
+    wanted: Sequence[Treatment],
     tick: Callable[[], None] = lambda: None,
     *,
-    more_only: bool = False,
     most: float = math.inf,
 ) -> list[Outcome]:
-    """`more`, then every treatment that has a meaning here, the mildest first: about 200 gradients in all.
+    """What becomes of the event under each: about 200 gradients for all that are `possible`.
 
-    most: steps that may be run again for what is not in `more`; where they are spent, no further treatment is tried.
+    most: steps that may be run again; where they are spent, no further treatment is tried.
     """
-    found, wanted = _run(trajectory, event, more, tick), [] if more_only else list(possible(trajectory, event))
     if math.isinf(most):
-        return found + _run(trajectory, event, wanted, tick)
+        return _run(trajectory, event, wanted, tick)
+    found: list[Outcome] = []
     for treatment in wanted:
         if most > 0:
             found += _run(trajectory, event, [treatment], tick)
@@ -143,7 +142,8 @@ def not_by_luck(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outco
 
 
 def possible(trajectory: Trajectory, event: Event) -> Iterator[Treatment]:
-    """Half the rate for a few steps, Adam anew, and other rules for the steps around the event."""
+    """Every treatment that has a meaning here, the mildest first: half the rate for a few steps, Adam anew, and other
+    rules for the steps around the event."""
     steps, onset = trajectory.steps, event.onset
     for count in HALVED:
         if count <= onset:

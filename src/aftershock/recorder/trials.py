@@ -24,12 +24,24 @@ class Trial:
 
     steps: tuple[int, ...]  # places in the path
     values: Values
-    left: float
+    left: float  # of the whole event; of a run that ended early at least so much
     departs: float = 0.0  # from the recorded values, as a share of the event's height
     blows_up: bool = False
     lucky: bool = False  # it removed half in one of two runs, and this is the other one
     left_spread: float = math.nan  # the ± of what is left; NaN where the run repeats itself
     value_spread: float = math.nan  # and of the explained value
+    by_then: float = math.nan  # of a run that ended early: what it leaves of the event up to there
+
+    @property
+    def so_far(self) -> bool:
+        """Did the run end early, and is `left` the least that it can be?"""
+        return not math.isnan(self.by_then)
+
+    @property
+    def compared(self) -> float:
+        """What a search for several steps goes by: of the event as far as the run was made, so that one that ended
+        early is not preferred."""
+        return self.by_then if self.so_far else self.left
 
     @property
     def removes(self) -> bool:
@@ -38,7 +50,7 @@ class Trial:
     @property
     def keeps(self) -> bool:
         """The event is still there, about as large and at its place."""
-        return BARS.half < self.left < 1 / BARS.half and self.departs <= BARS.half
+        return BARS.half < self.compared < 1 / BARS.half and self.departs <= BARS.half
 
 
 @dataclass
@@ -140,10 +152,6 @@ class Runs:
             self.known[steps] = self._proved(self._trial(without), without)
         return self.known[steps]
 
-    def at_least(self, steps: tuple[int, ...]) -> float:
-        """What the run without accused steps leaves of the whole event, as far as it was made: it can only be more."""
-        return self.event.so_far(self.accused(steps).values, frozenset(steps))
-
     def placebo(self, steps: tuple[int, ...]) -> Trial:
         """The same of steps that nobody suspects, over the whole event: it may double, too."""
         return self._trial(dict.fromkeys(steps), placebo=True)
@@ -199,9 +207,10 @@ class Runs:
     def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
         """It ends once it is known whether it removes the event, or that of a placebo whether it keeps it."""
         run, event, out = Run(min(steps), steps, jittered=jittered), self.event, frozenset(steps)
-        done, left = (event.decided, event.left) if placebo else (event.stays, event.left_by_then)
+        done, left = (event.decided, event.left) if placebo else (event.stays, event.so_far)
         (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
         self.spent.append(len(values))
+        ended = not placebo and max(values) < event.last
         return Trial(
             tuple(steps),
             values,
@@ -210,4 +219,5 @@ class Runs:
             event.blows_up(values, out),
             left_spread=self.scatter.spread(lambda run: left(run, out), like=values),
             value_spread=self.scatter.spread(lambda run: run[event.step]),
+            by_then=event.left_by_then(values, out) if ended else math.nan,
         )

@@ -39,6 +39,7 @@ class Update:
     norm: Tensor | None  # None where the loop tells it
     counted: nn.Parameter  # whose count of updates tells that it was made
     count: Tensor | float
+    scale: Tensor | float  # of the loss, by a GradScaler
     hypers: tuple[Hyper, ...]
 
 
@@ -46,7 +47,7 @@ class Update:
 class Pending:
     """An update whose numbers are on their way from the GPU."""
 
-    numbers: Landing  # loss, norm, norm before clipping, count, learning rates
+    numbers: Landing  # loss, norm, norm before clipping, count, loss scale, learning rates
     batch: Landing
     fed: tuple[Fed, ...]
     update: Update
@@ -105,7 +106,7 @@ class Updates:
         return count > before
 
     def _record(self, made: Pending) -> Record:
-        loss, norm, raw, _, *rates = made.numbers.values
+        loss, norm, raw, _, scale, *rates = made.numbers.values
         raw = math.nan if raw is None else float(raw)
         self._next += 1
         return Record(
@@ -118,4 +119,5 @@ class Updates:
             clip=made.clip,
             forward=made.forward,
             divisor=made.divisor,
+            scale=float(scale),
         )

@@ -9,7 +9,7 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
-from .words import percent, plus_minus, share_spread
+from .words import percent, plus_minus, share, share_spread
 
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
@@ -107,15 +107,19 @@ def _batch(found: FlightExplanation) -> str:
 def _replaced(found: FlightExplanation) -> str:
     """Where leaving a step out is not enough, because a batch that is left out teaches nothing."""
     event, blame = found.facts.event, found.facts.blame
-    left = {c.step: (c.left, c.left_spread) for c in found.culprits}
+    own = {c.step: c for c in found.culprits}
     instead = dict(zip(blame.replaced, zip(blame.replaced_left, blame.replaced_left_spread)))
     each = [
         f"with batches like its own in place of step {step}'s, {_without(event, *instead[step])} "
-        f"({left[step][0]:.0%}{share_spread(left[step][1])} without any batch there)"
+        f"({share(own[step].left, own[step].left_spread, so_far=own[step].left_so_far)} without any batch there)"
         for step in blame.blamed
         if step in instead
     ]
-    each += [f"without step {step}, {_without(event, *left[step])}" for step in blame.blamed if step not in instead]
+    each += [
+        f"without step {step}, {_without(event, own[step].left, own[step].left_spread)}"
+        for step in blame.blamed
+        if step not in instead
+    ]
     count, other = blame.replaced_placebos, blame.replaced_placebos_change
     others = f"with such batches in place of those of {count - other} of {count} other steps"
     if blame.kin:
@@ -191,7 +195,9 @@ def _own(found: FlightExplanation) -> str:
         )
     left = (blame.group_left, blame.group_left_spread) if several else (blame.own_left, blame.own_left_spread)
     without = f"{_without(event, *left).capitalize()} without {'them' if several else 'it'}"
-    return f"{opening}: {found.facts.instruments.data_said}. {without}, {_placebos(blame)}."
+    unsure = "" if found.facts.recording.after else " (or the first of other data: what follows was not recorded)"
+    itself = f"{found.facts.instruments.data_said}: it is this batch{unsure}"
+    return f"{opening}: {itself}. {without}, {_placebos(blame)}."
 
 
 def _shift(found: FlightExplanation) -> str:
@@ -302,11 +308,10 @@ def _unknown(found: FlightExplanation) -> str:
         said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
-    each = (
-        f"each of the {tried} most suspected steps at least" if tried > 1 else f"step {least.step}, the most suspected,"
-    )
+    each = f"each of the {tried} most suspected steps" if tried > 1 else f"step {least.step}, the most suspected,"
+    at_least = " at least" if tried > 1 or least.left_so_far else ""
     stays = f"{least.left:.0%}{share_spread(least.left_spread)} of it stays"
-    seen = f"without {each} {stays}"
+    seen = f"without {each}{at_least} {stays}"
     if least.left <= BARS.half:
         seen = f"without step {least.step} {stays}, and nothing shows that this is special"
         if blame.cleared:
@@ -319,12 +324,12 @@ def _unknown(found: FlightExplanation) -> str:
 
 
 def _not_a_number(found: FlightExplanation) -> str:
-    event, settings = found.facts.event, found.facts.settings
-    opening = f"The loss or gradient of step {event.asked} is not finite; step {event.explained} is the last finite one"
+    event, settings, overflows = found.facts.event, found.facts.settings, found.facts.instruments.overflows
+    what = "The gradient norm of step {} overflows" if overflows else "The loss or gradient of step {} is not finite"
+    opening = f"{what.format(event.asked)}; step {event.explained} is the last finite one"
     if event.asked == event.explained:
         opening = (
-            f"The loss or gradient of step {event.asked} is not finite, and it is the first recorded step, so that "
-            "no step before it can be asked: "
+            f"{what.format(event.asked)}, and it is the first recorded step, so that no step before it can be asked: "
         ) + (
             "next time start the recorder earlier, from weights whose loss is finite"
             if event.asked
@@ -334,7 +339,8 @@ def _not_a_number(found: FlightExplanation) -> str:
     parts = [f"{opening}."] + ([f"{said[0].upper()}{said[1:]}."] if said else [])
     for change, finite in zip(settings.settings, settings.setting_finite):
         now = "is finite" if finite else "is not finite either"
-        parts.append(f"Before it, {change}: with the former value step {event.asked} {now} (replayed).")
+        which = f"the norm of step {event.asked}" if overflows else f"step {event.asked}"
+        parts.append(f"Before it, {change}: with the former value {which} {now} (replayed).")
     return " ".join(parts)
 
 

@@ -13,6 +13,14 @@ def percent(left: float, spread: float = math.nan) -> str:
     return "less than 1%" if less else f"{left:.0%}{share_spread(spread)}"
 
 
+SO_FAR = "≥: at least so much; the run ended once half of the event was there."
+
+
+def share(left: float, spread: float, *, so_far: bool) -> str:
+    """A share of the event, such as 68% ± 2%, or ≥ 52% where the run ended early."""
+    return f"{'≥ ' if so_far else ''}{left:.0%}{share_spread(spread)}"
+
+
 def share_spread(spread: float) -> str:
     """The ± of a share; nothing where there is none."""
     if not spread > 0:

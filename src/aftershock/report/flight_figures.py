@@ -13,7 +13,7 @@ from ..recorder.event import BARS
 from ..recorder.explanation import OFF_SCALE
 from ..recorder.facts import EventFacts
 from ..recorder.verdict import CALM
-from ..recorder.words import share_spread
+from ..recorder.words import share
 from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style, upright
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ EVENT = "rgba(200, 67, 43, 0.07)"  # the stretch of the event
 USUAL_UPDATE = (0.5, 1.2)  # RMS of g/√v̂ of ordinary steps
 BACK = 16  # steps before the event in the picture of treatments: the earliest that one of them touches
 MOST_LEFT = 2.0  # of the event: runs that leave more have an arrow for a mark
-Mark = tuple[int, float, float]  # a step, what is left without it, and its ±
+Mark = tuple[int, float, float, bool]  # a step, what is left without it, its ±, and whether that is the least
 FRAME = 1.6  # times the largest measured effect: a prediction beyond it is not drawn
 
 
@@ -204,14 +204,14 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
     explained, blame = found.facts.event.explained, found.facts.blame
     marks: dict[str, list[Mark]] = {"placebo": [], "suspect": [], "blamed": []}
     for c in (c for c in culprits if c.role):
-        marks["blamed" if c.step in blame.blamed else c.role].append((c.step, c.left, c.left_spread))
+        marks["blamed" if c.step in blame.blamed else c.role].append((c.step, c.left, c.left_spread, c.left_so_far))
     if explained in blame.blamed:  # it is no culprit of its own loss
-        marks["blamed"].append((explained, blame.own_left, blame.own_left_spread))
+        marks["blamed"].append((explained, blame.own_left, blame.own_left_spread, blame.own_left_so_far))
     _add_marks(figure, "without a placebo", marks["placebo"], symbol="diamond-open", colour=FAINT)
     _add_marks(figure, "without a suspect", marks["suspect"], symbol="circle", colour=LOWERS)
     _add_marks(figure, "without a blamed step", marks["blamed"], symbol="circle", colour=RAISES)
     if blame.group and blame.blamed:
-        together = [(step, blame.group_left, blame.group_left_spread) for step in blame.group]
+        together = [(step, blame.group_left, blame.group_left_spread, False) for step in blame.group]
         name = "other batches at all that are blamed" if blame.group_replaced else "without all that are blamed"
         _add_marks(figure, name, together, symbol="square", colour=RAISES, mode="lines+markers")
     figure.add_hline(
@@ -228,18 +228,22 @@ def _add_left(figure: Figure, found: FlightExplanation, culprits: Sequence[Culpr
 def _add_marks(
     figure: Figure, name: str, tried: Sequence[Mark], *, symbol: str, colour: str, mode: str = "markers"
 ) -> None:
-    """What is more than the frame holds has an arrow for a mark."""
+    """What is more than the frame holds has an arrow for a mark, a full one what is at least so much."""
     if not tried:
         return
-    beyond = [not left <= MOST_LEFT for _, left, _ in tried]
+    beyond = [not left <= MOST_LEFT for _, left, _, _ in tried]
     words = [
-        f"more than {MOST_LEFT:.0%}" if far else f"{left:.0%}{share_spread(spread)}"
-        for (_, left, spread), far in zip(tried, beyond)
+        f"more than {MOST_LEFT:.0%}" if far else share(left, spread, so_far=so_far)
+        for (_, left, spread, so_far), far in zip(tried, beyond)
+    ]
+    symbols = [
+        "triangle-up-open" if far else "triangle-up" if so_far else symbol
+        for (_, _, _, so_far), far in zip(tried, beyond)
     ]
     figure.add_scatter(
-        x=[step for step, _, _ in tried],
-        y=[MOST_LEFT if far else left for (_, left, _), far in zip(tried, beyond)],
-        error_y=upright([math.nan if far else spread for (_, _, spread), far in zip(tried, beyond)], colour),
+        x=[step for step, _, _, _ in tried],
+        y=[MOST_LEFT if far else left for (_, left, _, _), far in zip(tried, beyond)],
+        error_y=upright([math.nan if far else spread for (_, _, spread, _), far in zip(tried, beyond)], colour),
         customdata=words,
         mode=mode,
         line={"color": colour, "width": 1.5, "dash": "dot"},
@@ -247,7 +251,7 @@ def _add_marks(
             "color": colour,
             "size": 10,
             "line": {"width": 2},
-            "symbol": ["triangle-up-open" if far else symbol for far in beyond],
+            "symbol": symbols,
         },
         name=name,
         hovertemplate=f"step %{{x}}, {name}: %{{customdata}} is left<extra></extra>",

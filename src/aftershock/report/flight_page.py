@@ -12,9 +12,9 @@ import numpy as np
 
 from ..recorder.event import BARS
 from ..recorder.explanation import on_scale
-from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, with_an_effect
+from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
 from ..recorder.verdict import CALM, right
-from ..recorder.words import plus_minus, share_spread
+from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
@@ -163,6 +163,8 @@ def _runs(found: FlightExplanation) -> str:
     head = "".join(f'<th scope="col"{" class=number" if i > 1 else ""}>{text}</th>' for i, text in enumerate(heads))
     telling, idle = with_an_effect(runs)
     rows = "\n".join(_run(run, event.tail) for run in telling) + _idle(idle, runs)
+    if untried := untried_in_words(found):
+        rows += f"\n<tr><td colspan=4>{escape(untried)}.</td></tr>"
     control = f"{event.tail:.4g}{plus_minus(event.tail_spread)}"
     return (
         "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
@@ -205,6 +207,7 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         f"{COMPARED[facts.blame.ranked_by]}: measured"
     ]
     words[-1] += ", and behind it, lighter, predicted." if drawn else "."
+    words += [f"Arrows, {SO_FAR}"] if any(c.left_so_far for c in culprits) else []
     words += ["Upright lines: the ± of each."] if facts.replay.replays else []
     if not any(c.role for c in culprits):
         words = ["Nothing was run again without a step: these are predictions, not proofs."]
@@ -355,10 +358,11 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     rows = "\n".join(_row(found, culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
     order = ["The blamed first, then by what is left of the event"] if tried else []
     order += ["then as predicted" if tried else "As predicted"] if predicted else []
+    ended = f" {SO_FAR}" if any(c.left_so_far for c in culprits[:ROWS]) else ""
     return (
         "<div class='wide'><table class='sortable'>\n<caption>"
         f"What each step added to the {found.quantity} of step {facts.event.explained}, "
-        f"{COMPARED[facts.blame.ranked_by]}; positive numbers raised it. {', '.join(order)}. Click a column to "
+        f"{COMPARED[facts.blame.ranked_by]}; positive numbers raised it. {', '.join(order)}.{ended} Click a column to "
         "sort.</caption>\n"
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
@@ -370,8 +374,7 @@ def _row(found: FlightExplanation, culprit: Culprit, tried: bool, predicted: boo
     cells.append(number(culprit.batches[0], ", ".join(map(str, culprit.batches[:4]))))
     if tried:
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
-        share = _share(culprit.left)
-        cells.append(number(culprit.left, share and share + share_spread(culprit.left_spread)))
+        cells.append(number(culprit.left, _share(culprit)))
         cells.append(_number(culprit.measured, culprit.measured_spread))
     cells += [_number(culprit.predicted)] if predicted else []
     parts = culprit.channels if right(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
@@ -389,5 +392,8 @@ def _number(value: float, spread: float = math.nan) -> str:
     return number(value, f"{value:+.3g}{plus_minus(spread)}" if spread > 0 else None)
 
 
-def _share(left: float) -> str:
-    return "" if math.isnan(left) else f"{left:.0%}" if left < 10 else "> 10×"
+def _share(culprit: Culprit) -> str:
+    if math.isnan(culprit.left):
+        return ""
+    told = share(culprit.left, culprit.left_spread, so_far=culprit.left_so_far)
+    return told if culprit.left < 10 else "> 10×"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..recorder.explanation import batches_of, on_scale
 from ..recorder.facts import BlameFacts
 from ..recorder.verdict import right
-from ..recorder.words import plus_minus, share_spread
+from ..recorder.words import plus_minus, share
 from .inside_figures import CHANNELS
 from .shell import section
 
@@ -73,7 +73,7 @@ def _own(found: FlightExplanation) -> str:
     blame, step = found.facts.blame, _seen(found)
     word = "blamed" if step in found.blamed else ""
     says = "the step that is explained" if step == found.facts.event.explained else "the step that is not a number"
-    left = f"{blame.own_left:.0%}{share_spread(blame.own_left_spread)}"
+    left = share(blame.own_left, blame.own_left_spread, so_far=blame.own_left_so_far)
     measured = [] if math.isnan(blame.own_left) else [f"<p>Without it {left} of the event is left.</p>"]
     return _details(step, word, says, [*measured, _itself(found, step), _batch(found, step)])
 
@@ -82,7 +82,8 @@ def _earlier(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culp
     step = culprit.step
     word = "blamed" if step in found.blamed else culprit.role
     if culprit.role:
-        says = f"without it {_share(culprit.left, culprit.left_spread)} of the event is left"
+        left = _share(culprit.left, culprit.left_spread, so_far=culprit.left_so_far)
+        says = f"without it {left} of the event is left"
         measured = _trial(found, culprit, culprits)
     else:
         says = f"predicted {_signed(culprit.predicted)}" if not math.isnan(culprit.predicted) else "nothing predicted"
@@ -110,7 +111,8 @@ def _trial(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culpri
     value, others = event.value, [c for c in culprits if c.role == "placebo" and c.step != culprit.step]
     rows = [("as it was", _value(value, event.value_spread), "100%")]
     without = _value(value - culprit.measured, culprit.measured_spread)
-    rows.append((f"without step {culprit.step}", without, _share(culprit.left, culprit.left_spread)))
+    left = _share(culprit.left, culprit.left_spread, so_far=culprit.left_so_far)
+    rows.append((f"without step {culprit.step}", without, left))
     if culprit.step in blame.group:
         rows.append((_together(blame), "", _share(blame.group_left, blame.group_left_spread)))
     if others:
@@ -227,5 +229,5 @@ def _signed(value: float) -> str:
     return f"{value:+.3g}" if math.isfinite(value) else "off the scale"
 
 
-def _share(left: float, spread: float = math.nan) -> str:
-    return f"{left:.0%}{share_spread(spread)}" if left < 10 else "more than 10 times"
+def _share(left: float, spread: float = math.nan, *, so_far: bool = False) -> str:
+    return share(left, spread, so_far=so_far) if left < 10 else "more than 10 times"

@@ -162,9 +162,21 @@ within 20 % up to horizon 2 of 2.
         sentence = "Exact: every number is the difference of two real runs."
         proved = Finding("ok", "exact", "answers", None, None, sentence)
         return Certificate((*diverged, proved, *_refused(data), *warnings))
-    errors = _errors(exact, data["response"].sel({"answer": others}), data["noise_floor"], trust)
-    verdicts = [_verdict(answer, errors.sel({"answer": answer}), bool(diverged), trust) for answer in others]
+    predicted = data["response"].sel({"answer": others})
+    errors = _errors(exact, predicted, data["noise_floor"], trust)
+    moved = _moved(exact) | _moved(predicted)
+    verdicts = [
+        _verdict(answer, errors.sel({"answer": answer}), moved.sel({"answer": answer}), bool(diverged), trust)
+        for answer in others
+    ]
     return Certificate((*diverged, *verdicts, *_refused(data), *warnings), errors)
+
+
+def _moved(response: xr.DataArray) -> xr.DataArray:
+    """Which changes have a response at all: one that is 0 at every horizon, as of a batch replaced by itself, has
+    neither an error nor a sign that could be wrong."""
+    moved: xr.DataArray = (response != 0).any("horizon")
+    return moved
 
 
 def _errors(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray, trust: Trust) -> xr.Dataset:
@@ -183,10 +195,17 @@ def _errors(exact: xr.DataArray, predicted: xr.DataArray, noise: xr.DataArray, t
     )
 
 
-def _verdict(answer: str, errors: xr.Dataset, diverged: bool, trust: Trust) -> Finding:
-    """Is this answer to be trusted at the largest scale, how good is it, how far does it reach."""
+def _verdict(answer: str, errors: xr.Dataset, moved: xr.DataArray, diverged: bool, trust: Trust) -> Finding:
+    """Is this answer to be trusted at the largest scale, how good is it, how far does it reach.
+
+    Changes that move nothing, neither in the exact run nor in this answer, are left out.
+    """
     scale = float(errors["scale"].values.max())
+    errors = errors.isel(change=moved.sel(scale=scale).values)
     at = errors.sel(scale=scale)
+    if not at.sizes["change"]:
+        sentence = f"{answer.capitalize()} at scale {scale:g}: trust it. It is exactly 0, and so is the exact response."
+        return Finding("ok", answer, "nrmse", 0.0, trust.nrmse, sentence)
     wrong, signs, names = at["nrmse"].values, at["sign_agreement"].values, at["change"].values
     # written so that NaN, where nothing is finite and above the noise, is bad
     bad = ~((wrong <= trust.careful_nrmse) & (signs >= trust.careful_signs))
@@ -275,7 +294,12 @@ def _noise(data: xr.Dataset, answers: list[str], trust: Trust) -> Finding:
     if "exact" not in answers:
         sentence = f"{text}; no exact response was run, to compare it with."
         return Finding("note", "noise", "peak_over_noise", None, trust.noise_margin, sentence)
-    exact = data["response"].sel({"answer": "exact"}, drop=True)
+    # what rounding swallows is 0 in the exact run and not in a prediction
+    response = data["response"].isel(change=_moved(data["response"]).any(("answer", "scale")).values)
+    exact = response.sel({"answer": "exact"}, drop=True)
+    if not exact.sizes["change"]:
+        sentence = f"{text}; no change has any response, to compare it with."
+        return Finding("note", "noise", "peak_over_noise", None, trust.noise_margin, sentence)
     over = (abs(exact) / floor.where(floor > 0, TINY)).where(finite(exact)).max("horizon")
     ratio, low = float(over.max()), over.max("scale") < trust.noise_margin
     level: Level = "note"
