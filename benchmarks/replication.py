@@ -46,7 +46,7 @@ class Shares:
 
 
 def calibrate(numbers: list[tuple[Measure, Quote]], ours: int, splits: int, seed: int = 0) -> tuple[Shares, Shares]:
-    """The replication verdict and today's rule: random systems, as many as the paper has, judged by `ours` others."""
+    """The replication verdict and the weaker rule: random systems, as many as the paper has, judged by `ours` more."""
     rng = np.random.default_rng(seed)
     new, old = (Shares(dict.fromkeys(FACTORS, 0), dict.fromkeys(FACTORS, 0), []) for _ in range(2))
     systems = len(numbers[0][0].values)

@@ -17,16 +17,11 @@ from aftershock.results import fidelity
 from .test_statistics import draw, drawn, seeds
 
 
-def test_pooled_and_per_candidate_errors_differ_as_they_should() -> None:
+def test_errors_are_per_candidate_and_undefined_without_a_response() -> None:
     exact = xr.DataArray([[3.0, 4.0], [0.3, 0.4]], dims=("change", "horizon"))
     predicted = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
     np.testing.assert_allclose(fidelity.nrmse(exact, predicted), [0.0, 1.0])
-    pooled = fidelity.pooled_nrmse(exact, predicted, ("change", "horizon"))
-    assert float(pooled) == pytest.approx(math.sqrt(0.25 / 25.25))
-    np.testing.assert_allclose(fidelity.pooled_nrmse(exact, predicted, ["horizon"]), [0.0, 1.0])
-    assert math.isnan(fidelity.pooled_nrmse(exact * 0, predicted, ("change", "horizon")))
-    with pytest.raises(InvalidInput, match="'scale'"):
-        fidelity.pooled_nrmse(exact, predicted, ("scale", "horizon"))
+    assert fidelity.nrmse(exact * 0, predicted).isnull().all()
 
 
 def test_errors_are_symmetric() -> None:

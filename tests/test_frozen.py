@@ -16,7 +16,7 @@ from scipy.signal import lfilter
 
 from aftershock.errors import InvalidInput, NotFinite
 from aftershock.report.memory_figure import memory_figure
-from aftershock.theory.frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
+from aftershock.theory.frozen import FrozenMemory
 
 from .cases import Case, make
 from .oracles import StepOracle
@@ -429,40 +429,6 @@ def test_the_estimate_over_a_range_is_unbiased() -> None:
         FrozenMemory.estimate(path, 1, "theta", samples=0, generator=generator)
 
 
-@pytest.mark.parametrize("name", ["tanh_mlp", "adam_coupled"])
-def test_weight_decay_and_bias_correction(name: str) -> None:
-    case = make(name)
-    path, where = case.path(3), 4
-    decays, counts = [0.0, 0.2, 0.5], [1, 6, 1000]
-    by_decay = weight_decay_effect(path, 1, where, decays)
-    by_count = bias_correction_effect(path, 1, where, counts)
-    names = ("a", "b_m", "b_v", "d_m", "d_v", "beta1", "beta2")
-
-    def truth(key: str, value: float) -> FrozenMemory:
-        oracle = StepOracle(path, 1, case.model, case.loss_fn)
-        oracle.columns[key] = torch.full_like(oracle.columns[key], value)
-        matrix = block_diagonals(oracle, oracle.transition(True))[where]
-        return FrozenMemory(matrix[0, 0], *matrix[0, 1:], *matrix[1:, 0], matrix[1, 1], matrix[2, 2])
-
-    for table, dim, key, values in (
-        (by_decay, "weight_decay", "weight_decay", decays),
-        (by_count, "step", "count", counts),
-    ):
-        for i, value in enumerate(values):
-            row, expected = table.isel({dim: i}), truth(key, value)
-            for column in names:
-                assert float(row[column]) == pytest.approx(getattr(expected, column), rel=1e-9)
-            assert float(row["spectral_radius"]) == pytest.approx(max(abs(np.linalg.eigvals(dense(expected)))))
-    assert list(by_decay["weight_decay"].values) == decays
-    assert list(by_count["step"].values) == counts
-    if name == "tanh_mlp":  # decoupled: a = 1 − ηλ + ΓH and nothing else moves
-        np.testing.assert_allclose(np.diff(by_decay["a"]) / np.diff(decays), -1e-2, rtol=1e-9)
-        assert all(np.ptp(by_decay[column].values) == 0 for column in names[1:])
-        # bias correction moves M, V and Γ; the feedback into the moments does not know of it
-        assert all(np.ptp(by_count[column].values) == 0 for column in ("d_m", "d_v"))
-        assert all(np.ptp(by_count[column].values) > 0 for column in ("a", "b_m", "b_v"))
-
-
 # --- what cannot be frozen
 
 
@@ -509,10 +475,6 @@ def test_coordinates_that_do_not_exist_are_named() -> None:
             FrozenMemory.at(path, 0, coordinate)
     with pytest.raises(InvalidInput, match="not on this path"):
         FrozenMemory.at(path, 2, 0)
-    with pytest.raises(InvalidInput, match="first true step is 1"):
-        bias_correction_effect(path, 0, 0, [3, 0])
-    with pytest.raises(InvalidInput, match="no value"):
-        weight_decay_effect(path, 0, 0, [])
 
 
 def test_a_parameter_without_gradient_cannot_be_frozen() -> None:

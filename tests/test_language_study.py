@@ -316,6 +316,7 @@ def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files(
     def run(*words: str) -> None:
         result = CliRunner().invoke(cli.app, list(words))
         assert result.exit_code == 0, result.output
+        assert "wrote tables.md, tables.json, values.json, report.html" in result.output
 
     run("reproduce", "language", *grid, "--workers", "1", "--out", str(tmp_path / "here"))
     monkeypatch.setattr(sys, "argv", ["study", *grid, "--out", str(tmp_path / "away"), "--device", "cpu"])
@@ -519,7 +520,12 @@ def test_what_is_missing_is_said(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert "--model NAME_OR_PATH --text FILE_OR_DATASET" in refused("language")
     assert "there is no model 'nobody/nothing'" in refused("language", "--model", "nobody/nothing", "--text", words)
     assert "holds no model" in refused("language", "--model", folder, "--text", words)
-    assert "no text file" in refused("language", "--model", model, "--text", tmp_path / "none.txt")
+    told = refused("language", "--model", model, "--text", tmp_path / "none.txt")
+    assert "no text file" in told
+    assert "give a UTF-8 file" in told
+    told = refused("language", "--model", model, "--text", folder)
+    assert f"{folder} is a folder" in told
+    assert "name the file in it" in told
     assert "there is no text 'nothing'" in refused("language", "--model", model, "--text", "nothing")
     assert "the same name" in refused("language", "--model", model, "--model", model, "--text", words)
     assert "--data and --roots do not" in refused("language", "--model", model, "--text", words, "--data", folder)
@@ -619,11 +625,17 @@ def test_a_model_without_second_derivatives_is_refused(folder: Path, monkeypatch
         made.run(made.systems[0], made.pieces[0])
 
 
-def test_bfloat16_weights_are_refused_where_the_response_drowns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_weights_are_refused_where_the_response_drowns(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recipe, "QUICK", replace(TINY, candidates=1, horizon=2, continuation=2))
     made = study(folder, "neox", "bfloat16")
     with pytest.raises(InvalidInput, match=r"rounding alone moves .* cannot be told from noise.*bfloat16.*in float32"):
         made.run(made.systems[0], made.pieces[0])
+    words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick", "--workers", "1"]
+    told = refused("language", "--model", folder / "neox", *words, "--dtype", "bfloat16", "--out", tmp_path / "out")
+    assert told.startswith("aftershock: neox-words-2026-0: rounding alone moves")  # named once, without its piece
+    assert told.count("neox-words") == 1
 
 
 def test_a_response_near_the_noise_is_warned_of_scale_by_scale(folder: Path) -> None:

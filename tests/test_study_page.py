@@ -15,6 +15,7 @@ import pytest
 
 from aftershock.report import study_data
 from aftershock.report.language_figures import language_drawings
+from aftershock.report.looks import log_ticks
 from aftershock.report.study_figures import drawings
 from aftershock.report.study_files import write_figures
 from aftershock.report.study_page import kind_of, write_study_page
@@ -28,6 +29,7 @@ from aftershock.studies.tables import build, verdict
 from .study_results import CHANGES, FUTURES, made, slopes, study_of
 from .test_report import Tags, browser, watched  # noqa: F401  (a fixture)
 
+STORED = Path(__file__).parent.parent / "docs" / "results"
 EVERYWHERE = {
     "overview", "curves", "scales", "sources", "exponents", "ranking", "channels", "persistence", "ratios", "present",
     "frozen-0", "frozen-1",
@@ -158,7 +160,7 @@ def test_every_figure_is_drawn_and_every_choice_can_be_made(opened: Any, results
     np.testing.assert_allclose(shown(opened, "curves", 0), exact, rtol=1e-3)
     np.testing.assert_allclose(shown(opened, "curves", 1), exact * (1 + slopes(6)[1] / 4), rtol=1e-3)
     choose(opened, "ranking", "score", "Gradient norm")
-    assert "median ρ = -1.000" in opened.locator("#plot-ranking .legendtext").all_text_contents()
+    assert "median ρ = −1.000" in opened.locator("#plot-ranking .legendtext").all_text_contents()
     choose(opened, "present", "candidates", "CNN–ReLU; matched")
     bars = opened.evaluate("document.getElementById('plot-present').data[0].error_x.array.length")
     assert bars == len(shown(opened, "present", 0)) == 5  # the tied one-step score is left out
@@ -187,6 +189,26 @@ def test_the_page_is_as_wide_as_its_screen(opened: Any) -> None:
     assert opened.evaluate(fits)
     assert 300 < opened.evaluate(drawn) <= 400
     assert opened.evaluate(poles_below)
+
+
+def test_every_table_of_the_language_study_is_as_wide_as_the_page(browser: Any) -> None:  # noqa: F811
+    page = STORED / "language" / "report.html"
+    with watched(browser, page, STORED / "plotly.js") as opened:
+        opened.set_viewport_size({"width": 1200, "height": 900})
+        cut = "[...document.querySelectorAll('.wide')].filter((t) => t.scrollWidth > t.clientWidth).length"
+        assert opened.locator(".wide").count() > 5
+        assert opened.evaluate(cut) == 0
+
+
+def test_axes_begin_at_the_first_state_and_name_every_tick(opened: Any) -> None:
+    """The made-up channels have 32 states and more, which plotly would begin at 0."""
+    begins = opened.evaluate("document.getElementById('plot-channels').layout.xaxis.range[0]")
+    assert 0.5 <= begins < 1
+    assert log_ticks([0.03, 0.4])["ticktext"] == ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"]
+    assert log_ticks([2e-5, None, 3e-5])["ticktext"][:3] == [f"{d}10<sup>−5</sup>" for d in ("", "2·", "5·")]
+    wide = log_ticks([1e-6, 1.0])
+    assert wide["tickvals"] == pytest.approx([10.0**p for p in range(-6, 1)])
+    assert wide["ticktext"][-3:] == ["0.01", "0.1", "1"]
 
 
 def test_on_paper_nothing_is_cut(opened: Any) -> None:
@@ -219,7 +241,6 @@ def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path:
 
 # --- what the repository carries
 
-STORED = Path(__file__).parent.parent / "docs" / "results"
 KEPT = sorted(path.parent for path in STORED.glob("*/systems"))  # studies whose systems are small enough to be kept
 
 

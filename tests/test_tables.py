@@ -490,6 +490,13 @@ def test_a_file_says_nothing_could_be_judged_and_where_its_numbers_come_from() -
     )
 
 
+def test_a_number_has_a_minus_and_an_exponent_what_programs_read() -> None:
+    cell = cell_of(measure([-0.25, -0.5, -0.125, -0.3, -2e-5]), Quote.of("-0.2 [-0.5, 2e-5]"))
+    assert cell.ours_text == "−0.2500 [−0.3000, −0.1250]"
+    assert cell.paper_text == "−0.2 [−0.5, 2e-5]"
+    assert cell_of(measure([-2e-5] * 5), None).ours_text.startswith("−2.00e-05 [")
+
+
 def test_a_card_begins_with_what_differs_and_ends_with_why() -> None:
     ours = measure(list(np.linspace(0.7, 1.1, 32)), note="a note")  # quartiles 0.8 and 1.0
     quartile = cell_of(ours, replace(Quote.of("0.905 [0.600, 1.000]"), systems=32))

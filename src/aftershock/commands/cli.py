@@ -309,7 +309,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: P
     cells = tables.build(study.name, results)
     tables.write(cells, out, results, study)
     write_study_page(study, results, cells, out / "report.html", library=library)
-    written = ["tables.md", "tables.json", "report.html"]
+    written = ["tables.md", "tables.json", "values.json", "report.html"]
     written += ["figures/"] if write_figures(results, out / "figures") else []
 
     kinds = machine_kinds(results)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .looks import INK, key_above, style
+from .looks import HORIZON_TITLE, INK, key_above, style
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,6 +85,8 @@ def add_band(figure: Figure, name: str, found: xr.Dataset, colour: str) -> None:
 
 def finish(figure: Figure, x_title: str, y_title: str, height: int = HEIGHT) -> None:
     style(figure, x_title, y_title, height)
+    if x_title == HORIZON_TITLE:  # there is no state before the first
+        figure.update_xaxes(autorangeoptions={"minallowed": 0.5})
     key_above(figure)
 
 

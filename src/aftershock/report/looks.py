@@ -15,8 +15,10 @@ DASHES = {"exact": "solid", "semilinear": "dashdot", "tangent": "dot"}
 INK, FAINT, RULE = "#24292f", "#6b7280", "#e4e7eb"
 VEIL = "rgba(255, 255, 255, 0.85)"  # behind words that curves may cross
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+TITLE = {"font": {"size": 12}, "standoff": 10}  # larger letters run past the height of a figure
 HORIZON_TITLE = "states after the change (h)"
 MARKED = 40  # horizons up to which every state has its own dot
+SPAN = 1000  # up to which a logarithmic axis has room for more ticks than its powers of ten
 WIDE = 20  # a loss so many times the control's needs a logarithmic axis
 
 
@@ -38,8 +40,8 @@ def style(figure: Figure, x_title: str, y_title: str, height: int = 460) -> None
         paper_bgcolor="white",
         plot_bgcolor="white",
         hovermode="closest",
-        xaxis={**axis, "title": {"text": x_title}},
-        yaxis={**axis, "title": {"text": y_title}},
+        xaxis={**axis, "title": {"text": x_title, **TITLE}},
+        yaxis={**axis, "title": {"text": y_title, **TITLE}},
     )
 
 
@@ -65,6 +67,27 @@ def key_above(figure: Figure) -> None:
 def decades(figure: Figure) -> None:
     """A logarithmic vertical axis with a tick at every power of ten."""
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+
+
+def log_ticks(values: Iterable[float | None]) -> dict[str, Any]:
+    """A logarithmic axis for these values, every tick with its whole number: 1, 2 and 5 where they span little."""
+    known = [value for value in values if value is not None]
+    low, high = (min(known), max(known)) if known else (1.0, 10.0)
+    digits = (1, 2, 5) if high < SPAN * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [(digit, power) for power in powers for digit in digits]
+    return {
+        "type": "log",
+        "tickvals": [digit * 10.0**power for digit, power in ticks],
+        "ticktext": [_tick(digit, power) for digit, power in ticks],
+    }
+
+
+def _tick(digit: int, power: int) -> str:
+    if abs(power) <= 2:
+        return f"{digit * 10.0**power:g}"
+    factor = "" if digit == 1 else f"{digit}·"
+    return f"{factor}10<sup>{str(power).replace('-', '−')}</sup>"
 
 
 def scale_axis(figure: Figure, scales: Sequence[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..studies.cells import minus
 from . import study_data
 from .drawing import Drawing, Frame, finish, lines, short
 from .looks import ANSWER_COLOURS, COLOURS, FAINT, HORIZON_TITLE, INK, RULE, style
@@ -50,7 +51,7 @@ def _overview_frame(one: study_data.Overview) -> Frame:
             *(f"{name} alone" for name in one.alone),
             "exact",
             "tangent",
-            f"largest: {height:+.2g} at h = {at}",
+            minus(f"largest: {height:+.2g} at h = {at}"),
             "other futures",
         ],
     }

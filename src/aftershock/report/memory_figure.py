@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..studies.cells import minus
 from .looks import COLOURS, FAINT, FONT, HORIZON_TITLE, INK, MARKED, RULE
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _add_responses(figure: Figure, memory: FrozenMemory, horizons: int) -> None:
             y=[height] if height else [],
             mode="markers+text",
             marker={"size": 13, "color": "rgba(0,0,0,0)", "line": {"color": colour, "width": 2}},
-            text=f"{height:+.3g} at h = {at}" + ("" if settled else ", so far"),
+            text=minus(f"{height:+.3g} at h = {at}") + ("" if settled else ", so far"),
             textposition=("top" if height >= 0 else "bottom") + (" right" if at < horizons / 2 else " left"),
             textfont={"color": colour, "size": 12},
             showlegend=False,

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..studies.cells import minus
 from ..studies.future_measures import FUTURE_NAMES
 from ..studies.measures import ANSWERS, CHANNELS
 from . import mechanism_figures, study_data
 from .drawing import PAPER_MARK, Drawing, Frame, add_band, finish, lines, positive, ramp, rows_down, short
-from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
+from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, log_ticks, scale_axis, zero_line
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -57,6 +58,13 @@ def drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
 
 
 # --- Experiment 1
+
+
+def _numbers(frames: Mapping[str, Frame], axis: str) -> Iterator[float | None]:
+    """Everything that any choice puts on an axis."""
+    for frame in frames.values():
+        for row in frame[axis]:
+            yield from row
 
 
 def _curves(settings: Mapping[str, xr.Dataset]) -> Drawing:
@@ -130,7 +138,7 @@ def _sources(settings: Mapping[str, xr.Dataset]) -> Drawing:
             }
     figure = lines(frames, answers, [PREDICTION_COLOURS[m] for m in answers])
     finish(figure, HORIZON_TITLE, "error over the response's size")
-    figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
+    figure.update_yaxes(**log_ticks(_numbers(frames, "y")))
     caption = f"Where the error comes from: {'; '.join(LINEAR[m] for m in answers)}."
     return Drawing("sources", "Where the error comes from", caption, figure, ("setting", "scale"), frames)
 
@@ -143,7 +151,7 @@ def _exponents(settings: Mapping[str, xr.Dataset]) -> Drawing:
         found = study_data.exponents_by_horizon(data)
         add_band(figure, setting, found, COLOURS[i])
     figure.add_hline(y=2, line={"color": FAINT, "width": 1, "dash": "dash"})
-    finish(figure, HORIZON_TITLE, "exponent p of the tangent's error ∝ αᵖ")
+    finish(figure, HORIZON_TITLE, "exponent p of the error ∝ αᵖ")
     caption = "Medians over systems with their quartiles. A smooth system has 2; switching gates pull it down."
     return Drawing("exponents", "Error exponent by horizon", caption, figure)
 
@@ -160,7 +168,7 @@ def _switches(settings: Mapping[str, xr.Dataset]) -> Drawing:
         }
     figure = lines(frames, [f"α = {s:g}" for s in scales], ramp(len(scales)))
     finish(figure, HORIZON_TITLE, "share of gates that differ")
-    figure.update_yaxes(type="log", exponentformat="power", dtick="D2")
+    figure.update_yaxes(**log_ticks(_numbers(frames, "y")))
     caption = "Share of ReLU gates that the shock has switched, median over candidates and systems."
     choices = ("setting",) if len(frames) > 1 else ()
     return Drawing("switches", "Switched gates", caption, figure, choices, frames if choices else {})
@@ -171,7 +179,7 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
     for setting, data in settings.items():
         for family in [str(f) for f in data["family"].values]:
             for answer, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
-                word = "tied: no rank correlation" if math.isnan(cloud.rho) else f"median ρ = {cloud.rho:.3f}"
+                word = "tied: no rank correlation" if math.isnan(cloud.rho) else minus(f"median ρ = {cloud.rho:.3f}")
                 frames[f"{setting}|{family}|{ANSWERS[answer]}"] = {
                     "x": [positive(cloud.score)],
                     "y": [positive(cloud.magnitude)],
@@ -180,8 +188,8 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
     figure = lines(frames, [""], [COLOURS[1]])
     figure.data[0].update(mode="markers", marker={"size": 6, "opacity": 0.6}, showlegend=True)
     finish(figure, "score over its system's median", "M over its system's median")
-    figure.update_xaxes(type="log", dtick="D2")
-    figure.update_yaxes(type="log", dtick="D2")
+    figure.update_xaxes(**log_ticks(_numbers(frames, "x")))
+    figure.update_yaxes(**log_ticks(_numbers(frames, "y")))
     caption = (
         f"Every candidate of {CLOUD_SYSTEMS} systems: its score against the largest change M that it really made. "
         "ρ is the median over all systems of the rank correlation inside each."

@@ -9,20 +9,20 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..studies.cells import Cell
+from ..studies.cells import Cell, number
 from ..studies.language.conditions import conditions
 from ..studies.paper import TABLES
 from ..studies.replication import CALIBRATION
 from ..studies.tables import (
     NOTHING_JUDGED,
     NOWHERE,
+    SIGNS,
     agreement,
     by_table,
-    legend,
+    entry_words,
     mark,
     provenance,
     table_line,
-    unjudged_words,
     verdict,
 )
 from ..studies.verdicts import RULES
@@ -84,8 +84,6 @@ def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
         parts.append("on " + ", ".join(sorted(names)))
     if made.get("quick"):
         parts.append("a small version of the study (--quick)")
-    if found["no_verdict"]:
-        parts.append(f"{found['no_verdict']} numbers not judged: {unjudged_words(cells)}")
     saturated = sum(found[key]["saturated"] for key in ("replication", "replication_protocol_not_known"))
     parts.append(f"{found['by_definition']} numbers that hold by definition and {saturated} saturated are not counted")
     return f"<p class='facts'>{escape('; '.join(part for part in parts if part))}.</p>"
@@ -143,7 +141,8 @@ def _tested(cell: Cell) -> str:
     """The replication verdicts of a cell in words."""
     parts = []
     for one in [one for one in cell.replications if one.counted]:
-        reach = f"The {one.number}, ours less the paper's, is between {one.low:.3g} and {one.high:.3g}"
+        low, high = number(one.low), number(one.high)
+        reach = f"The {one.number}, ours less the paper's, is between {low} and {high}"
         factor, shift = f"a factor of {one.catches:.2f}", f"a difference of {one.catches_difference:.2g}"
         caught = "no factor" if math.isinf(one.catches) else factor if one.catches > 0 else shift
         parts.append(f"{reach}; {caught} would have been caught. ")
@@ -151,11 +150,15 @@ def _tested(cell: Cell) -> str:
 
 
 def _legend(study_name: str) -> str:
+    signs = "\n".join(f"<dt>{escape(sign)}</dt><dd>{escape(meaning)}</dd>" for sign, meaning in SIGNS.items())
     return (
-        f"<p class='story'>{escape(legend(study_name))} {escape(CALIBRATION)} "
-        "<span class='key agrees'>replicates</span> <span class='key differs'>does not</span> "
+        f"<p class='story'>{escape(entry_words(study_name))} Click an entry for its rule.</p>\n"
+        f"<dl class='signs'>\n{signs}\n</dl>\n"
+        "<p class='story'><span class='key agrees'>replicates</span> <span class='key differs'>does not</span> "
         "<span class='key ours'>ours only</span> "
-        "<span class='key none'>saturated, by definition, or not judged</span> Click an entry for its rule.</p>"
+        "<span class='key none'>saturated, by definition, or not judged</span></p>\n"
+        f"<details><summary class='more'>How far the verdict can be trusted</summary>"
+        f"<p class='story'>{escape(CALIBRATION)}</p></details>"
     )
 
 
@@ -221,10 +224,12 @@ STYLE = """
 .paper caption code { font-size: 12px; color: var(--faint); }
 .paper caption strong { color: var(--ink); font-size: 15px; }
 .paper thead th { border-bottom: 2px solid var(--edge); vertical-align: bottom; }
-.paper tbody th { font-weight: 500; white-space: nowrap; }
+.paper tbody th { font-weight: 500; min-width: 92px; max-width: 210px; }
+.signs { display: grid; grid-template-columns: max-content 1fr; gap: 3px 14px; font-size: 14px; margin: 0 0 14px; }
+.signs dt { font-weight: 600; } .signs dd { margin: 0; max-width: 62em; }
 .more { cursor: pointer; color: var(--faint); margin: 0 0 10px; }
-.paper td { min-width: 104px; border-left: 3px solid var(--paper); }
-.paper small { color: var(--faint); white-space: nowrap; }
+.paper td { min-width: 76px; border-left: 3px solid var(--paper); }
+.paper small { color: var(--faint); }
 .paper summary { list-style: none; cursor: pointer; }
 .paper summary::-webkit-details-marker { display: none; }
 .paper details p { margin: 6px 0 0; font-size: 12.5px; line-height: 1.4; max-width: 22em; }

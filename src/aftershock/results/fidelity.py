@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
@@ -52,35 +51,13 @@ def nrmse(exact: xr.DataArray, predicted: xr.DataArray) -> xr.DataArray:
     >>> float(nrmse(exact, 1.5 * exact))
     0.5
     """
-    return _relative_error(exact, predicted, ["horizon"])
-
-
-def pooled_nrmse(exact: xr.DataArray, predicted: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
-    """(Σ (d − d̂)² / Σ d²)^½ with both sums over all of `over`: ("scale", "horizon"), ("change", "horizon"), …
-
-    Large responses weigh more than in a mean of `nrmse`. Where d is not finite it is left out of both sums. NaN where
-    every exact response is zero, or a prediction is missing (NaN) where there is an exact response.
-
-    exact, predicted: d and d̂. over: the dimensions of the sums.
-
-    >>> import xarray as xr
-    >>> exact = xr.DataArray([[3.0, 4.0], [0.0, 0.0]], dims=("change", "horizon"))
-    >>> float(pooled_nrmse(exact, exact + 1.0, ("change", "horizon")))
-    0.4
-    """
-    for dim in over:
-        require_dimension(exact, dim)
-    return _relative_error(exact, predicted, list(over))
-
-
-def _relative_error(exact: xr.DataArray, predicted: xr.DataArray, over: list[str]) -> xr.DataArray:
     import numpy as np
 
     known = finite(exact)
     exact = exact.where(known)
     with np.errstate(over="ignore"):  # a prediction that has run away is infinitely wrong
-        miss = ((exact - predicted) ** 2).where(known, 0.0).sum(over, skipna=False)
-        size = (exact**2).sum(over)
+        miss = ((exact - predicted) ** 2).where(known, 0.0).sum("horizon", skipna=False)
+        size = (exact**2).sum("horizon")
         return (miss / size.where(size > 0)) ** 0.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ def cell_of(measure: Measure, quote: Quote | None) -> Cell:
         systems=measure.systems,
         ours_only=quote is None,
         ours_text=_ours_text(measure, quote, ours),
-        paper_text="" if quote is None else quote.text,
+        paper_text="" if quote is None else minus(quote.text),
         values=tuple(measure.values.astype(float).tolist()),
     )
 
@@ -115,7 +116,7 @@ def lone_cell(table: str, row: str, column: str, quote: Quote) -> Cell:
         systems=0,
         ours_only=False,
         ours_text="–",
-        paper_text=quote.text,
+        paper_text=minus(quote.text),
         values=(),
     )
 
@@ -177,8 +178,13 @@ def number(value: float) -> str:
     if 0.999 <= value < 1:  # a cosine: what matters is how far it is from 1
         return f"{value:.5f}"
     if 1e-3 <= abs(value) < 1e4:
-        return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
-    return f"{value:.2e}"
+        return minus(f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}")
+    return minus(f"{value:.2e}")
+
+
+def minus(text: str) -> str:
+    """A number's sign as it is printed; an exponent keeps the one that programs read."""
+    return re.sub(r"(?<!\w)-(?=\d)", "−", text)
 
 
 def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:

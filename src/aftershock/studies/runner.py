@@ -190,7 +190,7 @@ def _outputs(study: Study, systems: Sequence[System], workers: Workers) -> Itera
             return
         future = done.get()
         system, piece = running.pop(future)
-        with _explained(f"{system.name}, {piece}", workers):
+        with _explained(system.name if len(study.pieces) == 1 else f"{system.name}, {piece}", workers):
             output = future.result()
         yield system, piece, output
 

@@ -34,18 +34,22 @@ ENTRIES = {
     "language": "Each entry is our median over all candidates of the systems that a row names [quartiles], of rank "
     "correlations and seconds over the systems, then the paper's number."
 }
-SIGNS = (
-    "≈ marks a number that replicates: "
-    "zero lies in the 95 % interval of the difference of two medians, ours and the paper's, each of its own number of "
-    "systems. ≠ marks one that does not. ×1.3 is the smallest factor, up or down, by which the number could be wrong "
-    "and would have been caught in four cases of five (±0.1 a difference, where it may be zero). Where the paper "
-    "prints quartiles they are judged too: [≈, ≠]. The last sign is the weaker rule: ✓ where the paper's median lies "
-    "inside our quartiles or the bootstrap interval of our median, ✗ where it does not. Entries marked ours have no "
-    "counterpart in the paper, – stands where nothing of ours does, ◦ marks a number whose protocol the paper leaves "
-    "open, ? one that is not judged, and = one that is saturated or true by definition and not counted. A test of "
-    "more systems than the paper's is judged by draws of as many: the entry says what all of ours give, and how many "
-    "draws say yes."
-)
+SIGNS = {
+    "≈": "a number that replicates: zero lies in the 95 % interval of the difference of two medians, ours and the "
+    "paper's, each of its own number of systems",
+    "≠": "one that does not",
+    "×1.3": "the smallest factor, up or down, by which the number could be wrong and would have been caught in four "
+    "cases of five (±0.1: a difference, where it may be zero)",
+    "[≈, ≠]": "the quartiles that the paper prints, judged too",
+    "✓, ✗": "the weaker rule: the paper's median lies inside our quartiles or the bootstrap interval of our median, or "
+    "it does not",
+    "ours": "the paper has no such number; – where nothing of ours stands",
+    "◦": "a number whose protocol the paper leaves open",
+    "?": "one that is not judged",
+    "=": "one that is saturated or true by definition, and not counted",
+    "in 90% of draws": "a test of more systems than the paper's is judged by draws of as many: the entry says what all "
+    "of ours give, and how many draws say yes",
+}
 MARKS = {True: "✓", False: "✗", None: "?"}
 NOTHING_JUDGED, NOWHERE = "Nothing could be judged.", "Nowhere: every number that could be judged agrees."
 ALONE = {"language": LANGUAGE}  # tables of systems that may not be at hand: their numbers stand there all the same
@@ -232,7 +236,8 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
         *([f"{made['models']} {POOLED}"] if "models" in made else []),
-        legend(str(made["study"])),
+        entry_words(str(made["study"])),
+        "\n".join(f"- {sign}: {meaning}." for sign, meaning in SIGNS.items()),
         CALIBRATION,
     ]
     for label, some in by_table(cells).items():
@@ -244,10 +249,9 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def legend(study_name: str) -> str:
-    """What an entry is, and what its signs mean."""
-    entry = ENTRIES.get(study_name, "Each entry is our median over systems [quartiles], then the paper's number.")
-    return f"{entry} {SIGNS}"
+def entry_words(study_name: str) -> str:
+    """What an entry is."""
+    return ENTRIES.get(study_name, "Each entry is our median over systems [quartiles], then the paper's number.")
 
 
 def heading(label: str) -> str:

@@ -15,7 +15,6 @@ from ..results.fidelity import (
     error_exponents,
     extremum_sign_accuracy,
     nrmse,
-    pooled_nrmse,
     sign_agreement,
     symmetric_error,
     trusted_horizon,
@@ -35,7 +34,7 @@ from .channels import channel_responses, interactions
 from .envelopes import curvature_bound, error_bounds, operator_norm, probe_constant, smooth_constant, write_in_bound
 from .error_shares import error_shares
 from .finite_difference import logit_tangent, token_loss
-from .frozen import FrozenMemory, bias_correction_effect, weight_decay_effect
+from .frozen import FrozenMemory
 from .futures import (
     present_frozen,
     prospective_ratio,
@@ -56,7 +55,6 @@ __all__ = [
     "FrozenMemory",
     "activation_margin",
     "aggregate",
-    "bias_correction_effect",
     "certify",
     "channel_responses",
     "coefficient_of_variation",
@@ -78,7 +76,6 @@ __all__ = [
     "nrmse",
     "operator_norm",
     "persistence",
-    "pooled_nrmse",
     "present_frozen",
     "probe_constant",
     "prospective_ratio",
@@ -103,7 +100,6 @@ __all__ = [
     "token_loss",
     "trusted_horizon",
     "validity_radius",
-    "weight_decay_effect",
     "write_in_bound",
     "write_paths",
 ]

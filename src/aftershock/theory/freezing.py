@@ -7,7 +7,7 @@ clipping, coupled decay, `maximize` and coordinates with v = 0 are what they are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from ..core.dynamics import Dynamics, Linearized
 from ..core.layout import Layout
 from ..core.linear_step import LinearStep
 from ..core.reductions import count
-from ..core.state import JointState, Tangent
+from ..core.state import Tangent
 from ..errors import InvalidInput, NotFinite
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Place:
 
     dynamics: Dynamics
     at: Linearized
-    before: JointState
     positions: Int[Tensor, " chosen"]
     curvature: Float[Tensor, " chosen"]
 
@@ -45,19 +44,13 @@ class Place:
     def of(cls, path: Path, step: int, coordinate: Coordinate, diagonal: Diagonal) -> Place:
         index, dynamics = path.index(step), path.trajectory.dynamics
         where = positions(dynamics.layout, coordinate)
-        before = path.trajectory.state(index)
-        at = path.trajectory.linearize(path.steps[index], before)
+        at = path.trajectory.linearize(path.steps[index], path.trajectory.state(index))
         _check(at.linear, where, at.step.where)
-        return cls(dynamics, at, before, where, diagonal(at, where))
+        return cls(dynamics, at, where, diagonal(at, where))
 
-    def coefficients(self, weight_decay: float | None = None, true_step: int | None = None) -> dict[str, float]:
-        """a, b_m, b_v, d_m, d_v averaged over the coordinates, β1, β2: a few elementwise passes.
-
-        `weight_decay` and `true_step` take the place of the step's own λ and s; moments and gradient stay.
-        """
-        linear = self._linear(weight_decay, true_step)
-        _check(linear, self.positions, self.at.step.where)
-        where, zeros = self.positions, self.dynamics.layout.zeros
+    def coefficients(self) -> dict[str, float]:
+        """a, b_m, b_v, d_m, d_v averaged over the coordinates, β1, β2: a few elementwise passes."""
+        linear, where, zeros = self.at.linear, self.positions, self.dynamics.layout.zeros
         dx, u = Tangent(zeros(3), zeros(3), zeros(3)), zeros(3)
         dx.theta[0, where], dx.m[1, where], dx.v[2, where] = 1.0, 1.0, 1.0
         u[0, where] = self.curvature.to(u)
@@ -69,14 +62,6 @@ class Place:
             "a": theta[0], "b_m": theta[1], "b_v": theta[2], "d_m": m[0], "d_v": v[0],
             "beta1": run.beta1, "beta2": run.beta2,
         }  # fmt: skip
-
-    def _linear(self, weight_decay: float | None, true_step: int | None) -> LinearStep:
-        step, before, graph = self.at.step, self.before, self.at.graph
-        if weight_decay is not None:
-            step = replace(step, hypers=tuple(replace(h, weight_decay=float(weight_decay)) for h in step.hypers))
-        if true_step is not None:
-            before = replace(before, counts=(true_step - 1,) * len(before.counts))
-        return self.dynamics.linear_step(step, before, graph.raw, graph.present)
 
 
 def exact_diagonal(at: Linearized, where: Int[Tensor, " chosen"]) -> Float[Tensor, " chosen"]:

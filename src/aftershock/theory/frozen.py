@@ -12,7 +12,6 @@ coefficients of a real run move, and its coordinates are coupled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -334,37 +333,6 @@ class FrozenMemory:
         return xr.Dataset({"modal": modal, "norm": norm, "condition": condition, "reason": modes["reason"]})
 
 
-def weight_decay_effect(path: Path, step: int, coordinate: Coordinate, values: Sequence[float]) -> xr.Dataset:
-    """The frozen systems of one place under other weight decays λ: a = 1 − ηλ + ΓH (app:frozen_wd_bias).
-
-    With decoupled decay only a moves, by −η per unit of λ. Costs what one `FrozenMemory.at` does.
-
-    >>> found = theory.weight_decay_effect(path, 1, "2.bias", [0.0, 0.1])
-    >>> [round(float(found[name][1] - found[name][0]), 6) for name in ("a", "b_m")]  # η is 0.01
-    [-0.001, 0.0]
-    """
-    place = Place.of(path, step, coordinate, exact_diagonal)
-    found = [FrozenMemory(**place.coefficients(weight_decay=value)) for value in values]
-    return _table(found, "weight_decay").assign_coords(weight_decay=[float(value) for value in values])
-
-
-def bias_correction_effect(path: Path, step: int, coordinate: Coordinate, counts: Sequence[int]) -> xr.Dataset:
-    """The frozen systems of one place had its step been another true step s: ρ1 = 1−β1^s, ρ2 = 1−β2^s.
-
-    The moments and the gradient stay. a, b_m and b_v move through M, V and Γ; d_m and d_v do not, and no zero of Ā
-    fills: bias correction changes numbers, not the coupling. Costs what one `FrozenMemory.at` does.
-
-    >>> found = theory.bias_correction_effect(path, 1, "2.bias", [1, 1000])
-    >>> bool(found["b_m"][0] == found["b_m"][1]), bool(found["d_m"][0] == found["d_m"][1])
-    (False, True)
-    """
-    if any(count < 1 for count in counts):
-        raise InvalidInput(f"the first true step is 1; got {min(counts)}")
-    place = Place.of(path, step, coordinate, exact_diagonal)
-    found = [FrozenMemory(**place.coefficients(true_step=count)) for count in counts]
-    return _table(found, "step").assign_coords(step=list(counts))
-
-
 # --- labels
 
 _NO_MODES = "the matrix is defective, or too close to it to tell: two of its eigenvectors are parallel"
@@ -382,12 +350,3 @@ def _labelled(values: np.ndarray, name: str) -> xr.DataArray:
 
     coords = {"channel": list(CHANNELS), "horizon": range(1, values.shape[1] + 1)}
     return xr.DataArray(values, coords, ("channel", "horizon"), name=name)
-
-
-def _table(systems: Sequence[FrozenMemory], dim: str) -> xr.Dataset:
-    import xarray as xr
-
-    if not systems:
-        raise InvalidInput("no value was given")
-    columns = {name: (dim, [getattr(s, name) for s in systems]) for name in asdict(systems[0])}
-    return xr.Dataset({**columns, "spectral_radius": (dim, [s.spectral_radius for s in systems])})

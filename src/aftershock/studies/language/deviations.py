@@ -251,7 +251,9 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
         some = [d for d in deviations if d.cause == cause]
         if some:
             farthest = max(abs(d.fd - SMOOTH) for d in some)
-            listed = "; ".join(f"{d.name} {d.fd:.2f} and {d.tangent:.2f} (noise {_percent(d.noise)})" for d in some)
+            listed = "; ".join(
+                f"{d.name} {_signed(d.fd)} and {_signed(d.tangent)} (noise {_percent(d.noise)})" for d in some
+            )
             sentence = (
                 f"Error exponent with finite differences and with the exact tangent, in {len(some)} of "
                 f"{len(deviations)} systems: {meaning}. {listed}."

@@ -201,8 +201,8 @@ def judge_noise(scene: Scene, exact: xr.DataArray, noise: xr.DataArray) -> None:
         return
     size = float(abs(exact).sel(scale=largest).median())
     told = (
-        f"{scene.system.name}: rounding alone moves the probe's loss by {float(noise.median()):.1e} nats, and the "
-        f"exact responses are {size:.1e}"
+        f"rounding alone moves the probe's loss by {float(noise.median()):.1e} nats, and the exact responses are "
+        f"{size:.1e}"
     )
     counts = {float(s): f"{int(lost.sel(scale=s).sum())} of {lost.sizes['change']}" for s in lost["scale"].values}
     if float(lost.sel(scale=largest).mean()) >= DROWNED:
@@ -214,7 +214,7 @@ def judge_noise(scene: Scene, exact: xr.DataArray, noise: xr.DataArray) -> None:
         )
     listed = ", ".join(f"{count} at α = {s:g}" for s, count in counts.items() if lost.sel(scale=s).any())
     warnings.warn(
-        f"{told}: candidates that cannot be told from noise are {listed}; a scale where half of them are lost is left "
-        "blank in the tables",
+        f"{scene.system.name}: {told}: candidates that cannot be told from noise are {listed}; a scale where half of "
+        "them are lost is left blank in the tables",
         stacklevel=2,
     )

@@ -41,14 +41,14 @@ def find_text(word: str) -> TextSource:
     if path.is_file():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return TextSource(safe(named or path.stem), str(path.absolute()), digest)
-    if path.exists() or path.suffix == ".txt":
-        raise InvalidFile(f"there is no text file {place}")
+    if path.is_dir():
+        raise InvalidFile(f"{place} is a folder; a text is one UTF-8 file: name the file in it")
+    choices = f"give a UTF-8 file, one of {', '.join(DATASETS)}, or a dataset as OWNER/NAME or OWNER/NAME:CONFIGURATION"
+    if path.suffix == ".txt":
+        raise InvalidFile(f"there is no text file {place}; {choices}")
     dataset = DATASETS.get(place, place)
     if "/" not in dataset:
-        raise InvalidInput(
-            f"there is no text {place!r}: give a UTF-8 file, one of {', '.join(DATASETS)}, or a dataset as OWNER/NAME "
-            "or OWNER/NAME:CONFIGURATION"
-        )
+        raise InvalidInput(f"there is no text {place!r}: {choices}")
     return TextSource(safe(named or place.rpartition("/")[2].partition(":")[0]), dataset, "")
 
 
