@@ -24,6 +24,7 @@ from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch
+from aftershock.recorder import kept as kept_in_memory
 from aftershock.recorder import opening
 from aftershock.recorder import replay as replaying
 from aftershock.recorder.examples import example_shares
@@ -528,25 +529,42 @@ def test_a_run_that_does_not_repeat_is_named(tmp_path: Path) -> None:
         ak.explain(run.recorder, step=SPIKE, loss_fn=noisy)
 
 
-def test_half_of_the_free_memory_may_hold_a_windows_states(
-    run: Run, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_windows_states_are_kept_where_they_fit(run: Run, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replays, plain = list[Replay](), replaying.replay
     monkeypatch.setattr(opening, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
 
-    def kept() -> str:
-        again = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0)
+    def kept(memory: int | None) -> tuple[str, int]:
+        again = ak.explain(
+            run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0, memory=memory
+        )
         best = next(c for c in again.culprits if c.step == CULPRIT)
         assert best.measured == pytest.approx(found.culprits[0].measured, rel=1e-12)  # the same either way
-        return replays[-1].trajectory.keep
+        path = replays[-1].trajectory
+        in_memory = sum(path.kept(time) is not None for time in range(len(path) + 1))
+        assert memory is None or in_memory * path.state(0).nbytes <= memory
+        return path.keep, in_memory
 
-    assert kept() == "states"
+    assert kept(None)[0] == "states"  # 1 GiB burdens nobody
     path = replays[-1].trajectory
-    needed = 2 * (len(path) + 1) * path.state(0).nbytes
-    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed)
-    assert kept() == "states"
-    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed - 2)
-    assert kept() == "checkpoints"
+    count, state, vector = len(path) + 1, path.state(0).nbytes, path.state(0).theta.nbytes
+    needed = count * state + len(path) * vector
+    assert kept(needed) == ("states", count)
+    assert kept(needed - 1)[0] == "checkpoints"
+    assert kept(count * state // 2)[1] <= count // 2
+    monkeypatch.setattr(kept_in_memory, "LEAST", 0)  # a model as large as others: three times what training holds
+    mode, some = kept(None)
+    assert mode == "checkpoints"
+    assert some * state < 3 * (state + 20 * vector)
+
+
+def test_a_sweep_that_does_not_fit_is_refused_and_the_proofs_stand(run: Run, found: Any) -> None:
+    again = ak.explain(run.recorder, step=SPIKE, treatments=False, memory="40KiB")
+    assert again.blamed == found.blamed
+    assert all(math.isnan(c.predicted) for c in again.culprits)
+    assert "Nothing is predicted: the sweep keeps" in str(again.certificate)
+    assert "pass more, or a shorter window=" in str(again.certificate)
+    with pytest.raises(InvalidInput, match="memory is a number of bytes"):
+        ak.explain(run.recorder, step=SPIKE, memory="much")
 
 
 def test_another_process_needs_the_code(tmp_path: Path, run: Run) -> None:
