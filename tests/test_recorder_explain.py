@@ -251,6 +251,23 @@ def test_a_blame_needs_placebos(run: Run) -> None:
     assert alone.skip == []
 
 
+def test_a_blame_beside_few_placebos_says_so(run: Run, found: Any) -> None:
+    few = ak.explain(run.recorder, step=SPIKE, placebos=2, treatments=False)
+    assert few.blamed == found.blamed
+    (finding,) = [finding for finding in few.certificate.findings if finding.subject == "placebos"]
+    assert (finding.level, finding.value, finding.threshold) == ("care", 2, 8)
+    assert "Only 2 placebos were asked for" in str(few)
+    assert "asked for" not in str(found.certificate)
+
+
+def test_how_many_placebos_were_tried_of_those_asked_for(found: Any) -> None:
+    """In a run that anything changes the first few decide it."""
+    facts = {"kind": "instability", "blamed": (), "placebos": 3, "placebos_change": 3}
+    said = "Leaving out 3 of the 3 tried of 8 steps that nobody suspects removes the spike"
+    assert said in with_facts(found, **facts, placebos_asked=8).verdict
+    assert "Leaving out 3 of 3 steps" in with_facts(found, **facts, placebos_asked=3).verdict
+
+
 def test_steps_that_are_asked_for_are_verified(run: Run) -> None:
     asked = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT - 3, CULPRIT], treatments=False)
     assert {c.step for c in asked.culprits if c.role == "suspect"} == {CULPRIT - 3, CULPRIT}

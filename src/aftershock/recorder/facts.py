@@ -114,6 +114,7 @@ class BlameFacts:
     group_placebos_change: int
     placebos: int
     placebos_change: int
+    placebos_asked: int  # fewer are tried where these decide it already, or no more were recorded
     several: int  # as many other steps at once, where each of several removes it
     several_change: int
     several_acquitted: bool

@@ -111,6 +111,7 @@ def _blame(f: Findings) -> BlameFacts:
         group_placebos_change=sum(not t.keeps for t in inquiry.group_placebos),
         placebos=len(inquiry.placebos),
         placebos_change=inquiry.changing,
+        placebos_asked=inquiry.asked,
         several=len(inquiry.several),
         several_change=sum(not t.keeps for t in inquiry.several),
         several_acquitted=inquiry.acquitted,

@@ -50,7 +50,7 @@ def inquire(
     innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)
     innocent += sorted(alike)  # of a suspect's own kind only where others are too few: kin are asked in another way
-    found = Inquiry([], [], spent=runs.spent)
+    found = Inquiry([], [], asked=placebos, spent=runs.spent)
 
     def compare(count: int) -> None:
         """Leave out placebos up to this many, until so many change it that nobody can be blamed."""
