@@ -268,6 +268,30 @@ def test_how_many_placebos_were_tried_of_those_asked_for(found: Any) -> None:
     assert "Leaving out 3 of 3 steps" in with_facts(found, **facts, placebos_asked=3).verdict
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"window": -3}, "window= is a whole number from 1 on; got -3"),
+        ({"window": 2.5}, "window= is a whole number from 1 on; got 2.5"),
+        ({"placebos": -1}, "placebos= is a whole number from 0 on; got -1"),
+        ({"clip": -1}, "clip= is the max_norm that the loop gives clip_grad_norm_, a number above 0, or None; got -1"),
+        ({"clip": "norm"}, "clip= is the max_norm"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(run: Run, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{said}"):
+        ak.explain(run.recorder, step=SPIKE, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"window": 1}, {"after": None}, {"after": -1}, {"keep": 0}, {"every": 0}, {"clip": 0}, {"clip": math.nan}]
+)
+def test_a_recorder_refuses_by_name_too(tmp_path: Path, asked: dict[str, Any]) -> None:
+    model = mlp(6, 16, 1)
+    with pytest.raises(InvalidInput, match=f"^{next(iter(asked))}= is "):
+        ak.FlightRecorder(model, torch.optim.AdamW(model.parameters()), squares, tmp_path, **asked)
+
+
 def test_steps_that_are_asked_for_are_verified(run: Run) -> None:
     asked = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT - 3, CULPRIT], treatments=False)
     assert {c.step for c in asked.culprits if c.role == "suspect"} == {CULPRIT - 3, CULPRIT}

@@ -24,6 +24,7 @@ from ..errors import (
     UnsupportedModel,
     WrongHessian,
 )
+from .asked import max_norm, whole
 from .candidates import one_batch, suspected
 from .choice import find_flight, with_clip
 from .descriptions import Describe, Kept, kept
@@ -113,6 +114,8 @@ def explain(
         raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
+    placebos, window = whole("placebos", placebos, 0), None if window is None else whole("window", window, 1)
+    max_norm(clip)
     found, recorder = find_flight(flight, step)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = Code.of(found, recorder, given)
