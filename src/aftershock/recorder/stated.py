@@ -93,6 +93,8 @@ def _blame(f: Findings) -> BlameFacts:
     numbers = [record.step for record in f.replayed.records]
     own = next((t for t in inquiry.suspects if t.steps == (f.replayed.last,)), None)
     blamed = inquiry.blamed_by_replacing if f.blamed else ()
+    # a placebo that became a suspect and is not blamed: without it half is gone, which a blame of another must not hide
+    turned = [t for t in inquiry.suspects if t.steps in inquiry.turned and t.steps[0] not in f.blamed]
     replaced = [t for t in inquiry.replaced if t.steps[0] in blamed]
     return BlameFacts(
         ranked_by=f.main,
@@ -109,8 +111,8 @@ def _blame(f: Findings) -> BlameFacts:
         group_replaced=group is inquiry.group and inquiry.group_replaced,
         group_placebos=len(inquiry.group_placebos),
         group_placebos_change=sum(not t.keeps for t in inquiry.group_placebos),
-        placebos=len(inquiry.placebos),
-        placebos_change=inquiry.changing,
+        placebos=len(inquiry.placebos) + len(turned),
+        placebos_change=inquiry.changing + sum(not t.keeps for t in turned),
         placebos_asked=inquiry.asked,
         several=len(inquiry.several),
         several_change=sum(not t.keeps for t in inquiry.several),

@@ -93,6 +93,7 @@ def _decide(
 ) -> None:
     """Whom to blame, where hardly any placebo changes the event."""
     event = runs.event
+    found.turned = tuple(t.steps for t in found.placebos if t.removes)
     found.suspects += [runs.suspected(t) for t in found.placebos if t.removes]
     found.placebos = [t for t in found.placebos if not t.removes]
     if _guilty(found, event) and not set(found.blamed) - {event.step}:
