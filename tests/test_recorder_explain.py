@@ -27,8 +27,10 @@ from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, R
 from aftershock.recorder import kept as kept_in_memory
 from aftershock.recorder import opening
 from aftershock.recorder import replay as replaying
+from aftershock.recorder.event import TAIL
 from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
+from aftershock.recorder.other_runs import other_runs
 from aftershock.recorder.replay import Replay
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
@@ -217,6 +219,7 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
 
 def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
     given = {"replaced": (CULPRIT,), "replaced_left": (0.43,), "replaced_left_spread": (math.nan,)}
+    given["replaced_after"] = (0.5,)
     replaced = with_facts(found, **given, replaced_placebos=8, replaced_placebos_change=1)
     said = replaced.verdict
     assert said.startswith(
@@ -402,6 +405,11 @@ def test_a_batch_that_is_itself_the_spike(run: Run) -> None:
     assert found.kind in ("own batch", "batch")
     assert found.blamed == (CULPRIT,)
     assert found.skip == [CULPRIT - WARM]
+    end = found.facts.event.end
+    losses = [run.again(CULPRIT, last, lambda step, *_: step == CULPRIT) for last in range(end - TAIL + 1, end + 1)]
+    (without, *_) = other_runs(found)
+    assert without.name == f"the batch of step {CULPRIT} left out"
+    assert without.after == pytest.approx(sum(losses) / TAIL, rel=1e-9)
 
 
 def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:

@@ -10,6 +10,7 @@ from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts, RecordingFact
 from .findings import AFTER, Findings
 from .quantity import seen
 from .treatments import Outcome
+from .trials import Trial
 
 
 def facts(f: Findings) -> Facts:
@@ -101,11 +102,13 @@ def _blame(f: Findings) -> BlameFacts:
         own_left=math.nan if own is None else own.left,
         own_left_spread=math.nan if own is None else own.left_spread,
         own_left_so_far=own is not None and own.so_far,
+        own_after=_after(f, own),
         replaced_placebos=len(inquiry.replaced_placebos),
         replaced_placebos_change=sum(not t.keeps for t in inquiry.replaced_placebos),
         kin=inquiry.kin,
         group_left=math.nan if group is None else group.left,
         group_left_spread=math.nan if group is None else group.left_spread,
+        group_after=_after(f, group),
         group_back=inquiry.group_back,
         group_back_spread=f.scatter.spread(f.event.left),
         group_replaced=group is inquiry.group and inquiry.group_replaced,
@@ -121,9 +124,15 @@ def _blame(f: Findings) -> BlameFacts:
         replaced=tuple(numbers[t.steps[0]] for t in replaced),
         replaced_left=tuple(t.left for t in replaced),
         replaced_left_spread=tuple(t.left_spread for t in replaced),
+        replaced_after=tuple(_after(f, t) for t in replaced),
         cleared=tuple(numbers[t.steps[0]] for t in inquiry.cleared),
         group=() if group is None else tuple(numbers[i] for i in group.steps),
     )
+
+
+def _after(f: Findings, trial: Trial | None) -> float:
+    """What comes after the event in a run without some steps, or with other batches there."""
+    return math.nan if trial is None else f.event.after(trial.values, frozenset(trial.steps))
 
 
 def _settings(f: Findings) -> SettingFacts:
