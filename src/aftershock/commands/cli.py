@@ -329,7 +329,7 @@ def explain(
     flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
     build: Annotated[
         str,
-        typer.Option(help="module:function or train.py:function; it returns what training builds (see above)."),
+        typer.Option(help="module:function, train.py:function, or train.py for its build() (see above)."),
     ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
     of: Annotated[
@@ -400,7 +400,7 @@ def explain(
 def doctor(
     build: Annotated[
         str,
-        typer.Argument(help="module:function or train.py:function; it returns what training builds (see above)."),
+        typer.Argument(help="module:function, train.py:function, or train.py for its build() (see above)."),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.
