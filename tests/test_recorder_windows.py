@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import aftershock as ak
-from aftershock.errors import InvalidInput
 from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import AtStep, Drift, Spike, Triggered
 
