@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aftershock as ak
-from aftershock.commands.building import Built
+from aftershock.commands.building import Built, build
 from aftershock.commands.doctor import Finding, examine
 from aftershock.commands.loop import prove_loop
-from aftershock.errors import ExamplesCouple
+from aftershock.errors import ExamplesCouple, InvalidInput
 from aftershock.recorder.records import decode, encode
 
 from .cases import TinyTransformer
@@ -257,3 +257,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in result.stderr
     assert "does not return batch" in failed(call("doctor", "a_project:unfinished"))
     assert "importing 'unwell' failed: No module named 'absent_package'" in failed(call("doctor", "unwell:build"))
+
+
+def test_a_file_alone_stands_for_its_function_build(tmp_path: Path) -> None:
+    script = "import torch\ndef {}():\n    m = torch.nn.Linear(3, 1)\n    return m, lambda m, b: m(b).mean()\n"
+    (tmp_path / "train_alone.py").write_text(script.format("build"))
+    assert build(str(tmp_path / "train_alone.py")).model.in_features == 3
+    (tmp_path / "train_other.py").write_text(script.format("make"))
+    assert build(str(tmp_path / "train_other.py:make")).model.in_features == 3
+    with pytest.raises(InvalidInput, match="has no function 'build'"):
+        build(str(tmp_path / "train_other.py"))

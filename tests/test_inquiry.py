@@ -16,7 +16,7 @@ from aftershock.core import exact_rows
 from aftershock.core.batches import Accumulated
 from aftershock.core.dynamics import Step
 from aftershock.core.rows import row_gradients
-from aftershock.recorder import candidates, groups, reruns, suspects, trials
+from aftershock.recorder import candidates, groups, reruns, stated, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
 from aftershock.recorder.neighbours import Likeness
@@ -24,7 +24,7 @@ from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.scatter import Scatter
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
-from aftershock.recorder.verdict import several
+from aftershock.recorder.verdict import _placebos, several
 
 from .test_agreement import plain, running, squares
 
@@ -690,3 +690,27 @@ def test_a_group_leaves_clearly_less_than_any_other_group(left: float, mildest: 
     """It was chosen among many, and the others by a draw: of an ordinary run's pairs, one in a hundred removes half."""
     others = [Trial((0, 1), {}, mildest), *(Trial((1, i), {}, 1.0) for i in range(7, 14))]
     assert Inquiry([], [], group=Trial((3, 6), {}, left), group_placebos=others).blamed == blamed
+
+
+def test_a_placebo_that_removes_it_is_not_hidden_where_another_step_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without step 7 a tenth is left; without one placebo 45 %, which is half, and not clearly less than others leave
+    (70 %): it is a suspect from then on, and acquitted."""
+    calm = asked_of(lambda out: 0.1 if 7 in out else 0.7, [7, 9], monkeypatch)
+    odd = calm.placebos[0].steps[0]
+    found = asked_of(lambda out: 0.1 if 7 in out else 0.45 if odd in out else 0.7, [7, 9], monkeypatch)
+    assert (found.blamed, found.turned) == ((7,), ((odd,),))
+    for inquiry, said in (
+        (calm, f"and without any of {len(calm.placebos)} other steps it stays"),
+        (found, f"and without {len(found.placebos)} of {len(found.placebos) + 1} other steps it stays"),
+    ):
+        records = [SimpleNamespace(step=i) for i in range(len(LOSSES))]
+        f: Any = SimpleNamespace(
+            inquiry=inquiry,
+            group=inquiry.group,
+            blamed=inquiry.blamed,
+            replayed=SimpleNamespace(records=records, last=STEP),
+            event=EVENT,
+            scatter=Scatter(),
+            main="skip",
+        )
+        assert _placebos(stated._blame(f)) == said

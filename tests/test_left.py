@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.recorder.event import Event
+from aftershock.recorder.event import TAIL, Event
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.findings import AFTER
+from aftershock.recorder.other_runs import other_runs
 
 WINDOW, BAD, SPIKE, STEPS = 40, (58, 60, 62), 66, 100
 Batch = tuple[Tensor, Tensor]
@@ -39,9 +41,9 @@ def batches() -> list[Batch]:
 
 
 def trained(
-    without: int | None = None, recorder: ak.FlightRecorder | None = None, decay: dict[int, float] | None = None
+    without: Collection[int] = (), recorder: ak.FlightRecorder | None = None, decay: dict[int, float] | None = None
 ) -> list[float]:
-    """The losses of a plain loop that does not take one of the steps; another weight decay at some."""
+    """The losses of a plain loop that does not take some of the steps; another weight decay at some."""
     model = net() if recorder is None else recorder.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2) if recorder is None else recorder.optimizer
     losses = []
@@ -50,7 +52,7 @@ def trained(
         loss = loss_fn(model, batch)
         losses.append(float(loss.detach()))
         optimizer.param_groups[0]["weight_decay"] = (decay or {}).get(step, 0.01)
-        if step != without:
+        if step not in without:
             loss.backward()
             optimizer.step()
         if recorder is not None:
@@ -69,7 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> FlightExplanation:
 
 def truth(step: int) -> tuple[float, float]:
     """(what the run without a step leaves of the whole event, what of it is there once that is more than half)."""
-    path, other = (losses[SPIKE - WINDOW : SPIKE + AFTER + 1] for losses in (trained(), trained(without=step)))
+    path, other = (losses[SPIKE - WINDOW : SPIKE + AFTER + 1] for losses in (trained(), trained(without=[step])))
     event = Event.of(path, WINDOW)
 
     def excess(losses: list[float]) -> float:
@@ -127,3 +129,19 @@ def test_where_a_hyperparameter_did_it_no_treatment_is_left_out(tmp_path: Path) 
     every = ak.explain(recorder, 71, verify=0).data["treatment"].values.tolist()
     assert found.data["treatment"].values.tolist() == every
     assert "not tried" not in str(found)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_comes_after_an_event_that_is_left_out_is_what_a_plain_loop_has(tmp_path: Path, own: bool) -> None:
+    """Steps that did it together, and batches that are the spike by themselves."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=WINDOW) as recorder:
+        trained(recorder=recorder)
+    found = ak.explain(recorder, BAD[0] if own else SPIKE, treatments=False)
+    assert (found.kind, len(found.blamed) > 1) == ("own batch" if own else "group", True)
+    run = other_runs(found)[0]
+    end = found.facts.event.end
+    losses = trained(without=found.blamed)
+    assert run.after == pytest.approx(sum(losses[end - TAIL + 1 : end + 1]) / TAIL, rel=1e-4)
+    assert f"loss after it {run.after:.4g}" in str(found)

@@ -122,7 +122,9 @@ def test_values_of_the_batch_and_of_the_weights_that_are_not_finite() -> None:
     bad[0, 0] = math.nan
     found = judged(model, bad, [good])
     assert (found.kind, found.module, found.operation) == ("batch values", "0", None)  # no operation made it
-    assert "itself holds values" in found.sentence
+    said = "The batch itself holds values that are not finite; 1 of 1 other batches are finite on the same weights"
+    assert found.sentence.endswith(said)
+    assert judged(model, bad, []).sentence.endswith("holds values that are not finite")
     assert judged(model, good, [good]).kind == "finite"
     model[2].weight.data[0, 0] = math.inf
     found = judged(model, good, [good])

@@ -24,10 +24,13 @@ from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch
+from aftershock.recorder import kept as kept_in_memory
 from aftershock.recorder import opening
 from aftershock.recorder import replay as replaying
+from aftershock.recorder.event import TAIL
 from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
+from aftershock.recorder.other_runs import other_runs
 from aftershock.recorder.replay import Replay
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
@@ -216,6 +219,7 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
 
 def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
     given = {"replaced": (CULPRIT,), "replaced_left": (0.43,), "replaced_left_spread": (math.nan,)}
+    given["replaced_after"] = (0.5,)
     replaced = with_facts(found, **given, replaced_placebos=8, replaced_placebos_change=1)
     said = replaced.verdict
     assert said.startswith(
@@ -248,6 +252,47 @@ def test_a_blame_needs_placebos(run: Run) -> None:
     alone = ak.explain(run.recorder, step=SPIKE, placebos=0, treatments=False)
     assert alone.blamed == ()
     assert alone.skip == []
+
+
+def test_a_blame_beside_few_placebos_says_so(run: Run, found: Any) -> None:
+    few = ak.explain(run.recorder, step=SPIKE, placebos=2, treatments=False)
+    assert few.blamed == found.blamed
+    (finding,) = [finding for finding in few.certificate.findings if finding.subject == "placebos"]
+    assert (finding.level, finding.value, finding.threshold) == ("care", 2, 8)
+    assert "Only 2 placebos were asked for" in str(few)
+    assert "asked for" not in str(found.certificate)
+
+
+def test_how_many_placebos_were_tried_of_those_asked_for(found: Any) -> None:
+    """In a run that anything changes the first few decide it."""
+    facts = {"kind": "instability", "blamed": (), "placebos": 3, "placebos_change": 3}
+    said = "Leaving out 3 of the 3 tried of 8 steps that nobody suspects removes the spike"
+    assert said in with_facts(found, **facts, placebos_asked=8).verdict
+    assert "Leaving out 3 of 3 steps" in with_facts(found, **facts, placebos_asked=3).verdict
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"window": -3}, "window= is a whole number from 1 on; got -3"),
+        ({"window": 2.5}, "window= is a whole number from 1 on; got 2.5"),
+        ({"placebos": -1}, "placebos= is a whole number from 0 on; got -1"),
+        ({"clip": -1}, "clip= is the max_norm that the loop gives clip_grad_norm_, a number above 0, or None; got -1"),
+        ({"clip": "norm"}, "clip= is the max_norm"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(run: Run, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{said}"):
+        ak.explain(run.recorder, step=SPIKE, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"window": 1}, {"after": None}, {"after": -1}, {"keep": 0}, {"every": 0}, {"clip": 0}, {"clip": math.nan}]
+)
+def test_a_recorder_refuses_by_name_too(tmp_path: Path, asked: dict[str, Any]) -> None:
+    model = mlp(6, 16, 1)
+    with pytest.raises(InvalidInput, match=f"^{next(iter(asked))}= is "):
+        ak.FlightRecorder(model, torch.optim.AdamW(model.parameters()), squares, tmp_path, **asked)
 
 
 def test_steps_that_are_asked_for_are_verified(run: Run) -> None:
@@ -360,6 +405,11 @@ def test_a_batch_that_is_itself_the_spike(run: Run) -> None:
     assert found.kind in ("own batch", "batch")
     assert found.blamed == (CULPRIT,)
     assert found.skip == [CULPRIT - WARM]
+    end = found.facts.event.end
+    losses = [run.again(CULPRIT, last, lambda step, *_: step == CULPRIT) for last in range(end - TAIL + 1, end + 1)]
+    (without, *_) = other_runs(found)
+    assert without.name == f"the batch of step {CULPRIT} left out"
+    assert without.after == pytest.approx(sum(losses) / TAIL, rel=1e-9)
 
 
 def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
@@ -528,25 +578,42 @@ def test_a_run_that_does_not_repeat_is_named(tmp_path: Path) -> None:
         ak.explain(run.recorder, step=SPIKE, loss_fn=noisy)
 
 
-def test_half_of_the_free_memory_may_hold_a_windows_states(
-    run: Run, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_windows_states_are_kept_where_they_fit(run: Run, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replays, plain = list[Replay](), replaying.replay
     monkeypatch.setattr(opening, "replay", lambda *args: replays.append(plain(*args)) or replays[-1])
 
-    def kept() -> str:
-        again = ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0)
+    def kept(memory: int | None) -> tuple[str, int]:
+        again = ak.explain(
+            run.recorder, step=SPIKE, verify=[CULPRIT], placebos=0, treatments=False, examples=0, memory=memory
+        )
         best = next(c for c in again.culprits if c.step == CULPRIT)
         assert best.measured == pytest.approx(found.culprits[0].measured, rel=1e-12)  # the same either way
-        return replays[-1].trajectory.keep
+        path = replays[-1].trajectory
+        in_memory = sum(path.kept(time) is not None for time in range(len(path) + 1))
+        assert memory is None or in_memory * path.state(0).nbytes <= memory
+        return path.keep, in_memory
 
-    assert kept() == "states"
+    assert kept(None)[0] == "states"  # 1 GiB burdens nobody
     path = replays[-1].trajectory
-    needed = 2 * (len(path) + 1) * path.state(0).nbytes
-    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed)
-    assert kept() == "states"
-    monkeypatch.setattr(replaying, "budget", lambda memory, device: needed - 2)
-    assert kept() == "checkpoints"
+    count, state, vector = len(path) + 1, path.state(0).nbytes, path.state(0).theta.nbytes
+    needed = count * state + len(path) * vector
+    assert kept(needed) == ("states", count)
+    assert kept(needed - 1)[0] == "checkpoints"
+    assert kept(count * state // 2)[1] <= count // 2
+    monkeypatch.setattr(kept_in_memory, "LEAST", 0)  # a model as large as others: three times what training holds
+    mode, some = kept(None)
+    assert mode == "checkpoints"
+    assert some * state < 3 * (state + 20 * vector)
+
+
+def test_a_sweep_that_does_not_fit_is_refused_and_the_proofs_stand(run: Run, found: Any) -> None:
+    again = ak.explain(run.recorder, step=SPIKE, treatments=False, memory="40KiB")
+    assert again.blamed == found.blamed
+    assert all(math.isnan(c.predicted) for c in again.culprits)
+    assert "Nothing is predicted: the sweep keeps" in str(again.certificate)
+    assert "pass more, or a shorter window=" in str(again.certificate)
+    with pytest.raises(InvalidInput, match="memory is a number of bytes"):
+        ak.explain(run.recorder, step=SPIKE, memory="much")
 
 
 def test_another_process_needs_the_code(tmp_path: Path, run: Run) -> None:

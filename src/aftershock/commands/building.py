@@ -1,5 +1,5 @@
-"""The user's own code, named on the command line: `module:function` or `train.py:function` builds what a file cannot
-hold."""
+"""The user's own code, named on the command line: `module:function`, `train.py:function` or `train.py` builds what a
+file cannot hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Built:
 
 def build(reference: str, needed: Sequence[str] = ("model", "loss_fn")) -> Built:
     """Import a module as a script in this folder would, or a file as if it were run, call its function, and read what
-    it returns."""
+    it returns. A file alone stands for its function `build`."""
+    reference = f"{reference}:build" if reference.endswith(".py") else reference
     name, _, function = reference.rpartition(":")
     if not name or not function.isidentifier():
         raise InvalidInput(

@@ -329,7 +329,7 @@ def explain(
     flight: Annotated[Path, typer.Argument(help="A recorded flight, or one window of it.")],
     build: Annotated[
         str,
-        typer.Option(help="module:function or train.py:function; it returns what training builds (see above)."),
+        typer.Option(help="module:function, train.py:function, or train.py for its build() (see above)."),
     ],
     step: Annotated[int | None, typer.Option(help="The step to explain; default: the run's worst spike.")] = None,
     of: Annotated[
@@ -340,6 +340,9 @@ def explain(
     verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
     placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
     no_treatments: Annotated[bool, typer.Option("--no-treatments", help="Do not try what would prevent it.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="What it may use, such as 8GiB; default: three times what training holds.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
@@ -378,6 +381,7 @@ def explain(
             verify=verify,
             placebos=placebos,
             treatments=not no_treatments,
+            memory=memory,
         )
     typer.echo(str(found))
     page = out if out is not None and out.suffix and not out.is_dir() else found.page(out or Path())
@@ -396,7 +400,7 @@ def explain(
 def doctor(
     build: Annotated[
         str,
-        typer.Argument(help="module:function or train.py:function; it returns what training builds (see above)."),
+        typer.Argument(help="module:function, train.py:function, or train.py for its build() (see above)."),
     ],
 ) -> None:
     """Prove that your own training step is what is followed, and say what of a model is supported, and how exactly.

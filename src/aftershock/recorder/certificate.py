@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .facts import Facts
-from .unrecorded import after
+from .unrecorded import ENOUGH, after
 from .verdict import CALM
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
     facts = found.facts
-    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts)], facts.instruments
+    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts), *_placebos(facts)], facts.instruments
     if instruments.refused and instruments.linear_ok:
         sentence = f"Nothing is predicted: {instruments.refused}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
@@ -58,6 +58,18 @@ def _after(facts: Facts) -> list[Finding]:
     if facts.event.kind in CALM or not sentence:
         return []
     return [Finding("care", "event", "steps after it", recording.after, recording.after_wanted, sentence)]
+
+
+def _placebos(facts: Facts) -> list[Finding]:
+    """Where somebody is blamed beside fewer others than tell chance apart, because no more were asked for."""
+    asked = facts.blame.placebos_asked
+    if not facts.blame.blamed or asked >= ENOUGH:
+        return []
+    sentence = (
+        f"Only {asked} placebo{'s were' if asked > 1 else ' was'} asked for: a step is blamed for what others do not "
+        f"do, and so few may all keep the event by chance; pass placebos={ENOUGH} or more."
+    )
+    return [Finding("care", "placebos", "asked for", asked, ENOUGH, sentence)]
 
 
 def _predictions(found: FlightExplanation) -> list[Finding]:

@@ -173,11 +173,12 @@ class Event:
         """How far above the usual value a run rises in the stretch; `peak` is that of the path."""
         return max(self._stretch(run, without, max(run)), default=self.usual) - self.usual
 
-    def after(self, run: Mapping[int, float]) -> float:
-        """The mean of a run's last values, from the explained one on; NaN where it was ended before."""
-        return statistics.fmean(
-            run.get(i, math.nan) for i in range(max(self.step, self.last - TAIL + 1), self.last + 1)
-        )
+    def after(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """The mean of a run's last values, from the explained one on, less steps that it did not take; NaN where it was
+        ended before, or took none of them."""
+        places = range(max(self.step, self.last - TAIL + 1), self.last + 1)
+        values = [run.get(i, math.nan) for i in places if i not in without]
+        return statistics.fmean(values) if values else math.nan
 
     def delayed(self, run: Mapping[int, float]) -> bool:
         """The event is there, but its peak comes later, and the explained value is usual."""

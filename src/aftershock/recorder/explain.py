@@ -19,10 +19,12 @@ from ..errors import (
     HiddenState,
     InvalidInput,
     Nondeterministic,
+    OutOfMemory,
     UnsupportedAttention,
     UnsupportedModel,
     WrongHessian,
 )
+from .asked import max_norm, whole
 from .candidates import one_batch, suspected
 from .choice import find_flight, with_clip
 from .descriptions import Describe, Kept, kept
@@ -65,6 +67,7 @@ def explain(
     treatments: bool = True,
     examples: int = 1,
     describe: Describe | None = None,
+    memory: str | int | None = None,
     generator: Randomness = 0,
 ) -> FlightExplanation:
     """Say what kind of event raised the loss, or the gradient norm, of `step`, which steps did it if any, and what
@@ -90,6 +93,9 @@ def explain(
     examples: in how many of the blamed steps to look inside.
     describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
         the explained one; default: the recorder's.
+    memory: what states, the sweep and reruns may use, "8GiB" or bytes; what does not fit is computed again, and nothing
+        is predicted where half of it does not hold the sweep. Default: on a CPU three times what training holds, but at
+        least 1 GiB (the sweep may take more: a vector of all weights per step); on a GPU half of what is free.
     generator: draws the placebos; or an integer seed.
 
     First the window is replayed and compared with the record (`ReplayMismatch`). Costs, in gradients: a replay from
@@ -108,10 +114,12 @@ def explain(
         raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
+    placebos, window = whole("placebos", placebos, 0), None if window is None else whole("window", window, 1)
+    max_norm(clip)
     found, recorder = find_flight(flight, step)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
     code = Code.of(found, recorder, given)
-    f = open_event(with_clip(found, clip), code, step, of, window)
+    f = open_event(with_clip(found, clip), code, step, of, window, memory)
     asking, f.clip = f.nan is None and f.is_event and not f.lost_in_scatter, clip
     if f.refused is None:
         _predict(f, references, watched=asking)
@@ -237,5 +245,5 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
                 return
         with progress("adjoint sweep", last) as tick:
             f.swept = sweep(trajectory, last, f.event.quantity, references=references, tick=tick)
-    except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel) as error:
+    except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel, OutOfMemory) as error:
         f.refused = str(error)

@@ -102,11 +102,13 @@ class BlameFacts:
     own_left: float  # without the explained step
     own_left_spread: float
     own_left_so_far: bool  # that run ended once half of the event was there
+    own_after: float  # the mean of the last values without it
     replaced_placebos: int
     replaced_placebos_change: int
     kin: bool  # whoever was given batches like its own is of a rare kind of data, beside others of that kind
     group_left: float
     group_left_spread: float
+    group_after: float
     group_back: float  # with one of the group back, at least
     group_back_spread: float
     group_replaced: bool  # it was given batches like its own, and not left out
@@ -114,6 +116,7 @@ class BlameFacts:
     group_placebos_change: int
     placebos: int
     placebos_change: int
+    placebos_asked: int  # fewer are tried where these decide it already, or no more were recorded
     several: int  # as many other steps at once, where each of several removes it
     several_change: int
     several_acquitted: bool
@@ -121,6 +124,7 @@ class BlameFacts:
     replaced: tuple[int, ...] = along("replaced")  # those of them that were given batches like their own instead
     replaced_left: tuple[float, ...] = along("replaced")
     replaced_left_spread: tuple[float, ...] = along("replaced")
+    replaced_after: tuple[float, ...] = along("replaced")
     cleared: tuple[int, ...] = along("cleared")  # half is gone without them, and not with batches like their own
     group: tuple[int, ...] = along("group")  # steps that were left out, or given such batches, together
 

@@ -74,8 +74,9 @@ class NotANumberFinding:
 
     def _why(self) -> str:
         finite, count = sum(self.others), len(self.others)
+        beside = f"; {finite} of {count} other batches are finite on the same weights" if count else ""
         return {
-            "batch values": "The batch itself holds values that are not finite",
+            "batch values": f"The batch itself holds values that are not finite{beside}",
             "weights values": "The step before wrote them",
             "batch": f"It is the batch: {finite} of {count} other batches are finite on the same weights",
             "weights": f"It is not the batch alone: {finite} of {count} other batches are finite on the same weights",

@@ -51,12 +51,14 @@ class Code:
         return cls(**given)
 
 
-def open_event(flight: Flight, code: Code, step: int | None, of: str | None, window: int | None) -> Findings:
+def open_event(
+    flight: Flight, code: Code, step: int | None, of: str | None, window: int | None, memory: str | int | None = None
+) -> Findings:
     """The window around the step that is asked for, replayed, and the event in it: of the loss, or of the gradient norm
     where that is asked for or stands out alone. Why nothing can be predicted where a step is not finite."""
     chosen = chosen_step(flight, step, of)
     asked, target = _asked(flight, chosen)
-    replayed = _untaken(flight, asked, code) if target is None else _replayed(flight, target, window, code)
+    replayed = _untaken(flight, asked, code) if target is None else _replayed(flight, target, window, code, memory)
     rise = risen(flight.reason) if of != "norm" and asked == target == flight.trigger else None
     by_loss = event = _event(replayed, "loss", rise)
     norm_first = rise is None and asked == target and _norm_first(replayed, by_loss)
@@ -104,7 +106,7 @@ def _asked(flight: Flight, step: int) -> tuple[int, int | None]:
     return first, max((n for n in flight.records if n < first), default=None)
 
 
-def _replayed(flight: Flight, target: int, window: int | None, code: Code) -> Replay:
+def _replayed(flight: Flight, target: int, window: int | None, code: Code, memory: str | int | None) -> Replay:
     """The window before the step, and what was recorded of the event after it."""
     window = flight.run["window"] if window is None else window
     first = target if target == min(flight.records) in flight.states else flight.start(target, window)
@@ -115,7 +117,8 @@ def _replayed(flight: Flight, target: int, window: int | None, code: Code) -> Re
             break
         last += 1
     records = [flight.records[number] for number in range(first, last + 1)]
-    return replay(records, window, flight.states, code.model, code.loss_fn, code.dataset, last - target, code.constant)
+    given = (code.model, code.loss_fn, code.dataset, last - target, code.constant, memory)
+    return replay(records, window, flight.states, *given)
 
 
 def _untaken(flight: Flight, first: int, code: Code) -> Replay:

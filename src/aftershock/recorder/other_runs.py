@@ -63,7 +63,7 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     event, blame = found.facts.event, found.facts.blame
     if event.kind == "own batch" and not blame.group:
         name = f"the batch of step {event.explained} left out"
-        return [_without(found, name, blame.own_left, blame.own_left_spread)]
+        return [_without(found, name, blame.own_left, blame.own_left_spread, blame.own_after)]
     if event.kind not in ("batch", "group", "own batch"):
         return []
     if blame.group:
@@ -71,12 +71,9 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
         name = f"the batches of steps {steps} left out together"
         if blame.group_replaced:
             name = f"batches like their own in place of those of steps {steps}"
-        return [_without(found, name, blame.group_left, blame.group_left_spread)]
-    instead = zip(blame.replaced, blame.replaced_left, blame.replaced_left_spread)
-    runs = [
-        _without(found, f"batches like its own in place of step {step}'s", left, spread)
-        for step, left, spread in instead
-    ]
+        return [_without(found, name, blame.group_left, blame.group_left_spread, blame.group_after)]
+    instead = zip(blame.replaced, blame.replaced_left, blame.replaced_left_spread, blame.replaced_after)
+    runs = [_without(found, f"batches like its own in place of step {step}'s", *numbers) for step, *numbers in instead]
     return runs + [_one_left_out(found, step) for step in blame.blamed]
 
 
@@ -85,16 +82,17 @@ def _one_left_out(found: FlightExplanation, step: int) -> OtherRun:
     at = data["place"].values.tolist().index(step)
     values[at] = np.nan  # its batch was not seen
     values[at + 1 :] -= data["emergence"].values[: len(values) - at - 1]
-    run = _without(found, f"the batch of step {step} left out", float(data["left"]), float(data["left_spread"]))
-    event = found.facts.event
-    explained = data["place"].values.tolist().index(event.explained)
+    explained = data["place"].values.tolist().index(found.facts.event.explained)
     after = float(np.mean(values[max(explained, len(values) - TAIL) :]))
-    return replace(run, values=tuple(values.tolist()), after=after, after_spread=event.tail_spread)
+    run = _without(found, f"the batch of step {step} left out", float(data["left"]), float(data["left_spread"]), after)
+    return replace(run, values=tuple(values.tolist()))
 
 
-def _without(found: FlightExplanation, name: str, left: float, spread: float) -> OtherRun:
-    prevents = left <= found.facts.event.gone
-    return OtherRun(name, "prevents it" if prevents else f"leaves {percent(left, spread)}", prevents, (), chosen=True)
+def _without(found: FlightExplanation, name: str, left: float, spread: float, after: float) -> OtherRun:
+    event = found.facts.event
+    prevents = left <= event.gone
+    word = "prevents it" if prevents else f"leaves {percent(left, spread)}"
+    return OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=event.tail_spread)
 
 
 def _treated(found: FlightExplanation) -> list[OtherRun]:

@@ -27,6 +27,7 @@ from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
 from ..core.randomness import Randomness
 from ..errors import InvalidInput
+from .asked import max_norm, whole
 from .descriptions import Describe
 from .forecast import Forecast, forecast
 from .observing import Observer, Trained, guarded
@@ -103,12 +104,9 @@ class FlightRecorder:
         constant: Sequence[nn.Module] = (),
         describe: Describe | None = None,
     ) -> None:
-        every = window if every is None else every
-        if window < 2 or every < 1 or after < 0 or keep < 1:
-            raise InvalidInput(
-                "window is at least 2 steps, every and keep at least 1 and after at least 0; "
-                f"got window={window}, every={every}, keep={keep}, after={after}"
-            )
+        window, after, keep = whole("window", window, 2), whole("after", after, 0), whole("keep", keep, 1)
+        every = window if every is None else whole("every", every, 1)
+        max_norm(clip)
         self.model, self.loss_fn, self.clip = model, loss_fn, clip
         self.hooks, self.unused, self.constant = hooks, unused, constant
         self.optimizer = unwrapped_optimizer(optimizer, hooks)

@@ -18,11 +18,10 @@ from ..core.calls import Autocast
 from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
-from ..core.memory import budget
 from ..core.noise import jitter
-from ..core.planning import plan_states
 from ..core.trajectory import Keep, Trajectory
 from ..errors import NotFinite, ReplayMismatch
+from .kept import plan_window
 from .parting import Recorded, clipped_alike, parting, said
 from .quantity import Quantity, recorded, seen
 from .records import Forward, Record, Source
@@ -85,6 +84,7 @@ def replay(
     dataset: object = None,
     after: int = 0,
     constant: Sequence[nn.Module] = (),
+    memory: str | int | None = None,
 ) -> Replay:
     """Run the recorded steps again from the state before the first; raises `ReplayMismatch` where they part.
 
@@ -93,6 +93,7 @@ def replay(
     state that differs by a rounding: a recording that is as far from the replay as these are is accepted.
 
     states: files of recorded states by step: the first step's is needed; where the runs part, later ones tell why.
+    memory: what the path and work along it may use (`plan_window`).
     """
 
     def state_before(step: int) -> Captured | None:
@@ -105,11 +106,11 @@ def replay(
     source = Source(captured.loss.layout.device, dataset)
     lead = max(0, len(records) - 1 - after - window)
     before, rest = records[:lead], records[lead:]
-    proof = _Proof(captured, records, source, state_before)
+    proof = _Proof(captured, records, source, state_before, memory)
     if before:
         captured = replace(captured, state=proof.follow(captured, before, spacing=lead).state(lead))
     trajectory = proof.follow(captured, rest)
-    path = Path(TrainingPoint(captured), trajectory, None)
+    path = Path(TrainingPoint(captured), trajectory, memory)
     return Replay(path, tuple(rest), len(rest) - 1 - after, len(records), proof.worst, proof.again(lead))
 
 
@@ -138,17 +139,16 @@ def _follow(
     records: Sequence[Record],
     *,
     spacing: int | None = None,
+    memory: str | int | None = None,
 ) -> Trajectory:
-    """spacing: one of so many states is kept; default: all where half of the free memory holds them, and not a quarter
-    as of other paths, because an explanation passes its window six times and runs few rows beside it."""
+    """spacing: one of so many states is kept; default: as `memory` allows (`plan_window`)."""
     steps = [
         Step(i, record.batch(source), record.fed[0].random, record.hypers, record.clip, own_random=True)
         for i, record in enumerate(some)
     ]
     kept: Keep = "checkpoints"
     if spacing is None:
-        device = captured.loss.layout.device
-        kept, spacing = plan_states(len(steps), captured.state.nbytes, None, 2 * budget(None, device), device)
+        kept, spacing = plan_window(captured, steps, memory)
     try:
         return Trajectory.follow(Dynamics(captured.loss), captured.state, steps[0].random, steps, kept, spacing)
     except NotFinite as error:
@@ -182,8 +182,15 @@ def _set_surroundings(model: nn.Module, records: Sequence[Record]) -> None:
 class _Proof:
     """Replays one stretch after another and compares them with the record."""
 
-    def __init__(self, first: Captured, records: Sequence[Record], source: Source, recorded: Recorded) -> None:
-        self.first, self.records, self.source, self.recorded = first, records, source, recorded
+    def __init__(
+        self,
+        first: Captured,
+        records: Sequence[Record],
+        source: Source,
+        recorded: Recorded,
+        memory: str | int | None = None,
+    ) -> None:
+        self.first, self.records, self.source, self.recorded, self.memory = first, records, source, recorded, memory
         coarsest = max(torch.finfo(dtype).eps for dtype in first.loss.layout.dtypes)
         self.agree = max(AGREE_AUTOCAST if first.loss.autocast.enabled else AGREE, coarsest)
         self.worst = 0.0
@@ -195,7 +202,7 @@ class _Proof:
         return tuple(run[since:] for run in self.runs)
 
     def follow(self, captured: Captured, some: Sequence[Record], spacing: int | None = None) -> Trajectory:
-        trajectory = _follow(captured, some, self.source, self.records, spacing=spacing)
+        trajectory = _follow(captured, some, self.source, self.records, spacing=spacing, memory=self.memory)
         self.steps += trajectory.steps
         parted = self._parted(some, trajectory)
         if parted is not None and not self._scattered():

@@ -50,7 +50,7 @@ def inquire(
     innocent = [i for i in runs.before if i not in {*suspected, *alike}]
     draw.shuffle(innocent)
     innocent += sorted(alike)  # of a suspect's own kind only where others are too few: kin are asked in another way
-    found = Inquiry([], [], spent=runs.spent)
+    found = Inquiry([], [], asked=placebos, spent=runs.spent)
 
     def compare(count: int) -> None:
         """Leave out placebos up to this many, until so many change it that nobody can be blamed."""
@@ -93,6 +93,7 @@ def _decide(
 ) -> None:
     """Whom to blame, where hardly any placebo changes the event."""
     event = runs.event
+    found.turned = tuple(t.steps for t in found.placebos if t.removes)
     found.suspects += [runs.suspected(t) for t in found.placebos if t.removes]
     found.placebos = [t for t in found.placebos if not t.removes]
     if _guilty(found, event) and not set(found.blamed) - {event.step}:

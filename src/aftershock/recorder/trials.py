@@ -68,6 +68,8 @@ class Inquiry:
     group_back: float = math.nan  # what is left of the event, at least, with one step of the group back
     group_replaced: bool = False  # its steps were given batches like their own, and not left out
     group_placebos: list[Trial] = field(default_factory=list)
+    asked: int = 0  # how many placebos were asked for
+    turned: tuple[tuple[int, ...], ...] = ()  # placebos without which half is gone, and which are suspects since
     spent: list[int] = field(default_factory=list)  # the steps of every run that was made for it
 
     @property

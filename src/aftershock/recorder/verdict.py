@@ -241,9 +241,12 @@ def _instability(found: FlightExplanation) -> str:
     many = blame.placebos_change > BARS.unspecific * blame.placebos
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
     if blame.placebos_change > BARS.specific * blame.placebos:
+        of = f"{blame.placebos}"
+        if blame.placebos < blame.placebos_asked:
+            of = f"the {blame.placebos} tried of {blame.placebos_asked}"
         parts.append(
-            f"Leaving out {blame.placebos_change} of {blame.placebos} steps that nobody suspects removes the "
-            f"spike, doubles it or moves it: {meaning}."
+            f"Leaving out {blame.placebos_change} of {of} steps that nobody suspects removes the spike, doubles it or "
+            f"moves it: {meaning}."
         )
     parts += [several(blame), _lucky(found)]
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
