@@ -304,7 +304,6 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
 
     time, trajectory = watch.last, path.trajectory
     state = trajectory.state(time)
-    proof = "" if change in MEASURED_ONLY else str(path.check())
     data = xr.Dataset(
         {
             "contribution": (("step", "channel"), found.contribution.numpy()),
@@ -319,9 +318,10 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
             "value": float(watch.probe.value(trajectory, time, state.theta, state)),
             "change": change,
             "probe": watch.probe.name,
+            "check": "" if change in MEASURED_ONLY else str(path.check()),
             "other_masks": 0.0 if change in MEASURED_ONLY else path.check().other_masks,
         },
         coords={"step": list(range(time)), "channel": list(CHANNELS)},
-        attrs={**provenance(trajectory), "check": proof},
+        attrs=provenance(trajectory),
     )
     return Contributions(data)

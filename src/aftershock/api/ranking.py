@@ -308,12 +308,13 @@ def _calibrated(
             "raw_error": float(raw.median()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
+            "check": str(path.check()),
             "other_masks": path.check().other_masks,
             "by": by,
             "at": watch.at,
             "probe": watch.probe.name,
         },
-        attrs={**provenance(path.trajectory), "check": str(path.check())},
+        attrs=provenance(path.trajectory),
     )
     return data.isel(change=data["score"].argsort().values[::-1])
 

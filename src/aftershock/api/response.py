@@ -40,6 +40,7 @@ class Response(LabelledResult):
     xi_norm                                     per change: ‖ξ‖; NaN where it is no difference of gradients
     at, kind, probe, refused                    the step, the kind of change, what is watched, and why answers are
                                                 missing ("" where none is)
+    check                                       what proves its Hessian products ("" where nothing is predicted)
 
     A run that diverges has an infinite response from its first infinite loss on.
 
@@ -312,6 +313,7 @@ def labelled(
             "kind": change.kind,
             "probe": watch.probe.name,
             "refused": refused,
+            "check": change.path.proof(answers),
             "other_masks": 0.0 if set(answers) == {"exact"} else change.path.check().other_masks,
         },
         coords={
@@ -320,7 +322,7 @@ def labelled(
             "scale": list(scales),
             "horizon": watch.range,
         },
-        attrs={**provenance(change.path.trajectory), "check": change.path.proof(answers)},
+        attrs=provenance(change.path.trajectory),
     )
     return Response(data)
 
