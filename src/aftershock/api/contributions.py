@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,19 +154,20 @@ def _findings(found: Contributions) -> list[Finding]:
 
 
 def explain(
-    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int | Sequence[int], memory: str | int | None
 ) -> Contributions:
     """See `Path.explain`."""
-    few, watch = reruns(verify), _asked(path, probe, outcome, change)
+    watch = _asked(path, probe, outcome, change)
+    few, given = _reruns(verify, watch)
     limit = path.memory if memory is None else memory
     plan, _ = _planned(path, watch, change, few, limit)
     if plan is None:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
-        chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path
+        chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long().tolist()  # along the path
     else:
         readings = _readings(path, watch, change, plan)
-        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
-    found = Calibrated.by(readings, _measured(path, watch, change, chosen, limit))
+        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few).tolist()
+    found = Calibrated.by(readings, _measured(path, watch, change, given or chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
@@ -174,23 +175,38 @@ def explain(
 
 
 def estimate(
-    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int | Sequence[int], memory: str | int | None
 ) -> Estimate:
     """See `Path.estimate_explain`."""
     watch = _asked(path, probe, outcome, change)
-    return _planned(path, watch, change, reruns(verify), path.memory if memory is None else memory)[1]
+    few, _ = _reruns(verify, watch)
+    return _planned(path, watch, change, few, path.memory if memory is None else memory)[1]
 
 
 def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
     """Where the outcome is read, once it is known that it can be explained."""
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
-    if outcome is not None and outcome < 1:
-        raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
+    watch = path.watch(0, probe)
+    if outcome is not None and not 1 <= outcome <= watch.last:
+        raise InvalidInput(
+            f"outcome is a state after the path's first step, from 1 to {watch.last} with {watch.probe.name} as the "
+            f"probe; got {outcome}"
+        )
     watch = path.watch(0, probe, outcome)
     if change not in MEASURED_ONLY:
         path.require_linear(watch)
     return watch
+
+
+def _reruns(verify: int | Sequence[int], watch: Watch) -> tuple[int, list[int]]:
+    """How many steps are rerun exactly, and which, where they are given."""
+    if not isinstance(verify, Iterable):
+        return reruns(verify), []
+    given = [int(step) for step in verify]
+    if len(set(given)) < len(given) or not all(0 <= step < watch.last for step in given):
+        raise InvalidInput(f"verify names different steps before the outcome, 0 to {watch.last - 1}; got {given}")
+    return len(given), given
 
 
 def _planned(
@@ -244,11 +260,11 @@ def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:
 
 
 def _measured(
-    path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"], memory: str | int | None
+    path: Path, watch: Watch, change: str, steps: Sequence[int], memory: str | int | None
 ) -> Float[Tensor, " step"]:
     """The outcome less that of an exact run with the change at each of some steps."""
     measured = torch.full((watch.last,), torch.nan, dtype=torch.float64)
-    for step in steps.tolist():
+    for step in steps:
         read = path.watch(step, watch.probe, watch.last - step)
         rerun = Change(path, step, change, (EDITS[change],)).numbers(read, memory=memory)
         measured[step] = -rerun[0, -1]

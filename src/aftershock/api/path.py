@@ -423,7 +423,7 @@ class Path:
         *,
         outcome: int | None = None,
         change: str = "zero",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Contributions:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
@@ -436,7 +436,7 @@ class Path:
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
             reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
         verify: how many steps are rerun exactly: half of them the strongest (at least one), the others along the path
-            from its first step on, since predictions hold the less the further back a step lies.
+            from its first step on, since predictions hold the less the further back a step lies; or their numbers.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> found = path.explain(probe, verify=2)
@@ -451,7 +451,7 @@ class Path:
         *,
         outcome: int | None = None,
         change: str = "zero",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `explain` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its

@@ -340,6 +340,7 @@ def explain(
     verify: Annotated[int, typer.Option(min=0, help="How many suspects to run again without.")] = 5,
     placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
     no_treatments: Annotated[bool, typer.Option("--no-treatments", help="Do not try what would prevent it.")] = False,
+    seed: Annotated[int, typer.Option(help="The placebos are drawn from it.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
@@ -378,6 +379,7 @@ def explain(
             verify=verify,
             placebos=placebos,
             treatments=not no_treatments,
+            generator=seed,
         )
     typer.echo(str(found))
     page = out if out is not None and out.suffix and not out.is_dir() else found.page(out or Path())
