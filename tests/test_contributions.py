@@ -250,3 +250,11 @@ def test_an_outcome_past_the_end_is_named_as_one() -> None:
         path.explain(case.batch(), outcome=7)
     with pytest.raises(InvalidInput, match="from 1 to 3 with each step's own loss as the probe; got 4"):
         path.explain(ak.own_loss, outcome=4)
+
+
+def test_how_an_explanation_prints_zero_and_one() -> None:
+    found = explanation([0.0, 0.3], [math.nan, 0.3])
+    found.data["contribution"][0] = -0.0
+    assert "-0 " not in str(found) + " "
+    assert "as 1 exact rerun has it" in str(found)
+    assert "as 2 exact reruns have it" in str(explanation([0.1, 0.3], [0.1, 0.3]))

@@ -39,6 +39,7 @@ ALONE = [
     f"aftershock.{name}"
     for name in (
         "core.batches",
+        "core.given",
         "core.operators",
         "core.probe",
         "errors",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
 from ..core.contributions import DIRECTIONS, LANCZOS, BentReadout, displacements
+from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.planning import plan_reruns
 from ..core.probe import Watch
@@ -108,7 +109,11 @@ class Contributions(LabelledResult):
 
 def _number(value: float, width: int) -> str:
     """A signed number; nothing where there is none."""
-    return " " * width if math.isnan(value) else f"{value:>+{width}.3g}"
+    return " " * width if math.isnan(value) else f"{value + 0.0:>+{width}.3g}"  # + 0.0: no sign of a zero
+
+
+def _reruns_of(count: int) -> str:
+    return f"{count} exact rerun" + "s" * (count != 1)
 
 
 def _findings(found: Contributions) -> list[Finding]:
@@ -119,7 +124,7 @@ def _findings(found: Contributions) -> list[Finding]:
     if data["change"].item() in MEASURED_ONLY:
         sentence = (
             f"No sizes are predicted: a '{data['change'].item()}' is no small change, and the adjoint is of no use for "
-            f"it. {count} exact reruns of steps along the path are shown, which are the truth; pass verify=k for k."
+            f"it. {_reruns_of(count)} of steps along the path show the truth; pass verify=k for k."
         )
         return [Finding("bad", "explanation", "predictions", 0.0, 1.0, sentence + diverged)]
     far = int(found.off_scale.sum())
@@ -130,7 +135,9 @@ def _findings(found: Contributions) -> list[Finding]:
     if not count:
         sentence = f"Not verified: pass verify=k to rerun without the top k steps. {read}. Do not trust it blindly."
         return [Finding("care", "explanation", "reruns", 0.0, 1.0, sentence + diverged)] + [absurd] * bool(far)
-    calibrated = f"{read}, times {float(data['factor']):.2g}, as {count} exact reruns have it"
+    calibrated = (
+        f"{read}, times {float(data['factor']):.2g}, as {_reruns_of(count)} {'has' if count == 1 else 'have'} it"
+    )
     if count == 1:
         sentence = f"{calibrated}: one rerun cannot judge itself, so the error on others is not known.{diverged}"
         return [Finding("care", "explanation", "reruns", 1.0, 2.0, sentence)] + [absurd] * bool(far)
@@ -188,7 +195,7 @@ def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
     watch = path.watch(0, probe)
-    if outcome is not None and not 1 <= outcome <= watch.last:
+    if outcome is not None and not 1 <= whole(outcome, "outcome is a state of the path") <= watch.last:
         raise InvalidInput(
             f"outcome is a state after the path's first step, from 1 to {watch.last} with {watch.probe.name} as the "
             f"probe; got {outcome}"
@@ -203,7 +210,7 @@ def _reruns(verify: int | Sequence[int], watch: Watch) -> tuple[int, list[int]]:
     """How many steps are rerun exactly, and which, where they are given."""
     if not isinstance(verify, Iterable):
         return reruns(verify), []
-    given = [int(step) for step in verify]
+    given = [whole(step, "verify names steps of the path") for step in verify]
     if len(set(given)) < len(given) or not all(0 <= step < watch.last for step in given):
         raise InvalidInput(f"verify names different steps before the outcome, 0 to {watch.last - 1}; got {given}")
     return len(given), given

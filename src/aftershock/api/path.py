@@ -15,6 +15,7 @@ from ..core.agreement import Match, compare, read_live, steps_made
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
+from ..core.given import whole
 from ..core.guards import Check, hidden_buffers, moved_buffers
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
@@ -272,6 +273,7 @@ class Path:
         return Change(self, self.index(at), kind, tuple(edits))
 
     def index(self, at: int) -> int:
+        at = whole(at, "a step is given by its place on the path")
         if not -len(self) <= at < len(self):
             raise InvalidInput(f"step {at} is not on this path of {len(self)} steps")
         return at % len(self)

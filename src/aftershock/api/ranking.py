@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int64
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep
+from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
@@ -107,9 +107,10 @@ class Ranking(LabelledResult):
         shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
         for i in shown:
             row = self.data.isel(change=i)
-            real = f"{measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
+            # 0.0 + takes the sign of a zero away
+            real = f"{0.0 + measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
             curve = sparkline(row["response"].values)
-            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {predicted[i]:>{sign}14.4g}  {real}  {curve}")
+            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {0.0 + predicted[i]:>{sign}14.4g}  {real}  {curve}")
         return "\n".join([*lines, str(self.certificate)])
 
 
@@ -176,14 +177,11 @@ def _curve_findings(error: float) -> list[Finding]:
     return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
 
 
-def reruns(verify: object) -> int:
+def reruns(verify: SupportsIndex) -> int:
     """How many exact reruns are asked for."""
-    try:
-        count = operator.index(verify)  # type: ignore[arg-type]
-    except TypeError:
-        count = -1
+    count = whole(verify, "verify is the number of exact reruns")
     if count < 0:
-        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {verify!r}")
+        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {count}")
     return count
 
 

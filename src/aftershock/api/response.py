@@ -218,7 +218,7 @@ class Response(LabelledResult):
             return f"makes the run diverge: {_after(h)} the loss is not finite, and without the change it is {now:.4g}"
         word = "raises" if peak > 0 else "lowers"
         first = f", after {float(curve[0]):+.3g} in the first" if h > 1 and self.data.sizes["change"] == 1 else ""
-        return f"{word} the loss most {_after(h)}: {now:.4g} → {now + peak:.4g} ({peak:+.3g}{first})"
+        return f"{word} the loss most {_after(h)}: {apart(now, now + peak)} ({peak:+.3g}{first})"
 
     def table(self) -> str:
         """One line per change and answer at the largest scale, in the order that the heading names.
@@ -243,6 +243,16 @@ class Response(LabelledResult):
                 )
         hidden = self.data.sizes["change"] - len(names)
         return "\n".join(lines + ([f"({hidden} more changes with smaller peaks; see .summary)"] if hidden else []))
+
+
+def apart(a: float, b: float) -> str:
+    """Two numbers with four digits, or as many as it takes to tell them apart.
+
+    >>> apart(0.49281, 0.5023), apart(4.2417, 4.2424), apart(2.0, 2.0)
+    ('0.4928 → 0.5023', '4.2417 → 4.2424', '2 → 2')
+    """
+    digits = next((n for n in range(4, 17) if f"{a:.{n}g}" != f"{b:.{n}g}"), 4)
+    return f"{a:.{digits}g} → {b:.{digits}g}"
 
 
 def _after(horizon: int) -> str:

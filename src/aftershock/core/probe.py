@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from .batches import Batch
+from .given import whole
 from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
@@ -124,7 +125,7 @@ class Watch:
                 f"a change at step {at} has no state after it at which {found.name} is defined; "
                 "follow more batches or make the change earlier"
             )
-        wanted = longest if horizon is None else horizon
+        wanted = longest if horizon is None else whole(horizon, "a horizon is a number of states after the change")
         if wanted < 1:
             raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
         if wanted > longest:
