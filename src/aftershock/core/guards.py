@@ -55,6 +55,11 @@ class Check:
     beside: bool = False  # made at weights moved by `BESIDE`: those of the run lie on a kink
     other_masks: float = 0.0  # how far off a gradient is whose passes draw other dropout masks than training's; 0: none
 
+    @property
+    def tolerance(self) -> float:
+        """What an error was compared with."""
+        return TOLERANCE[self.dtype]
+
     @classmethod
     def joined(cls, checks: Mapping[int, Check]) -> Check:
         """The worst of the checks of some steps."""

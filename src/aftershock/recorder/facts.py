@@ -153,6 +153,8 @@ class InstrumentFacts:
     batch_is_bad: bool  # of the step that is not finite
     refused: str  # why nothing is predicted
     check: str  # of Hessian products
+    check_error: float
+    check_tolerance: float
 
     @property
     def amplification(self) -> Amplification | None:
