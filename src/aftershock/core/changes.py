@@ -24,6 +24,7 @@ from .dynamics import Dynamics, Linearized, Step
 from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
+from .reductions import nonzero
 from .rows import pool_gradients
 from .state import JointState, Lag, Tangent, difference, lag_of
 from .trajectory import Trajectory
@@ -163,7 +164,7 @@ class Perturb(Edit):
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
-        touched = [bool(view.any()) for view in control.dynamics.layout.views(self.xi)]
+        touched = [bool(nonzero(view.reshape(1, -1))) for view in control.dynamics.layout.views(self.xi)]
         present = tuple(a or b for a, b in zip(control.present, touched))
         return Shock(lambda scale: control.apply(control.raw + scale * self.xi, present), self.xi)
 
