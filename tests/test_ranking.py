@@ -462,6 +462,8 @@ def test_an_explanation_is_checked_by_reruns() -> None:
         (lambda path, batch: path.explain(batch, outcome=2.0), r"outcome is a state .*, a whole number; got 2\.0"),
         (lambda path, batch: path.explain(batch, verify=[1.0]), r"verify names steps .*, a whole number; got 1\.0"),
         (lambda path, batch: path.rank([batch], batch, horizon=2.5), r"a horizon is .*, a whole number; got 2\.5"),
+        (lambda path, batch: path.rank([batch] * 2, batch, labels=[1, "1"]), "2 changes need as many different labels"),
+        (lambda path, batch: path.replace([batch] * 2).response(batch, labels=[1, "1"]), "as many different labels"),
         (lambda path, batch: path.skip(1.0), r"its place on the path, a whole number; got 1\.0"),
         (lambda path, batch: path.skip("1"), "its place on the path, a whole number; got '1'"),
         (lambda path, batch: path.skip().response(batch, horizon="2"), "a horizon is .*, a whole number; got '2'"),

@@ -527,3 +527,18 @@ def test_gates_that_cannot_be_held_are_named_before_any_number() -> None:
     case.optimizer = torch.optim.AdamW(case.model.parameters())
     with pytest.raises(UnfrozenGate, match=r"relu in 'b\.0' is inside activation checkpointing"):
         decompose(case.path(3).replace([case.batch()]))
+
+
+def test_a_decomposition_refuses_horizons_as_a_response_does() -> None:
+    case = make("tanh_mlp")
+    path, probe = case.path(3), case.batch()
+    change = path.replace([case.batch()], 1)
+    for horizon in (0, 3, 1.5):
+        said = []
+        for work in (change.response, lambda probe, horizon: decompose(change, probe=probe, horizon=horizon)):
+            with pytest.raises(InvalidInput) as refused:
+                work(probe, horizon=horizon)
+            said.append(str(refused.value))
+        assert said[0] == said[1]
+    with pytest.raises(InvalidInput, match=r"horizon 3 is past the end: .* can be followed for 2$"):
+        decompose(change, horizon=3)

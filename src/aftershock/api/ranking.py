@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.batches import Batch
-from ..core.changes import ControlStep
+from ..core.changes import ControlStep, Replace, names_of
 from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
@@ -202,9 +202,8 @@ def rank(
 
     few = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
-    names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
-    if len(names) != len(batches) or len(set(names)) != len(names):
-        raise InvalidInput(f"{len(batches)} batches need as many different labels")
+    given = [f"batch {i}" for i in range(len(batches))] if labels is None else labels
+    names = names_of([Replace(batch) for batch in batches], given)
     horizons = horizons_of(watch, by)
     plan, cost = planned(path, watch, horizons, len(batches), few, memory)
     found = _predict(path, batches, watch, horizons, plan, cost)

@@ -277,9 +277,10 @@ def names_of(edits: Sequence[Edit], labels: Sequence[str] | None = None) -> list
     if labels is None:
         names = [edit.name for edit in edits]
         return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]
-    if len(labels) != len(edits) or len(set(labels)) != len(edits):
+    names = [str(label) for label in labels]
+    if len(names) != len(edits) or len(set(names)) != len(edits):
         raise InvalidInput(f"{len(edits)} changes need as many different labels; got {list(labels)}")
-    return [str(label) for label in labels]
+    return names
 
 
 def scales_of(edits: Sequence[Edit], scales: Sequence[float]) -> list[float]:

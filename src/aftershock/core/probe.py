@@ -102,6 +102,25 @@ class Probe:
 own_loss = Probe(own=True)
 
 
+def horizon_of(trajectory: Trajectory, at: int, horizon: int | None, probe: Probe | None) -> int:
+    """How many states after step `at` are looked at; default: all at which the probe is defined, if there is one."""
+    longest = (len(trajectory) if probe is None else probe.last_time(trajectory)) - at
+    if probe is not None and longest < 1:
+        raise InvalidInput(
+            f"a change at step {at} has no state after it at which {probe.name} is defined; "
+            "follow more batches or make the change earlier"
+        )
+    wanted = longest if horizon is None else whole(horizon, "a horizon is a number of states after the change")
+    if wanted < 1:
+        raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
+    if wanted > longest:
+        raise InvalidInput(
+            f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can be "
+            f"followed for {longest}" + ("" if probe is None else f" with {probe.name} as the probe")
+        )
+    return wanted
+
+
 @dataclass(frozen=True)
 class Watch:
     """Where a probe is read after step `at` of a path: at horizons 1 … `horizons`, h = 1 the first state after it.
@@ -119,21 +138,7 @@ class Watch:
     def of(cls, trajectory: Trajectory, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Refuses a horizon at which the probe is not defined."""
         found = Probe.of(probe)
-        longest = found.last_time(trajectory) - at
-        if longest < 1:
-            raise InvalidInput(
-                f"a change at step {at} has no state after it at which {found.name} is defined; "
-                "follow more batches or make the change earlier"
-            )
-        wanted = longest if horizon is None else whole(horizon, "a horizon is a number of states after the change")
-        if wanted < 1:
-            raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
-        if wanted > longest:
-            raise InvalidInput(
-                f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can "
-                f"be followed for {longest} with {found.name} as the probe"
-            )
-        return cls(trajectory, found, at, wanted)
+        return cls(trajectory, found, at, horizon_of(trajectory, at, horizon, found))
 
     @property
     def range(self) -> list[int]:
