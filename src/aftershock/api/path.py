@@ -135,23 +135,36 @@ class Path:
     def check_before(self, at: int, time: int | None) -> None:
         """The same check at the last few steps before state `time`, where the response to a change at step `at` and
         its prediction disagree: one of their Hessians may be wrong. Nothing where `time` is None.
+
+        >>> path.check_before(at=0, time=3)  # steps 1 and 2; what is wrong is raised
         """
         for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
             self._check_step(step)
 
     def check_after(self, at: int, time: int) -> None:
-        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`."""
+        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`.
+
+        >>> path.check_after(at=0, time=4)
+        """
         self.check_before(at, min(at + 1 + SUSPECTS, time))
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
-        """Where a probe is read after a change at step `at`."""
+        """Where a probe is read after a change at step `at`.
+
+        >>> watch = path.watch(1, probe)
+        >>> watch.range, watch.probe.name
+        ([1, 2, 3], 'a fixed batch')
+        """
         watch = Watch.of(self.trajectory, self.index(at), probe, horizon)
         self.point.captured.loop.refuse_live(watch.probe.function)
         self.point.captured.loop.refuse_moved(self.point.loss)
         return watch
 
     def require_linear(self, watch: Watch) -> None:
-        """Check Hessian products, and refuse predictions where a loss depends on buffers that training moves."""
+        """Check Hessian products, and refuse predictions where a loss depends on buffers that training moves.
+
+        >>> path.require_linear(path.watch(0, probe))  # nothing is wrong here, or it would be raised
+        """
         hidden = self.check().hidden or watch.hidden()
         if hidden:
             raise HiddenState(
@@ -161,7 +174,11 @@ class Path:
             )
 
     def proof(self, answers: Iterable[str]) -> str:
-        """What stands behind these answers: predictions need the check, exact runs do not."""
+        """What stands behind these answers: predictions need the check, exact runs do not.
+
+        >>> path.proof(["exact"]), path.proof(["exact", "tangent"]) == str(path.check())
+        ('', True)
+        """
         return "" if set(answers) == {"exact"} else str(self.check())
 
     @cached_property
@@ -273,6 +290,11 @@ class Path:
         return Change(self, self.index(at), kind, tuple(edits))
 
     def index(self, at: int) -> int:
+        """The place of a step, counted from the first; one below 0 counts from the end.
+
+        >>> path.index(2), path.index(-1)
+        (2, 3)
+        """
         at = whole(at, "a step is given by its place on the path")
         if not -len(self) <= at < len(self):
             raise InvalidInput(f"step {at} is not on this path of {len(self)} steps")
