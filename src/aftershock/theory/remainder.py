@@ -120,6 +120,7 @@ def decompose(
     lag = [tangent_lag(control, shock, shocked)]
     table = _Table(path.trajectory, watched)
     table.read(change.at + 1, control.after, shocked, rows)
+    # not rows of the rollout, whose linear rows all take the bias corrections of their own counts: errors do not
     for step in paired_steps(change, shocked, horizon):
         at = path.trajectory.linearize(step.step, step.control)
         transit_(at, rows[:2], 2 * lag)
