@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock.commands import demo
 from aftershock.commands.cli import app
+from aftershock.errors import InvalidInput
 from aftershock.recorder.forecast import Forecast
 
 from .test_report import Tags, made
@@ -164,3 +165,21 @@ def test_a_harmful_forecast_is_listened_to(bad: float, told: str) -> None:
     if bad > 0.3:
         assert Replayed.taken == list(range(size.bad + 1, size.back + 1))
         assert "is 1.25, not 3.5" in text
+
+
+def test_the_seed_of_an_explanation_reaches_its_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def explain(*given: Any, **options: Any) -> None:
+        asked.append(options["generator"])
+        raise InvalidInput("no flight")
+
+    monkeypatch.setattr("aftershock.recorder.explain.explain", explain)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\ndef build():\n    m = torch.nn.Linear(1, 1)\n"
+        "    return m, torch.optim.AdamW(m.parameters()), lambda m, b: m(b).sum()\n"
+    )
+    for words in ((), ("--seed", 7)):
+        failed(call("explain", tmp_path, "--build", f"{script}:build", *words))
+    assert asked == [0, 7]

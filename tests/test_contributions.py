@@ -16,6 +16,7 @@ import aftershock as ak
 from aftershock.api.contributions import EDITS, Calibrated, Contributions
 from aftershock.core import contributions as contributions_module
 from aftershock.core.contributions import BentReadout, contributions
+from aftershock.errors import InvalidInput
 
 from .cases import make
 
@@ -221,3 +222,39 @@ def test_steps_without_any_effect_have_no_error_to_trust() -> None:
     assert not found.data["measured"].fillna(0.0).any()
     verdict = found.certificate.findings[0]
     assert (verdict.level, "None of 3 exact reruns changes the outcome" in verdict.sentence) == ("care", True)
+
+
+@pytest.mark.parametrize("change", ["zero", "reset v"])
+def test_steps_to_rerun_may_be_given_by_number(change: str) -> None:
+    """As to `ak.explain`; each against the response to the same change."""
+    case = make("tanh_mlp")
+    path, probe = case.path(6), case.batch()
+    found = path.explain(probe, outcome=5, change=change, verify=(4, 1))
+    measured = found.data["measured"].values
+    assert np.flatnonzero(~np.isnan(measured)).tolist() == [1, 4]
+    for step in (1, 4):
+        made = path.zero(step) if change == "zero" else path.reset(step, "v")
+        exact = made.response(probe, horizon=5 - step, answers=("exact",)).exact.values[0, 0, -1]
+        assert measured[step] == -exact != 0
+    for some in ([5], [-1], [2, 2]):
+        with pytest.raises(InvalidInput, match="verify names different steps before the outcome, 0 to 4"):
+            path.explain(probe, outcome=5, change=change, verify=some)
+    assert path.estimate_explain(probe, verify=[0, 3]) == path.estimate_explain(probe, verify=2)
+    assert not path.explain(probe, change=change, verify=[]).data["measured"].notnull().any()
+
+
+def test_an_outcome_past_the_end_is_named_as_one() -> None:
+    case = make("tanh_mlp")
+    path = case.path(4)
+    with pytest.raises(InvalidInput, match=r"outcome is a state .* from 1 to 4 with a fixed batch as the probe; got 7"):
+        path.explain(case.batch(), outcome=7)
+    with pytest.raises(InvalidInput, match="from 1 to 3 with each step's own loss as the probe; got 4"):
+        path.explain(ak.own_loss, outcome=4)
+
+
+def test_how_an_explanation_prints_zero_and_one() -> None:
+    found = explanation([0.0, 0.3], [math.nan, 0.3])
+    found.data["contribution"][0] = -0.0
+    assert "-0 " not in str(found) + " "
+    assert "as 1 exact rerun has it" in str(found)
+    assert "as 2 exact reruns have it" in str(explanation([0.1, 0.3], [0.1, 0.3]))

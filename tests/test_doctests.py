@@ -13,6 +13,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ import aftershock as ak
 from aftershock import api, results, theory
 from aftershock.api.contributions import Contributions
 from aftershock.api.examples import ExampleRanking
+from aftershock.api.progress import Estimate
 from aftershock.api.ranking import Ranking
 from aftershock.core import operators
 from aftershock.integrations import distributed
@@ -35,14 +37,18 @@ from aftershock.theory.matching import Matched
 from aftershock.theory.remainder import Decomposition
 
 DOCS = Path(__file__).parent.parent / "docs"
+NEEDED = {"lightning": ["lightning"], "transformers": ["transformers", "accelerate"]}
+TRAINERS = [name for name, packages in NEEDED.items() if all(map(find_spec, packages))]
 ALONE = [
     f"aftershock.{name}"
     for name in (
         "core.batches",
+        "core.given",
         "core.operators",
         "core.probe",
         "errors",
         "integrations.distributed",
+        *(f"integrations.{name}" for name in TRAINERS),
         "recorder.explain",
         "recorder.explanation",
         "recorder.forecast",
@@ -54,40 +60,21 @@ PUBLIC = {
     **{name: getattr(ak, name) for name in dir(ak)},
     **{name: getattr(theory, name) for name in theory.__all__},
     **{name: getattr(distributed, name) for name in ("RankRecorder", "recorder_for")},
+    "default_triggers": triggers.default_triggers,
     **{
         kind.__name__: kind
         for kind in (
             *(Contributions, Culprit, Decomposition, ExampleRanking, FlightExplanation, Forecast, LabelledResult),
             *(Matched, Ranking),
             *(triggers.Spike, triggers.Drift, triggers.NotANumber, triggers.AtStep, triggers.OnSignal),
-            *(triggers.Triggered, triggers.Trigger),
+            *(triggers.Triggered, triggers.Trigger, Estimate),
             *(operators.LinearOperator, operators.WriteIn, operators.Transition, operators.Propagator),
             operators.ResponseOperator,
         )
     },
 }
 NO_FUNCTION = {"own_loss": "a probe: the example of its class shows it"}
-ABOVE = "for the layers above; the reference page leaves it out"
-INSIDE = {
-    "Change.numbers": ABOVE,
-    "FlightRecorder.finish": ABOVE,
-    "FlightRecorder.take": ABOVE,
-    "Path.check_after": ABOVE,
-    "Path.check_before": ABOVE,
-    "Path.index": ABOVE,
-    "Path.proof": ABOVE,
-    "Path.require_linear": ABOVE,
-    "Path.watch": ABOVE,
-    "Probe.arguments": ABOVE,
-    "Probe.gradient": ABOVE,
-    "Probe.gradient_at": ABOVE,
-    "Probe.last_time": ABOVE,
-    "Probe.of": ABOVE,
-    "Probe.value": ABOVE,
-    "RankRecorder.before_forward": "as FlightRecorder's",
-    "TrainingPoint.check_later": ABOVE,
-    "TrainingPoint.loss": ABOVE,
-}
+INSIDE = {"RankRecorder.before_forward": "as FlightRecorder's"}
 
 
 def modules() -> list[ModuleType]:
@@ -189,6 +176,13 @@ def test_every_function_of_the_results_has_an_example(name: str) -> None:
     public = [f for f in own if not f.__name__.startswith("_")]
     assert public
     assert [f.__name__ for f in public if not has_example(f)] == []
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_callback_is_shown_in_a_run(name: str) -> None:
+    """Its methods are the trainer's events, which nobody calls."""
+    code = code_of(importlib.import_module(f"aftershock.integrations.{name}").FlightCallback)
+    assert re.search(r"callbacks=\[callback\]", code)
 
 
 def test_exceptions_are_real() -> None:

@@ -16,6 +16,7 @@ import aftershock as ak
 from aftershock import theory
 from aftershock.core.randomness import generator_of, seed_of
 from aftershock.errors import InvalidInput
+from aftershock.theory.freezing import Place, sampled_diagonal
 
 from .cases import make
 
@@ -37,6 +38,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "estimate": lambda generator: (
         theory.FrozenMemory.estimate(PATH, 1, slice(0, 2), samples=1, generator=generator).matrix
     ),
+    "sampled_diagonal": lambda generator: Place.of(PATH, 1, slice(0, 2), sampled_diagonal(1, generator)).curvature,
     "median_interval": lambda generator: theory.median_interval(VALUES, generator=generator)["low"].values,
     "operator_norm": lambda generator: theory.operator_norm(PATH.transition(1), generator=generator)[0],
 }

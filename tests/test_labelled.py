@@ -101,20 +101,27 @@ def test_others_may_read_a_result_as_any_folder(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
-def test_data_of_a_response_are_variables_and_attributes_say_what_made_it() -> None:
+def test_data_of_results_are_variables_and_attributes_say_what_made_them(tmp_path: Path) -> None:
     case = make("tanh_mlp")
-    path = case.path(4)
-    data = path.replace(case.batches(2), 1).response(case.batch()).data
+    path, probe, pool = case.path(4), case.batch(), case.batches(2)
+    change = path.replace(pool, 1)
+    response = change.response(probe)
+    data = response.data
     assert (data["at"].item(), data["kind"].item(), data["refused"].item()) == (1, "replace", "")
-    assert data["probe"].item() == "a fixed batch"
-    assert set(data.attrs) == {*PROVENANCE, "check"}
+    for found in (response, path.rank(pool, probe), path.rank_examples(pool, probe), path.explain(probe)):
+        assert found.data["probe"].item() == "a fixed batch"
+        assert set(found.data.attrs) == PROVENANCE
+        assert found.data["check"].item() == str(path.check())
+        found.save(tmp_path / found.kind)
+        assert type(found).load(tmp_path / found.kind).data["check"].item() == str(path.check())
+    for found in (change.response(probe, answers=("exact",)), path.explain(probe, change="reset v")):
+        assert found.data["check"].item() == ""
 
 
 PROVENANCE = {
     "aftershock", "torch", "python", "device", "dtype", "parameters", "training_step", "path_steps", "clip", "lr",
     "attention",
 }  # fmt: skip
-HOW = {"norms", "kappa", "smooth_constant", "switching_constant", "probe_constant"}  # in which way constants were found
 
 
 def test_data_of_the_theory_are_variables_too() -> None:
@@ -135,9 +142,13 @@ def test_data_of_the_theory_are_variables_too() -> None:
         assert set(data.attrs) == PROVENANCE, name
     assert found["persistence"]["scale"].item() == 0.25
     assert found["decompose"]["scale"].item() == 1.0
+    bounds = theory.error_bounds(change, horizon=2, probe=probe), theory.write_in_bound(change)
+    for data in bounds:
+        assert set(data.attrs) == PROVENANCE
+    how = {"norms_by", "smooth_constant_by", "switching_constant_by", "probe_constant_by"}
+    assert all(bounds[0][name].item() for name in how)
+    assert bounds[1]["kappa_by"].item() == "enclosed by interval arithmetic"
     others = {
-        "error_bounds": theory.error_bounds(change, horizon=2, probe=probe),
-        "write_in_bound": theory.write_in_bound(change),
         "activation_margin": theory.activation_margin(change, step=2),
         "prospective_structure": theory.prospective_structure(
             found["scores"]["response"].isel(answer=slice(0, 4)).rename(answer="future")
@@ -145,7 +156,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
         "modes": theory.FrozenMemory.at(path, 1, 0).modes(),
     }
     for name, data in others.items():
-        assert set(data.attrs) <= HOW, name
+        assert not data.attrs, name
     assert (others["activation_margin"]["step"].item(), others["activation_margin"]["reason"].item()) == (2, "")
     assert others["prospective_structure"]["summary"].item() == "peak"
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import AftershockError, InvalidInput
+from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.records import Source, decode, encode
 from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import AtStep, NotANumber, OnSignal, Spike, robust_z
@@ -359,3 +360,18 @@ def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: ak.Fl
             torch.set_rng_state(random)
             losses.append(sum(float(cross_entropy(twin, batch)) for batch in watched) / len(watched))
     return losses[1] - losses[0]
+
+
+def test_findings_of_the_instruments_hold_the_numbers_that_decided_them(tmp_path: Path) -> None:
+    _, _, _, recorder = train(tmp_path)
+    assert recorder is not None
+    found = ak.explain(recorder, verify=0, placebos=0, treatments=False)
+    (product,) = [finding for finding in found.certificate.findings if finding.subject == "Hessian products"]
+    assert product.value is not None
+    assert f"of the gradient to {product.value:.1e}" in product.sentence
+    assert "(in float64" in product.sentence
+    assert 0 < product.value < product.threshold == 1e-3
+    wild = FlightExplanation(found.data.assign(growth=2.0**8, growth_steps=8))
+    (growth,) = [finding for finding in wild.certificate.findings if finding.subject == "growth"]
+    assert (growth.level, growth.quantity, growth.threshold) == ("care", "per step", 1.3)
+    assert growth.value == pytest.approx(2.0)

@@ -350,7 +350,7 @@ def test_every_bound_holds(run: tuple[ak.Change, Any], scale: float) -> None:
     for name in ("state_bound", "envelope", "quadratic_envelope"):
         assert (bounds["state_error"] <= slack * bounds[name] + 1e-15).all(), name
     assert (abs(bounds["output_error"]) <= slack * bounds["output_bound"] + 1e-15).all()
-    assert bounds.attrs["norms"] == "exact"
+    assert bounds["norms_by"].item() == "exact"
     for at in (1, 2):
         margin = activation_margin(change, at, scale=scale)
         assert not margin["reason"].item()
@@ -423,8 +423,8 @@ def test_norms_are_exact_where_small_and_estimates_elsewhere(monkeypatch: pytest
     assert how == "estimate"
     assert 0.9 * exact <= estimate <= exact * (1 + 1e-9)
     bounds = error_bounds(path.replace([other]))
-    assert "estimate" in bounds.attrs["norms"]
-    assert "estimate" in bounds.attrs["smooth_constant"]
+    assert "estimate" in bounds["norms_by"].item()
+    assert "estimate" in bounds["smooth_constant_by"].item()
     assert (bounds["smooth_constant"] <= small["smooth_constant"]).all()
     assert (bounds["state_error"] <= bounds["state_bound"]).all()
 
@@ -527,3 +527,18 @@ def test_gates_that_cannot_be_held_are_named_before_any_number() -> None:
     case.optimizer = torch.optim.AdamW(case.model.parameters())
     with pytest.raises(UnfrozenGate, match=r"relu in 'b\.0' is inside activation checkpointing"):
         decompose(case.path(3).replace([case.batch()]))
+
+
+def test_a_decomposition_refuses_horizons_as_a_response_does() -> None:
+    case = make("tanh_mlp")
+    path, probe = case.path(3), case.batch()
+    change = path.replace([case.batch()], 1)
+    for horizon in (0, 3, 1.5):
+        said = []
+        for work in (change.response, lambda probe, horizon: decompose(change, probe=probe, horizon=horizon)):
+            with pytest.raises(InvalidInput) as refused:
+                work(probe, horizon=horizon)
+            said.append(str(refused.value))
+        assert said[0] == said[1]
+    with pytest.raises(InvalidInput, match=r"horizon 3 is past the end: .* can be followed for 2$"):
+        decompose(change, horizon=3)

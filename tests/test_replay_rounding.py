@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import ReplayMismatch
-from aftershock.recorder.replay import AGREE, _Proof
+from aftershock.recorder.replay import AGREE, Replay, _Proof
+
+from .cases import make
 
 WIDTH, STEPS, WINDOW = 32, 80, 40
 LATE = 70
@@ -108,3 +110,10 @@ def test_a_difference_that_grows_is_rounding_only_where_rounding_grows(spread: f
     proof.records = [SimpleNamespace(loss=1 + share, norm=1.0) for share in away]  # type: ignore[misc]
     proof.runs = [tuple(steps([-spread * share for share in away]))]
     assert proof._within() == accepted
+
+
+def test_one_replayed_step_is_one_step() -> None:
+    path = make("tanh_mlp").path(1)
+    assert str(Replay(path, (), 0, 1, 0.0)).startswith("One step was replayed: every loss is equal")
+    assert str(Replay(path, (), 0, 1, 1e-9)).startswith("One step was replayed: losses agree")
+    assert str(Replay(path, (), 0, 2, 0.0)).startswith("The 2 steps were replayed: every loss is equal")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -326,3 +328,14 @@ def test_a_response_that_does_not_exist_has_no_summary() -> None:
     for name in ("peak", "total_abs", "total_increase", "total_decrease", "max_increase"):
         assert np.isnan(found[name].values[1])
     assert found["peak_sign"].values.tolist() == [-1, 0]
+
+
+def test_the_headline_tells_two_losses_apart() -> None:
+    case = make("tanh_mlp")
+    response = case.path(3).set(0, lr=0.0101).response(case.batch(), horizon=1)
+    before, after = re.findall(r"it: (\S+) → (\S+) \(", response.verdict)[0]
+    assert before != after
+    peak = float(response.exact.values[0, 0, 0])
+    control = float(response.data["control"][0])
+    assert f"{control:.4g}" == f"{control + peak:.4g}", "four digits would do"
+    assert math.copysign(1, float(after) - float(before)) == math.copysign(1, peak)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -409,3 +411,23 @@ def test_a_warning_of_the_model_is_shown_once() -> None:
         for _ in range(5):
             mapped_over((0,), work)(torch.ones(3))
     assert shown == ["the model's own"]
+
+
+# files that carry predicted rows by themselves, and why
+OWN_STEPS = {
+    "core/operators.py": "A of one step",
+    "core/sweeps.py": "what a step does to them",
+    "theory/baselines.py": "products that kinds of rows share in their first step, and one step's graph over and over",
+    "theory/futures.py": "one step's graph over and over",
+    "theory/remainder.py": "errors, which do not take the bias corrections of their counts",
+}
+
+
+def test_predicted_rows_are_carried_by_the_rollout_alone() -> None:
+    home = Path(ak.__file__).parent
+    found = {
+        str(path.relative_to(home))
+        for path in home.rglob("*.py")
+        if re.search(r"(?<!def )\btransit_\w*\(", path.read_text())
+    }
+    assert found == {"core/rollout.py", *OWN_STEPS}

@@ -182,6 +182,7 @@ def test_clipping_that_switches_is_said() -> None:
         (lambda case, path: second_order(path.zero(0), None), InvalidInput, "a probe is needed"),
         (lambda case, path: second_order(path.zero(0), case.batch(), scales=[]), InvalidInput, "scales"),
         (lambda case, path: second_order(path.zero(0), case.batch(), scales=[float("nan")]), InvalidInput, "scales"),
+        (lambda case, path: second_order(path.zero(0), case.batch(), scales=[0.0]), InvalidInput, "nonzero numbers"),
         (
             lambda case, path: second_order(path.zero(0), ak.Probe(batch=case.batch(), evaluating=True)),
             InvalidInput,

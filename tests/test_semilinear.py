@@ -48,7 +48,8 @@ def test_nothing_stays_nothing_under_clipping() -> None:
         batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(6)]
         point = ak.capture(model, optimizer, lambda m, batch: nn.functional.cross_entropy(m(batch[0]), batch[1]))
         path = point.follow(batches, clip=0.05)
-        for step, state in path.trajectory.forward(0, len(path)):
+        for step in path.steps:
+            state = path.trajectory.state(step.index)
             at = path.trajectory.linearize(step, state)
             rounded_apart += at.linear.clip.binds and float(at.graph.raw.norm()) != at.linear.clip.norm
             dx = Tangent(*(torch.zeros_like(state.theta)[None] for _ in range(3)))

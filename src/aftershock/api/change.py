@@ -109,7 +109,12 @@ class Change:
     def numbers(
         self, watch: Watch, answer: str = "exact", *, scale: float = 1.0, memory: str | int | None = None
     ) -> Float[Tensor, "change horizon"]:
-        """One answer alone, by horizon, for those who have their own noise floor and checks."""
+        """One answer alone, by horizon, for those who have their own noise floor and checks.
+
+        >>> exact = change.numbers(path.watch(0, probe, horizon=2))
+        >>> torch.equal(exact, torch.as_tensor(response.exact.values[:, 0, :2]))
+        True
+        """
         plan = self._plan(watch, (scale,), (answer,), memory, rounding=False)
         cost = self._cost(plan, watch, (scale,))
         with progress(f"{answer} response", plan.chunks * watch.horizons, cost) as tick:

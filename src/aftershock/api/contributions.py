@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.changes import Edit, Reset, Skip, Zero
 from ..core.contributions import DIRECTIONS, LANCZOS, BentReadout, displacements
+from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.planning import plan_reruns
 from ..core.probe import Watch
@@ -108,7 +109,11 @@ class Contributions(LabelledResult):
 
 def _number(value: float, width: int) -> str:
     """A signed number; nothing where there is none."""
-    return " " * width if math.isnan(value) else f"{value:>+{width}.3g}"
+    return " " * width if math.isnan(value) else f"{value + 0.0:>+{width}.3g}"  # + 0.0: no sign of a zero
+
+
+def _reruns_of(count: int) -> str:
+    return f"{count} exact rerun" + "s" * (count != 1)
 
 
 def _findings(found: Contributions) -> list[Finding]:
@@ -119,7 +124,7 @@ def _findings(found: Contributions) -> list[Finding]:
     if data["change"].item() in MEASURED_ONLY:
         sentence = (
             f"No sizes are predicted: a '{data['change'].item()}' is no small change, and the adjoint is of no use for "
-            f"it. {count} exact reruns of steps along the path are shown, which are the truth; pass verify=k for k."
+            f"it. {_reruns_of(count)} of steps along the path show the truth; pass verify=k for k."
         )
         return [Finding("bad", "explanation", "predictions", 0.0, 1.0, sentence + diverged)]
     far = int(found.off_scale.sum())
@@ -130,7 +135,9 @@ def _findings(found: Contributions) -> list[Finding]:
     if not count:
         sentence = f"Not verified: pass verify=k to rerun without the top k steps. {read}. Do not trust it blindly."
         return [Finding("care", "explanation", "reruns", 0.0, 1.0, sentence + diverged)] + [absurd] * bool(far)
-    calibrated = f"{read}, times {float(data['factor']):.2g}, as {count} exact reruns have it"
+    calibrated = (
+        f"{read}, times {float(data['factor']):.2g}, as {_reruns_of(count)} {'has' if count == 1 else 'have'} it"
+    )
     if count == 1:
         sentence = f"{calibrated}: one rerun cannot judge itself, so the error on others is not known.{diverged}"
         return [Finding("care", "explanation", "reruns", 1.0, 2.0, sentence)] + [absurd] * bool(far)
@@ -154,19 +161,20 @@ def _findings(found: Contributions) -> list[Finding]:
 
 
 def explain(
-    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int | Sequence[int], memory: str | int | None
 ) -> Contributions:
     """See `Path.explain`."""
-    few, watch = reruns(verify), _asked(path, probe, outcome, change)
+    watch = _asked(path, probe, outcome, change)
+    few, given = _reruns(verify, watch)
     limit = path.memory if memory is None else memory
     plan, _ = _planned(path, watch, change, few, limit)
     if plan is None:
         readings = {"straight": torch.full((watch.last, len(CHANNELS)), torch.nan, dtype=torch.float64)}
-        chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long()  # along the path
+        chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long().tolist()  # along the path
     else:
         readings = _readings(path, watch, change, plan)
-        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
-    found = Calibrated.by(readings, _measured(path, watch, change, chosen, limit))
+        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few).tolist()
+    found = Calibrated.by(readings, _measured(path, watch, change, given or chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
@@ -174,23 +182,38 @@ def explain(
 
 
 def estimate(
-    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int, memory: str | int | None
+    path: Path, probe: Any, *, outcome: int | None, change: str, verify: int | Sequence[int], memory: str | int | None
 ) -> Estimate:
     """See `Path.estimate_explain`."""
     watch = _asked(path, probe, outcome, change)
-    return _planned(path, watch, change, reruns(verify), path.memory if memory is None else memory)[1]
+    few, _ = _reruns(verify, watch)
+    return _planned(path, watch, change, few, path.memory if memory is None else memory)[1]
 
 
 def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
     """Where the outcome is read, once it is known that it can be explained."""
     if change not in EDITS:
         raise InvalidInput(f"change is one of {', '.join(EDITS)}; got {change!r}")
-    if outcome is not None and outcome < 1:
-        raise InvalidInput(f"outcome is a state of the path after its first step, counted from 1; got {outcome}")
+    watch = path.watch(0, probe)
+    if outcome is not None and not 1 <= whole(outcome, "outcome is a state of the path") <= watch.last:
+        raise InvalidInput(
+            f"outcome is a state after the path's first step, from 1 to {watch.last} with {watch.probe.name} as the "
+            f"probe; got {outcome}"
+        )
     watch = path.watch(0, probe, outcome)
     if change not in MEASURED_ONLY:
         path.require_linear(watch)
     return watch
+
+
+def _reruns(verify: int | Sequence[int], watch: Watch) -> tuple[int, list[int]]:
+    """How many steps are rerun exactly, and which, where they are given."""
+    if not isinstance(verify, Iterable):
+        return reruns(verify), []
+    given = [whole(step, "verify names steps of the path") for step in verify]
+    if len(set(given)) < len(given) or not all(0 <= step < watch.last for step in given):
+        raise InvalidInput(f"verify names different steps before the outcome, 0 to {watch.last - 1}; got {given}")
+    return len(given), given
 
 
 def _planned(
@@ -244,11 +267,11 @@ def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:
 
 
 def _measured(
-    path: Path, watch: Watch, change: str, steps: Int64[Tensor, " rerun"], memory: str | int | None
+    path: Path, watch: Watch, change: str, steps: Sequence[int], memory: str | int | None
 ) -> Float[Tensor, " step"]:
     """The outcome less that of an exact run with the change at each of some steps."""
     measured = torch.full((watch.last,), torch.nan, dtype=torch.float64)
-    for step in steps.tolist():
+    for step in steps:
         read = path.watch(step, watch.probe, watch.last - step)
         rerun = Change(path, step, change, (EDITS[change],)).numbers(read, memory=memory)
         measured[step] = -rerun[0, -1]
@@ -304,7 +327,6 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
 
     time, trajectory = watch.last, path.trajectory
     state = trajectory.state(time)
-    proof = "" if change in MEASURED_ONLY else str(path.check())
     data = xr.Dataset(
         {
             "contribution": (("step", "channel"), found.contribution.numpy()),
@@ -319,9 +341,10 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
             "value": float(watch.probe.value(trajectory, time, state.theta, state)),
             "change": change,
             "probe": watch.probe.name,
+            "check": "" if change in MEASURED_ONLY else str(path.check()),
             "other_masks": 0.0 if change in MEASURED_ONLY else path.check().other_masks,
         },
         coords={"step": list(range(time)), "channel": list(CHANNELS)},
-        attrs={**provenance(trajectory), "check": proof},
+        attrs=provenance(trajectory),
     )
     return Contributions(data)

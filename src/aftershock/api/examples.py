@@ -191,8 +191,9 @@ def _examples(
             "at": watch.at,
             "horizon": watch.horizons,
             "probe": watch.probe.name,
+            "check": str(path.check()),
         },
-        attrs={**provenance(path.trajectory), "check": str(path.check())},
+        attrs=provenance(path.trajectory),
     )
 
 

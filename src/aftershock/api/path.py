@@ -15,6 +15,7 @@ from ..core.agreement import Match, compare, read_live, steps_made
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
+from ..core.given import whole
 from ..core.guards import Check, hidden_buffers, moved_buffers
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
@@ -142,23 +143,36 @@ class Path:
     def check_before(self, at: int, time: int | None) -> None:
         """The same check at the last few steps before state `time`, where the response to a change at step `at` and
         its prediction disagree: one of their Hessians may be wrong. Nothing where `time` is None.
+
+        >>> path.check_before(at=0, time=3)  # steps 1 and 2; what is wrong is raised
         """
         for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
             self._check_step(step)
 
     def check_after(self, at: int, time: int) -> None:
-        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`."""
+        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`.
+
+        >>> path.check_after(at=0, time=4)
+        """
         self.check_before(at, min(at + 1 + SUSPECTS, time))
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
-        """Where a probe is read after a change at step `at`."""
+        """Where a probe is read after a change at step `at`.
+
+        >>> watch = path.watch(1, probe)
+        >>> watch.range, watch.probe.name
+        ([1, 2, 3], 'a fixed batch')
+        """
         watch = Watch.of(self.trajectory, self.index(at), probe, horizon)
         self.point.captured.loop.refuse_live(watch.probe.function)
         self.point.captured.loop.refuse_moved(self.point.loss)
         return watch
 
     def require_linear(self, watch: Watch) -> None:
-        """Check Hessian products, and refuse predictions where a loss depends on buffers that training moves."""
+        """Check Hessian products, and refuse predictions where a loss depends on buffers that training moves.
+
+        >>> path.require_linear(path.watch(0, probe))  # nothing is wrong here, or it would be raised
+        """
         hidden = self.check().hidden or watch.hidden()
         if hidden:
             raise HiddenState(
@@ -168,7 +182,11 @@ class Path:
             )
 
     def proof(self, answers: Iterable[str]) -> str:
-        """What stands behind these answers: predictions need the check, exact runs do not."""
+        """What stands behind these answers: predictions need the check, exact runs do not.
+
+        >>> path.proof(["exact"]), path.proof(["exact", "tangent"]) == str(path.check())
+        ('', True)
+        """
         return "" if set(answers) == {"exact"} else str(self.check())
 
     @cached_property
@@ -280,6 +298,12 @@ class Path:
         return Change(self, self.index(at), kind, tuple(edits))
 
     def index(self, at: int) -> int:
+        """The place of a step, counted from the first; one below 0 counts from the end.
+
+        >>> path.index(2), path.index(-1)
+        (2, 3)
+        """
+        at = whole(at, "a step is given by its place on the path")
         if not -len(self) <= at < len(self):
             raise InvalidInput(f"step {at} is not on this path of {len(self)} steps")
         return at % len(self)
@@ -431,7 +455,7 @@ class Path:
         *,
         outcome: int | None = None,
         change: str = "zero",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Contributions:
         """Each step's contribution to the probe's loss at state `outcome` (default: the last), by channel.
@@ -444,7 +468,7 @@ class Path:
         change: what the step is compared with: "zero" its gradient, "skip" it, "reset m" or "reset v" before it. A
             reset of v is too large a change to be predicted: it is only measured, at `verify` steps along the path.
         verify: how many steps are rerun exactly: half of them the strongest (at least one), the others along the path
-            from its first step on, since predictions hold the less the further back a step lies.
+            from its first step on, since predictions hold the less the further back a step lies; or their numbers.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
         >>> found = path.explain(probe, verify=2)
@@ -459,7 +483,7 @@ class Path:
         *,
         outcome: int | None = None,
         change: str = "zero",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `explain` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its

@@ -62,7 +62,11 @@ class TrainingPoint:
 
     @property
     def loss(self) -> LossFunction:
-        """The loss of the private copy of the model."""
+        """The loss of the private copy of the model.
+
+        >>> point.loss.layout.names
+        ('0.weight', '0.bias', '2.weight', '2.bias')
+        """
         return self.captured.loss
 
     @property
@@ -178,7 +182,11 @@ class TrainingPoint:
 
     def check_later(self, batch: Batch, first: Check, memory: str | int | None = None) -> Check:
         """The same at a later step of a path whose first step was checked: about 4 gradients, and the whole check where
-        a product and a difference of gradients do not agree."""
+        a product and a difference of gradients do not agree.
+
+        >>> point.check_later(batches[1], first=point.check(batches[0])).error < 1e-6
+        True
+        """
         self._refuse_known()
         lifted = self._lifted(memory)
         with contextlib.suppress(InvalidLoss):  # a model that insists on its own dtype

@@ -14,7 +14,14 @@ from ..core.memory import readable
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time and memory, from the measured time of one step of the path."""
+    """Time and memory, from the measured time of one step of the path.
+
+    >>> estimate = change.estimate(probe)
+    >>> estimate.seconds < 60, estimate.chunks
+    (True, 1)
+    >>> print(Estimate(gradients=96.0, seconds=150.0, memory=3 * 2**30, chunks=2))
+    about 96 gradients, 2 min and 3.0 GiB of memory in 2 chunks
+    """
 
     gradients: float  # the work in plain gradients
     seconds: float

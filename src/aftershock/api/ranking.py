@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..core.batches import Batch
-from ..core.changes import ControlStep
+from ..core.changes import ControlStep, Replace, names_of
+from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
@@ -107,9 +107,10 @@ class Ranking(LabelledResult):
         shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
         for i in shown:
             row = self.data.isel(change=i)
-            real = f"{measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
+            # 0.0 + takes the sign of a zero away
+            real = f"{0.0 + measured[i]:>{sign}12.4g}" if self.order[i] in self.verified else f"{'':>12}"
             curve = sparkline(row["response"].values)
-            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {predicted[i]:>{sign}14.4g}  {real}  {curve}")
+            lines.append(f"{i + 1:>4}  {self.order[i]:<{width}}  {0.0 + predicted[i]:>{sign}14.4g}  {real}  {curve}")
         return "\n".join([*lines, str(self.certificate)])
 
 
@@ -176,14 +177,11 @@ def _curve_findings(error: float) -> list[Finding]:
     return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
 
 
-def reruns(verify: object) -> int:
+def reruns(verify: SupportsIndex) -> int:
     """How many exact reruns are asked for."""
-    try:
-        count = operator.index(verify)  # type: ignore[arg-type]
-    except TypeError:
-        count = -1
+    count = whole(verify, "verify is the number of exact reruns")
     if count < 0:
-        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {verify!r}")
+        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {count}")
     return count
 
 
@@ -204,9 +202,8 @@ def rank(
 
     few = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
-    names = [f"batch {i}" for i in range(len(batches))] if labels is None else [str(name) for name in labels]
-    if len(names) != len(batches) or len(set(names)) != len(names):
-        raise InvalidInput(f"{len(batches)} batches need as many different labels")
+    given = [f"batch {i}" for i in range(len(batches))] if labels is None else labels
+    names = names_of([Replace(batch) for batch in batches], given)
     horizons = horizons_of(watch, by)
     plan, cost = planned(path, watch, horizons, len(batches), few, memory)
     found = _predict(path, batches, watch, horizons, plan, cost)
@@ -308,12 +305,13 @@ def _calibrated(
             "raw_error": float(raw.median()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
+            "check": str(path.check()),
             "other_masks": path.check().other_masks,
             "by": by,
             "at": watch.at,
             "probe": watch.probe.name,
         },
-        attrs={**provenance(path.trajectory), "check": str(path.check())},
+        attrs=provenance(path.trajectory),
     )
     return data.isel(change=data["score"].argsort().values[::-1])
 

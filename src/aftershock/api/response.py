@@ -40,6 +40,7 @@ class Response(LabelledResult):
     xi_norm                                     per change: ‖ξ‖; NaN where it is no difference of gradients
     at, kind, probe, refused                    the step, the kind of change, what is watched, and why answers are
                                                 missing ("" where none is)
+    check                                       what proves its Hessian products ("" where nothing is predicted)
 
     A run that diverges has an infinite response from its first infinite loss on.
 
@@ -217,7 +218,7 @@ class Response(LabelledResult):
             return f"makes the run diverge: {_after(h)} the loss is not finite, and without the change it is {now:.4g}"
         word = "raises" if peak > 0 else "lowers"
         first = f", after {float(curve[0]):+.3g} in the first" if h > 1 and self.data.sizes["change"] == 1 else ""
-        return f"{word} the loss most {_after(h)}: {now:.4g} → {now + peak:.4g} ({peak:+.3g}{first})"
+        return f"{word} the loss most {_after(h)}: {apart(now, now + peak)} ({peak:+.3g}{first})"
 
     def table(self) -> str:
         """One line per change and answer at the largest scale, in the order that the heading names.
@@ -242,6 +243,16 @@ class Response(LabelledResult):
                 )
         hidden = self.data.sizes["change"] - len(names)
         return "\n".join(lines + ([f"({hidden} more changes with smaller peaks; see .summary)"] if hidden else []))
+
+
+def apart(a: float, b: float) -> str:
+    """Two numbers with four digits, or as many as it takes to tell them apart.
+
+    >>> apart(0.49281, 0.5023), apart(4.2417, 4.2424), apart(2.0, 2.0)
+    ('0.4928 → 0.5023', '4.2417 → 4.2424', '2 → 2')
+    """
+    digits = next((n for n in range(4, 17) if f"{a:.{n}g}" != f"{b:.{n}g}"), 4)
+    return f"{a:.{digits}g} → {b:.{digits}g}"
 
 
 def _after(horizon: int) -> str:
@@ -312,6 +323,7 @@ def labelled(
             "kind": change.kind,
             "probe": watch.probe.name,
             "refused": refused,
+            "check": change.path.proof(answers),
             "other_masks": 0.0 if set(answers) == {"exact"} else change.path.check().other_masks,
         },
         coords={
@@ -320,7 +332,7 @@ def labelled(
             "scale": list(scales),
             "horizon": watch.range,
         },
-        attrs={**provenance(change.path.trajectory), "check": change.path.proof(answers)},
+        attrs=provenance(change.path.trajectory),
     )
     return Response(data)
 

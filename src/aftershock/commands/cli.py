@@ -343,6 +343,7 @@ def explain(
     memory: Annotated[
         str | None, typer.Option(help="What it may use, such as 8GiB; default: three times what training holds.")
     ] = None,
+    seed: Annotated[int, typer.Option(help="The placebos are drawn from it.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="The page to write, or the folder for it.", show_default="FLIGHT-run2-step340.html"),
@@ -382,6 +383,7 @@ def explain(
             placebos=placebos,
             treatments=not no_treatments,
             memory=memory,
+            generator=seed,
         )
     typer.echo(str(found))
     page = out if out is not None and out.suffix and not out.is_dir() else found.page(out or Path())

@@ -25,6 +25,7 @@ from .linear_step import LinearStep
 from .loss import Gradient
 from .operators import WriteIn
 from .pools import Pool
+from .reductions import nonzero
 from .state import JointState, Lag, Tangent, difference, lag_of
 from .trajectory import Trajectory
 
@@ -163,7 +164,7 @@ class Perturb(Edit):
     xi: Float[Tensor, " param"]
 
     def shock(self, control: ControlStep) -> Shock:
-        touched = [bool(view.any()) for view in control.dynamics.layout.views(self.xi)]
+        touched = [bool(nonzero(view.reshape(1, -1))) for view in control.dynamics.layout.views(self.xi)]
         present = tuple(a or b for a, b in zip(control.present, touched))
         return Shock(lambda scale: control.apply(control.raw + scale * self.xi, present), self.xi)
 
@@ -276,9 +277,10 @@ def names_of(edits: Sequence[Edit], labels: Sequence[str] | None = None) -> list
     if labels is None:
         names = [edit.name for edit in edits]
         return names if len(set(names)) == len(names) else [f"{name} {i}" for i, name in enumerate(names)]
-    if len(labels) != len(edits) or len(set(labels)) != len(edits):
+    names = [str(label) for label in labels]
+    if len(names) != len(edits) or len(set(names)) != len(edits):
         raise InvalidInput(f"{len(edits)} changes need as many different labels; got {list(labels)}")
-    return [str(label) for label in labels]
+    return names
 
 
 def scales_of(edits: Sequence[Edit], scales: Sequence[float]) -> list[float]:

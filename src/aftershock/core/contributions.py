@@ -17,7 +17,7 @@ from .layout import Layout
 from .linear_step import displacement_by_v
 from .operators import readout
 from .probe import Watch
-from .reductions import norms, products
+from .reductions import nonzero, norms, products
 from .state import CHANNELS, Cotangent, JointState
 from .sweeps import adjoint_sweep
 from .trajectory import Trajectory
@@ -77,7 +77,7 @@ class BentReadout:
         loss, batch, random, where = watch.probe.arguments(trajectory, watch.last)
         graph = GradientGraph(loss, state.theta, state.buffers, batch, random, where)
         slope = graph.raw
-        if not directions or not slope.any():
+        if not directions or not nonzero(slope[None]):
             return cls(slope[None], torch.zeros(0, dtype=torch.float64))
         basis, diagonal, beside = [slope / norms(slope)], [], []
         for _ in range(LANCZOS):

@@ -20,7 +20,7 @@ from .calls import WRITTEN
 from .graphs import GradientGraph, graph_apart, graph_gradient
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
-from .reductions import finite, gradients_apart, norm, norms, products
+from .reductions import finite, gradients_apart, mean, norm, norms, products
 from .state import JointState
 
 # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
@@ -54,6 +54,11 @@ class Check:
     steps: tuple[int, ...] = ()  # of the path, where it was made at several
     beside: bool = False  # made at weights moved by `BESIDE`: those of the run lie on a kink
     other_masks: float = 0.0  # how far off a gradient is whose passes draw other dropout masks than training's; 0: none
+
+    @property
+    def tolerance(self) -> float:
+        """What an error was compared with."""
+        return TOLERANCE[self.dtype]
 
     @classmethod
     def joined(cls, checks: Mapping[int, Check]) -> Check:
@@ -272,7 +277,7 @@ def _direction(loss: LossFunction, state: JointState, generator: torch.Generator
     for view in loss.layout.views(state.theta):
         # a CPU draws float64 six times as slowly
         noise = torch.randn(view.shape, generator=generator, dtype=torch.float32, device=view.device).to(view)
-        pieces.append(noise * (view.square().mean().sqrt() + 1e-3))
+        pieces.append(noise * (mean(view.square()).sqrt() + 1e-3))
     return loss.layout.join(pieces)
 
 

@@ -22,6 +22,7 @@ from .outside import Mark
 from .playback import Player
 from .randomness import RandomState
 from .recordings import Program, Recording
+from .reductions import finite
 from .rows import Sharing
 
 T = TypeVar("T")
@@ -279,7 +280,7 @@ class LossFunction(Calls):
             return
         if not torch.isfinite(found.loss):
             raise NotFinite(f"the loss at {where} is {float(found.loss)}")
-        bad = [n for n, g in zip(self.layout.names, found.grads) if g is not None and not torch.isfinite(g).all()]
+        bad = [n for n, g in zip(self.layout.names, found.grads) if g is not None and not finite(g)]
         raise NotFinite(f"the gradient of {bad[0] if bad else 'the model'} at {where} is not finite")
 
 

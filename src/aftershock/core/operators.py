@@ -18,8 +18,9 @@ from torch import Tensor
 from .dynamics import Linearized
 from .layout import Layout
 from .linear_step import LinearStep
+from .rollout import Rows, rollout
 from .state import Cotangent, Tangent, pair
-from .sweeps import adjoint_sweep, retreat_, tangent_sweep, transit_
+from .sweeps import adjoint_sweep, retreat_, transit_
 from .trajectory import Trajectory
 
 
@@ -152,8 +153,8 @@ class Propagator(LinearOperator):
 
     def mv(self, dx: Tangent) -> Tangent:
         out = _batched(dx.clone())
-        for _time, tangent in tangent_sweep(self.trajectory, self.start, self.stop, out):
-            out = tangent
+        for _moment in rollout(self.trajectory, self.start, Rows(linear=out), self.stop):
+            pass  # nothing is read on the way
         return _like(dx, out)
 
     def rmv(self, c: Cotangent) -> Cotangent:
@@ -195,10 +196,10 @@ class ResponseOperator(LinearOperator):
     def mv(self, xi: Float[Tensor, "*change param"]) -> Float[Tensor, "*change horizon"]:
         dx = _batched(self.write_in.mv(xi))
         out = xi.new_zeros(dx.rows, len(self.horizons))
-        for time, tangent in tangent_sweep(self.trajectory, self.at + 1, self.at + max(self.horizons), dx):
+        for moment in rollout(self.trajectory, self.at + 1, Rows(linear=dx), self.at + max(self.horizons)):
             for i, h in enumerate(self.horizons):
-                if self.at + h == time:
-                    out[:, i] = pair(readout(self.readouts[i : i + 1]), tangent)[0]
+                if self.at + h == moment.time:
+                    out[:, i] = pair(readout(self.readouts[i : i + 1]), dx)[0]
         return out if xi.ndim == 2 else out[0]
 
     def rmv(self, weights: Float[Tensor, "*outcome horizon"]) -> Float[Tensor, "*outcome param"]:

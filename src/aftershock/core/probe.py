@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from .batches import Batch
+from .given import whole
 from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
@@ -48,6 +49,11 @@ class Probe:
 
     @classmethod
     def of(cls, probe: Any) -> Probe:
+        """What a user gives as a probe, as one.
+
+        >>> [Probe.of(given).name for given in (probe, lambda model: model[0].bias.sum(), ak.own_loss)]
+        ['a fixed batch', 'a function of the model', "each step's own loss"]
+        """
         if isinstance(probe, Probe):
             return probe
         if probe is None:
@@ -60,10 +66,20 @@ class Probe:
         return f"{kind} (eval mode)" if self.evaluating else kind
 
     def last_time(self, trajectory: Trajectory) -> int:
-        """The last state at which it is defined: a step's own loss needs a step after the state."""
+        """The last state at which it is defined: a step's own loss needs a step after the state.
+
+        >>> Probe(batch=probe).last_time(path.trajectory), ak.own_loss.last_time(path.trajectory)
+        (4, 3)
+        """
         return len(trajectory) - 1 if self.own else len(trajectory)
 
     def arguments(self, trajectory: Trajectory, time: int) -> tuple[LossFunction, Batch, RandomState, str]:
+        """Its loss at a state of the path, on which batch, with which draws, and what an error calls it.
+
+        >>> loss, batch, random, where = ak.own_loss.arguments(path.trajectory, 2)
+        >>> batch is path.steps[2].batch
+        True
+        """
         loss = trajectory.dynamics.loss
         if self.own:
             step = trajectory.steps[time]
@@ -82,23 +98,59 @@ class Probe:
         *,
         wait: bool = True,
     ) -> Tensor:
-        """F_time(θ), with the buffers of `state`: one forward pass. wait: until it is seen to be finite."""
+        """F_time(θ), with the buffers of `state`: one forward pass. wait: until it is seen to be finite.
+
+        >>> state = path.trajectory.state(4)
+        >>> value = Probe(batch=probe).value(path.trajectory, 4, state.theta, state)
+        >>> float(value) == float(response.data["control"].sel(horizon=4))
+        True
+        """
         loss, batch, random, where = self.arguments(trajectory, time)
         return loss.value(theta, state.buffers, batch, random, where, evaluating=self.evaluating, wait=wait).loss
 
     def gradient(self, trajectory: Trajectory, time: int, state: JointState) -> Gradient:
-        """F_time and ∇F_time at `state`: 1 g."""
+        """F_time and ∇F_time at `state`: 1 g.
+
+        >>> found = Probe(batch=probe).gradient(path.trajectory, 4, path.trajectory.state(4))
+        >>> [tuple(grad.shape) for grad in found.grads]
+        [(4, 2), (4,), (2, 4), (2,)]
+        """
         return self.gradient_at(trajectory, time, state.theta, state)
 
     def gradient_at(
         self, trajectory: Trajectory, time: int, theta: Float[Tensor, " param"], state: JointState
     ) -> Gradient:
-        """The same at another θ, with the buffers of `state`."""
+        """The same at another θ, with the buffers of `state`.
+
+        >>> state = path.trajectory.state(4)
+        >>> found = Probe(batch=probe).gradient_at(path.trajectory, 4, 0 * state.theta, state)
+        >>> f"{float(found.loss):.4f}"  # ln 2: without weights it knows nothing
+        '0.6931'
+        """
         loss, batch, random, where = self.arguments(trajectory, time)
         return loss.gradient(theta, state.buffers, batch, random, where, evaluating=self.evaluating)
 
 
 own_loss = Probe(own=True)
+
+
+def horizon_of(trajectory: Trajectory, at: int, horizon: int | None, probe: Probe | None) -> int:
+    """How many states after step `at` are looked at; default: all at which the probe is defined, if there is one."""
+    longest = (len(trajectory) if probe is None else probe.last_time(trajectory)) - at
+    if probe is not None and longest < 1:
+        raise InvalidInput(
+            f"a change at step {at} has no state after it at which {probe.name} is defined; "
+            "follow more batches or make the change earlier"
+        )
+    wanted = longest if horizon is None else whole(horizon, "a horizon is a number of states after the change")
+    if wanted < 1:
+        raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
+    if wanted > longest:
+        raise InvalidInput(
+            f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can be "
+            f"followed for {longest}" + ("" if probe is None else f" with {probe.name} as the probe")
+        )
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -118,21 +170,7 @@ class Watch:
     def of(cls, trajectory: Trajectory, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Refuses a horizon at which the probe is not defined."""
         found = Probe.of(probe)
-        longest = found.last_time(trajectory) - at
-        if longest < 1:
-            raise InvalidInput(
-                f"a change at step {at} has no state after it at which {found.name} is defined; "
-                "follow more batches or make the change earlier"
-            )
-        wanted = longest if horizon is None else horizon
-        if wanted < 1:
-            raise InvalidInput(f"a horizon is a state after the change, counted from 1; got {wanted}")
-        if wanted > longest:
-            raise InvalidInput(
-                f"horizon {wanted} is past the end: a change at step {at} of this path of {len(trajectory)} steps can "
-                f"be followed for {longest} with {found.name} as the probe"
-            )
-        return cls(trajectory, found, at, wanted)
+        return cls(trajectory, found, at, horizon_of(trajectory, at, horizon, found))
 
     @property
     def range(self) -> list[int]:

@@ -67,6 +67,17 @@ def parts(a: Float[Tensor, " param"], b: Float[Tensor, " param"], sizes: Sequenc
     return torch.stack([torch.dot(x, y) for x, y in zip(a.split(sizes), b.split(sizes))])
 
 
+def mean(x: Float[Tensor, "..."]) -> Float[Tensor, ""]:
+    """Of all coordinates, or of those of one parameter."""
+    return x.mean()
+
+
+def fitted(rows: Float[Tensor, "row param"], one: Float[Tensor, " param"]) -> Float[Tensor, " param"]:
+    """The combination of the rows that comes closest to one vector, by least squares."""
+    found: Tensor = torch.linalg.lstsq(rows.mT, one[:, None]).solution[:, 0] @ rows
+    return found
+
+
 def largest(x: Float[Tensor, "..."]) -> float:
     """max |x_i|; 0 of nothing."""
     return float(x.abs().max()) if x.numel() else 0.0

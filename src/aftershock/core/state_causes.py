@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .adamw import Hyper
 from .evidence import Cause, Evidence, fit
-from .reductions import apart, equal, largest, norms
+from .reductions import apart, equal, fitted, largest, norms
 
 HYPERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 WRITTEN = Cause(
@@ -140,10 +140,9 @@ def averaged(e: Evidence) -> Cause | None:
         return None
     times = range(max(0, e.made - MOST_STATES), e.made)
     earlier = [e.trajectory.state(time).theta.double() for time in times]
-    basis = torch.stack([theta - e.path.theta.double() for theta in earlier], 1)
+    basis = torch.stack([theta - e.path.theta.double() for theta in earlier])
     difference = e.live.theta.double() - e.path.theta.double()
-    found = basis @ torch.linalg.lstsq(basis, difference[:, None]).solution
-    if not apart(found[:, 0], difference) <= _weight_tolerance(e):  # NaN: no fit
+    if not apart(fitted(basis, difference), difference) <= _weight_tolerance(e):  # NaN: no fit
         return None
     return Cause(
         "weights",

@@ -1,4 +1,7 @@
-"""Propagation along a trajectory: tangents forward, cotangents backward. One Hessian product per step."""
+"""One step of predicted rows forward (`rollout` carries them), and cotangents backward along a trajectory.
+
+One Hessian product per step.
+"""
 
 from __future__ import annotations
 
@@ -89,14 +92,6 @@ def retreat_(at: Linearized, c: Cotangent) -> None:
     w = at.linear.absorb_transposed_(c)
     at.graph.add_products_(c.theta, at.linear.gradient_variation(w))
     at.linear.add_coupled_decay_(c.theta, w)
-
-
-def tangent_sweep(trajectory: Trajectory, start: int, stop: int, dx: Tangent) -> Iterator[tuple[int, Tangent]]:
-    """Yield (time, δx_time) for time = start … stop. `dx` is consumed: each yield overwrites the last."""
-    yield start, dx
-    for step, state in trajectory.forward(start, stop):
-        transit_(trajectory.linearize(step, state), dx)
-        yield step.index + 1, dx
 
 
 def adjoint_sweep(

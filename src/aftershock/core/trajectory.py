@@ -140,10 +140,6 @@ class Trajectory:
         """Bytes of the states that are not in memory."""
         return (len(self) + 1 - len(self._states)) * self._states[0].nbytes
 
-    def forward(self, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
-        """Steps start … stop−1, each with the state before it."""
-        return self._from(self.state(start), start, stop)
-
     def _from(self, state: JointState, start: int, stop: int) -> Iterator[tuple[Step, JointState]]:
         for step in self.steps[start:stop]:
             yield step, state

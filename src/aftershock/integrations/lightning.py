@@ -50,6 +50,21 @@ class FlightCallback(lightning.Callback):
     Automatic optimization with one AdamW; accumulation, clipping by norm, schedulers and precision are the
     Trainer's. `others` (after, keep, on_trigger) are the recorder's, which is `callback.recorder`; under DDP every
     rank has one, and rank 0 writes. A `training_step` that reads `self.trainer` cannot be replayed.
+
+    >>> class Classifier(lightning.LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = nn.Linear(2, 2).double()
+    ...     def training_step(self, batch):
+    ...         return loss_fn(self.net, batch)
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+    >>> callback = FlightCallback("flight", window=8)
+    >>> quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    >>> trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **quiet)
+    >>> trainer.fit(Classifier(), torch.utils.data.DataLoader(batches, batch_size=None))
+    >>> [record.step for record in callback.recorder.recent]
+    [0, 1, 2, 3, 4, 5]
     """
 
     def __init__(

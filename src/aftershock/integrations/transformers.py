@@ -47,6 +47,23 @@ class FlightCallback(TrainerCallback):
     The Trainer clips gradients before it calls back, so that their norm is read at the end of each backward pass, of
     which hooks on the parameters tell. `others` (after, keep, on_trigger) are the recorder's, which is
     `callback.recorder`.
+
+    >>> from transformers import PrinterCallback, Trainer
+    >>> class Classifier(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = nn.Linear(2, 2)
+    ...     def forward(self, inputs, labels):
+    ...         return {"loss": nn.functional.cross_entropy(self.net(inputs), labels)}
+    >>> callback = FlightCallback("flight", window=8)
+    >>> rows = [{"inputs": inputs, "labels": label} for inputs, label in zip(probe[0].float(), probe[1])]
+    >>> quiet = {"disable_tqdm": True, "report_to": [], "save_strategy": "no", "logging_strategy": "no"}
+    >>> arguments = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=4, num_train_epochs=2, **quiet)
+    >>> trainer = Trainer(Classifier(), arguments, train_dataset=rows, callbacks=[callback])
+    >>> trainer.remove_callback(PrinterCallback)
+    >>> done = trainer.train()
+    >>> [record.step for record in callback.recorder.recent]
+    [0, 1, 2, 3]
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
 from .facts import Facts
+from .stability import TOO_FAST
 from .unrecorded import ENOUGH, after
 from .verdict import CALM
 
@@ -21,11 +22,13 @@ def certificate(found: FlightExplanation) -> Certificate:
     if instruments.refused and instruments.linear_ok:
         sentence = f"Nothing is predicted: {instruments.refused}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
-    findings.append(Finding("ok", "Hessian products", "check", None, None, instruments.check))
+    error, tolerance = instruments.check_error, instruments.check_tolerance
+    findings.append(Finding("ok", "Hessian products", "check_error", error, tolerance, instruments.check))
     if instruments.amplification is not None and not instruments.linear_ok:
-        growth = instruments.amplification.sentence
-        said = f"{growth[0].upper()}{growth[1:]}, and none is predicted. Measured numbers are of real runs."
-        return Certificate((*findings, Finding("care", "growth", "per step", None, None, said)))
+        growth = instruments.amplification
+        said = f"{growth.sentence[0].upper()}{growth.sentence[1:]}, and none is predicted. "
+        said += "Measured numbers are of real runs."
+        return Certificate((*findings, Finding("care", "growth", "per step", growth.per_step, TOO_FAST, said)))
     return Certificate((*findings, *_predictions(found)))
 
 

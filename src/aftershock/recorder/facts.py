@@ -161,6 +161,8 @@ class InstrumentFacts:
     overflows: bool  # its numbers are finite, and the norm of its gradient is not
     refused: str  # why nothing is predicted
     check: str  # of Hessian products
+    check_error: float
+    check_tolerance: float
 
     @property
     def amplification(self) -> Amplification | None:

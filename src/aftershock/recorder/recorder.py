@@ -282,7 +282,16 @@ class FlightRecorder:
 
     @guarded
     def take(self, fed: Fed, loss: Tensor | float) -> None:
-        """A micro-batch that is already copied, with its part of the step's loss."""
+        """A micro-batch that is already copied, with its part of the step's loss; then `finish`.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.step(batches[0], train_step(batches[0]))
+        ...     (fed,) = recorder.recent[0].fed
+        ...     recorder.take(fed, train_step(batches[0]))
+        ...     recorder.finish()
+        >>> [record.step for record in recorder.recent]
+        [40, 41]
+        """
         self._fed.append(fed)
         self._losses.append(loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else float(loss))
 
@@ -290,7 +299,14 @@ class FlightRecorder:
     def finish(
         self, norm: Tensor | float | None = None, divisor: float | None = None, clip: ToldClip = "as told"
     ) -> None:
-        """The update that was made with the micro-batches taken since the last one."""
+        """The update that was made with the micro-batches taken since the last one. The arguments are `step`'s.
+
+        >>> with ak.FlightRecorder(model, optimizer, loss_fn, "flight") as recorder:
+        ...     recorder.micro(batches[0], train_step(batches[0]))
+        ...     recorder.finish()
+        >>> len(recorder.recent)
+        1
+        """
         update, self._update = self._update, None
         fed, self._fed = tuple(self._fed), []
         losses, self._losses = self._losses, []

@@ -60,8 +60,9 @@ class Replay:
     def __str__(self) -> str:
         if not self.proved:
             return "Nothing was replayed: the first recorded step is not finite."
+        replayed = f"The {self.proved} steps were replayed" if self.proved > 1 else "One step was replayed"
         if self.deviation == 0:
-            return f"The {self.proved} steps were replayed: every loss is equal to the recorded one to the bit."
+            return f"{replayed}: every loss is equal to the recorded one to the bit."
         if self.again:
             widest = max(max(values) - min(values) for values in zip(*self.runs()))
             return (
@@ -69,10 +70,7 @@ class Replay:
                 f"start a rounding away from each other, differ by up to {widest:.2g} in the loss, as rounding that "
                 "grows."
             )
-        return (
-            f"The {self.proved} steps were replayed: losses agree with the recorded ones to {self.deviation:.1e} "
-            "(relative), not to the bit."
-        )
+        return f"{replayed}: losses agree with the recorded ones to {self.deviation:.1e} (relative), not to the bit."
 
 
 def replay(

@@ -14,7 +14,7 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Linearized
 from ..core.layout import Layout
 from ..core.operators import Propagator, readout
-from ..core.reductions import norms, products
+from ..core.reductions import largest, norms, products
 from ..core.state import JointState, Tangent
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
@@ -99,12 +99,12 @@ def amplification(
 
 def _unit(x: Float[Tensor, " param"]) -> tuple[Float[Tensor, " param"], float]:
     """x / ‖x‖ and ‖x‖, which may be beyond what a square can hold; infinite where numbers ran out."""
-    largest = float(x.abs().max())
-    if not math.isfinite(largest):
+    top = largest(x)
+    if not math.isfinite(top):
         return torch.zeros_like(x), math.inf
-    x = x / max(largest, _tiny(x))
+    x = x / max(top, _tiny(x))
     size = norms(x).clamp(min=_tiny(x))
-    return x / size, largest * float(size)
+    return x / size, top * float(size)
 
 
 def _reach(layout: Layout, hypers: Sequence[Hyper], states: Sequence[JointState]) -> Float[Tensor, " param"]:

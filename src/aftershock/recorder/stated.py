@@ -159,7 +159,7 @@ def left_spread(f: Findings, outcome: Outcome) -> float:
 
 def _instruments(f: Findings) -> InstrumentFacts:
     before = max(f.event.onset - 1, 0)
-    unchecked = f.growth is None and f.refused is not None
+    check = None if f.growth is None and f.refused is not None else f.replayed.path.check()
     return InstrumentFacts(
         data_said="" if f.data is None else f.data.sentence,
         update_said="" if f.updates is None else f.updates.sentence(before),
@@ -172,5 +172,7 @@ def _instruments(f: Findings) -> InstrumentFacts:
         batch_is_bad=f.nan is not None and f.nan.kind in ("batch values", "batch"),
         overflows=f.nan is not None and f.nan.kind == "overflow",
         refused=f.refused or "",
-        check="" if unchecked else str(f.replayed.path.check()),
+        check="" if check is None else str(check),
+        check_error=math.nan if check is None else check.error,
+        check_tolerance=math.nan if check is None else check.tolerance,
     )

@@ -407,5 +407,9 @@ class OnSignal:
 
 
 def default_triggers() -> tuple[Trigger, ...]:
-    """Spikes of the loss and of the gradient norm, a slow rise of the loss, and numbers that are not finite."""
+    """Spikes of the loss and of the gradient norm, a slow rise of the loss, and numbers that are not finite.
+
+    >>> [type(trigger).__name__ for trigger in default_triggers()]
+    ['Spike', 'Spike', 'Drift', 'NotANumber']
+    """
     return (Spike("loss"), Spike("norm"), Drift(), NotANumber())

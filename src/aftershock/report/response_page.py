@@ -161,4 +161,5 @@ def _label(text: str) -> str:
 def _provenance(response: Response) -> str:
     """What was asked, and what made the answer."""
     asked = {name: response.data[name].item() for name in ("kind", "at", "probe")}
-    return provenance_table({**asked, **response.data.attrs})
+    proved = {"check": response.data["check"].item()} if "check" in response.data else {}
+    return provenance_table({**asked, **response.data.attrs, **proved})

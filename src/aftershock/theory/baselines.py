@@ -162,7 +162,8 @@ class _Sweep:
 
     def _moments(self, rows: Rows) -> Iterator[Moment]:
         """The rows at every state. Five of six kinds start at one of two displacements, so that their first step takes
-        two products a change; the frozen kind goes on through that step's graph."""
+        two products a change; the frozen kind goes on through that step's graph. The rollout knows neither of the two,
+        and takes every later step."""
         trajectory, begin, count = self.watch.trajectory, self.watch.first, len(self.shocks)
         assert rows.linear is not None
         assert rows.semilinear is not None

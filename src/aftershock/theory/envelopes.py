@@ -2,8 +2,8 @@
 
 A bound needs constants that no pass over a large network can prove. On dense systems (up to `DENSE` joint
 coordinates) operator norms are exact (SVD) and Lipschitz constants are the largest found on the segment;
-elsewhere norms come from power iteration and constants are the smallest that the pair allows. `attrs` of every
-result says which: "exact", "sampled" or "estimate".
+elsewhere norms come from power iteration and constants are the smallest that the pair allows. Variables
+that end in `_by` say which: "exact", "sampled" or "estimate".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..core.probe import Probe
 from ..core.randomness import Randomness, generator_of
 from ..core.reductions import count, largest, norms
 from ..core.state import Cotangent, JointState, Tangent, difference
+from ..results.provenance import provenance
 from .remainder import decompose, joint, minus
 from .switching import PairStep, joint_norm, margin_of, paired_steps, start_pair
 
@@ -125,7 +126,8 @@ def write_in_bound(change: Change, *, scale: float = 1.0, index: int = 0) -> xr.
         bounds = (kappa / 2 * size**2, float(norms(chi * u * u)) / 2, (kappa / 2 + memory) * size**2)
         found = (kappa, size, float(norms(rest.theta)), *bounds[:2], joint_norm(rest), bounds[2])
         values = dict(zip(names, found))
-    return xr.Dataset({**values, "reason": reason}, attrs={"kappa": "enclosed by interval arithmetic"})
+    found_by = "" if reason else "enclosed by interval arithmetic"
+    return xr.Dataset({**values, "kappa_by": found_by, "reason": reason}, attrs=provenance(change.path.trajectory))
 
 
 def _no_curvature(change: Change, control: ControlStep, shock: Shock, scale: float, index: int) -> str:
@@ -242,7 +244,7 @@ def error_bounds(
     >>> found = theory.error_bounds(change, index=1, horizon=2, probe=probe)
     >>> bool((abs(found["output_error"]) <= found["output_bound"]).all())
     True
-    >>> bool((found["state_bound"] <= found["envelope"] * (1 + 1e-9)).all()), found.attrs["norms"]
+    >>> bool((found["state_bound"] <= found["envelope"] * (1 + 1e-9)).all()), found["norms_by"].item()
     (True, 'exact')
     """
     import xarray as xr
@@ -264,20 +266,19 @@ def error_bounds(
             "smooth_constant": ("step", found.smooth),
             "switching_constant": ("step", found.switching),
             "scale": scale,
+            "norms_by": "exact" if dense else "estimate (power iteration, from below)",
+            "smooth_constant_by": "sampled on the segment" if dense else "estimate: the smallest that this pair allows",
+            "switching_constant_by": "; ".join(found.how) or "no step",
         },
         coords={"step": parts["step"]},
-        attrs={
-            "norms": "exact" if dense else "estimate (power iteration, from below)",
-            "smooth_constant": "sampled on the segment" if dense else "estimate: the smallest that this pair allows",
-            "switching_constant": "; ".join(found.how) or "no step",
-        },
+        attrs=provenance(change.path.trajectory),
     )
     if probe is not None:
         data["output_error"] = parts["output_error"]
         data["probe_constant"] = ("horizon", found.probe_constants(Probe.of(probe), shocked))
         curved = data["probe_constant"] / 2 * parts["deviation"].sel(channel="theta", drop=True) ** 2
         data["output_bound"] = parts["readout_norm"] * data["state_error"] + curved
-        data.attrs["probe_constant"] = "sampled on the segment"
+        data["probe_constant_by"] = "sampled on the segment"
     return data
 
 

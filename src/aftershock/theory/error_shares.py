@@ -19,7 +19,6 @@ from ..core.probe import Watch
 from ..core.reductions import paired, products
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent, difference, stack
-from ..core.sweeps import transit_
 from ..errors import InvalidInput
 from .remainder import PARTS, ROWS, minus
 from .switching import SmoothExtension, require_same_loss, start_pair
@@ -54,13 +53,12 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Datase
     rows = _joined([deviation, tangent, minus(deviation, tangent), nothing, nothing])
     tables: list[dict[str, Tensor]] = []
     smooth_after: list[JointState] = []
-    for moment in rollout(watch.trajectory, watch.first, Rows(shocked, gates=True), watch.last):
+    for moment in rollout(watch.trajectory, watch.first, Rows(shocked, linear=rows, gates=True), watch.last):
         if smooth_after:
             _add_remainders_(rows, moment, smooth_after)
         tables.append(_state_shares(rows) | _output_parts(watch, moment, rows))
         if not moment.last:
             smooth_after = _smooth_steps(moment)
-            transit_(watch.trajectory.linearize(watch.trajectory.steps[moment.time], moment.control), rows)
     values = {name: torch.stack([table[name] for table in tables], dim=1).double().cpu().numpy() for name in tables[0]}
     return xr.Dataset(
         {name: (("change", "horizon"), value) for name, value in values.items()},

@@ -18,6 +18,7 @@ from ..core.adamw import Run
 from ..core.dynamics import Dynamics, Linearized
 from ..core.layout import Layout
 from ..core.linear_step import LinearStep
+from ..core.randomness import Randomness, generator_of
 from ..core.reductions import count
 from ..core.state import Tangent
 from ..errors import InvalidInput, NotFinite
@@ -74,16 +75,17 @@ def exact_diagonal(at: Linearized, where: Int[Tensor, " chosen"]) -> Float[Tenso
     return torch.cat(found)
 
 
-def sampled_diagonal(samples: int, generator: torch.Generator) -> Diagonal:
+def sampled_diagonal(samples: int, generator: Randomness) -> Diagonal:
     """An unbiased estimate of the same, z_i (σ J H z)_i with random signs z: one Hessian product per sample."""
     if samples < 1:
         raise InvalidInput(f"an estimate needs at least one sample; got {samples}")
+    draw = generator_of(generator)
 
     def diagonal(at: Linearized, where: Int[Tensor, " chosen"]) -> Float[Tensor, " chosen"]:
         total = torch.zeros(len(where), dtype=at.linear.g.dtype, device=where.device)
         for first in range(0, samples, ROWS_AT_ONCE):
             shape = (min(ROWS_AT_ONCE, samples - first), len(where))
-            signs = torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2 - 1
+            signs = torch.randint(0, 2, shape, generator=draw, device=draw.device) * 2 - 1
             z = signs.to(total)
             total += (_products(at, where, z) * z).sum(0)
         return total / samples

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..core.randomness import Randomness, generator_of
+from ..core.randomness import Randomness
 from ..errors import InvalidInput, NotFinite
 from ..results.summaries import summarize
 from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
@@ -123,7 +123,7 @@ class FrozenMemory:
         >>> frozen.b_m == theory.FrozenMemory.at(path, 1, slice(None)).b_m
         True
         """
-        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator_of(generator)))
+        place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
         return cls(**place.coefficients())
 
     # --- the response of the parameter to a unit write into m or v

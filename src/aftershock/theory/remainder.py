@@ -23,12 +23,12 @@ from ..core.changes import tangent_lag
 from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
-from ..core.probe import Probe
+from ..core.probe import Probe, horizon_of
 from ..core.reductions import count, norms
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, pair, stack
 from ..core.sweeps import transit_
 from ..core.trajectory import Trajectory
-from ..errors import HiddenState, InvalidInput
+from ..errors import HiddenState
 from ..results.labelled import LabelledResult
 from ..results.provenance import asked, provenance
 from .switching import PairStep, joint_norm, paired_steps, start_pair
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..api.change import Change
-    from ..api.path import Path
 
 # rows that travel together: the exact deviation, the tangent, and the three parts of their difference
 ROWS = ("deviation", "tangent", "write_in", "smooth", "switching")
@@ -109,7 +108,7 @@ def decompose(
     """
     path = change.path
     watched = None if probe is None else Probe.of(probe)
-    horizon = _horizon(path, change.at, horizon, watched)
+    horizon = horizon_of(path.trajectory, change.at, horizon, watched)
     control, shock, shocked = start_pair(change, scale, index)
     if watched is not None:
         _refuse_hidden(path.trajectory, watched)
@@ -121,6 +120,7 @@ def decompose(
     lag = [tangent_lag(control, shock, shocked)]
     table = _Table(path.trajectory, watched)
     table.read(change.at + 1, control.after, shocked, rows)
+    # not rows of the rollout, whose linear rows all take the bias corrections of their own counts: errors do not
     for step in paired_steps(change, shocked, horizon):
         at = path.trajectory.linearize(step.step, step.control)
         transit_(at, rows[:2], 2 * lag)
@@ -157,15 +157,6 @@ def _set_(dx: Tangent, other: Tangent) -> None:
 
 def channel_norms(dx: Tangent) -> list[float]:
     return [float(norms(getattr(dx, name))) for name in CHANNELS]
-
-
-def _horizon(path: Path, at: int, horizon: int | None, probe: Probe | None) -> int:
-    last = len(path) if probe is None else probe.last_time(path.trajectory)
-    longest = last - at
-    horizon = longest if horizon is None else horizon
-    if not 1 <= horizon <= longest:
-        raise InvalidInput(f"horizon {horizon}: a change at step {at} of this path can be followed for {longest}")
-    return horizon
 
 
 def _refuse_hidden(trajectory: Trajectory, probe: Probe) -> None:

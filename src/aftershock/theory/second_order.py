@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core.changes import ControlStep, Shock, names_of
+from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip
 from ..core.graphs import GradientGraph
 from ..core.operators import WriteIn, readout
@@ -98,7 +97,7 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     Costs a gradient for the control and each replaced batch, a graph of the probe, then a Hessian product
     per change and a forward pass per change and scale.
 
-    change: replaced batches or perturbations, which have a ξ. scales: α, any numbers.
+    change: replaced batches or perturbations, which have a ξ. scales: α, nonzero numbers.
 
     >>> found = theory.second_order(change, probe, scales=[0.1]).sel(change="replace 1")
     >>> bool(abs(found["predicted"] - found["exact"]) < abs(0.1 * found["linear"] - found["exact"]))
@@ -107,8 +106,7 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     import xarray as xr
 
     found = Probe.of(probe)
-    if not scales or not all(math.isfinite(scale) for scale in scales):
-        raise InvalidInput(f"scales must be numbers; got {list(scales)}")
+    scales = scales_of(change.edits, scales)
     if found.evaluating:
         raise InvalidInput("the curvature of a probe in eval mode is not available; probe in the modes of training")
     control, trajectory = change.path.control(change.at), change.path.trajectory
@@ -124,7 +122,7 @@ def second_order(change: Change, probe: Any, *, scales: Sequence[float] = (1.0,)
     data = xr.Dataset(
         {name: (dims.get(name, ("change",)), [row[name] for row in rows]) for name in rows[0]}
         | asked(change.kind, change.at, found),
-        coords={"change": names_of(change.edits), "scale": [float(scale) for scale in scales]},
+        coords={"change": names_of(change.edits), "scale": scales},
         attrs=provenance(change.path.trajectory),
     )
     data["quadratic"] = data["curvature"] + data["write_in"]
