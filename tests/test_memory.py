@@ -27,8 +27,8 @@ def test_free_memory_is_asked_for_where_the_plan_says() -> None:
     asks = re.compile(r"(?<!def )((?<![.\w])(free|budget|room)|mem_get_info)\(")
     found = {str(path.relative_to(home)) for path in home.rglob("*.py") if asks.search(path.read_text())}
     named = {"core/footprint.py", "api/point.py", "studies/language/scene.py", "core/rows.py"}  # as planning's words do
-    named |= {"theory/finite_difference.py", "core/sweep_plans.py"}
-    passed_on = {"recorder/replay.py", "recorder/reruns.py"}  # to a plan
+    named |= {"theory/finite_difference.py", "core/sweep_plans.py", "recorder/kept.py"}
+    passed_on = {"recorder/sweep.py", "recorder/reruns.py"}  # to a plan
     assert found == {"core/memory.py", "core/planning.py", *named, *passed_on}
 
 

@@ -220,7 +220,8 @@ def test_it_walks_no_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_in_float64_is_not_told_to_use_it(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # nothing moves the loss
+    rate = 0.2 * torch.finfo(dtype).eps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)  # it moves the loss by no more than rounding does
     batch = torch.randn(4, 3, dtype=dtype)
     path = ak.capture(model, optimizer, lambda model, batch: model(batch).square().mean()).follow([batch] * 3)
     found = next(f for f in path.skip(0).response(batch).certificate.findings if f.subject == "noise")

@@ -44,7 +44,7 @@ def test_the_core_needs_nothing_of_an_extra() -> None:
 
 BLOCKED = """
 import sys
-for name in ("plotly", "matplotlib", "zarr", "lightning", "transformers", "distributed", "gguf"):
+for name in ("plotly", "matplotlib", "zarr", "lightning", "pytorch_lightning", "transformers", "distributed", "gguf"):
     sys.modules[name] = None
 import aftershock as ak
 assert dir(ak) == sorted(ak.__all__), dir(ak)

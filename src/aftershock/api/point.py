@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -17,6 +16,7 @@ from ..core.batches import Batch
 from ..core.capture import Captured
 from ..core.checkpoint import overwrite
 from ..core.dynamics import Dynamics, Step
+from ..core.given import max_norm
 from ..core.guards import Check, check, check_later, other_masks, refuse_changing, repeated
 from ..core.hooks import Hooks
 from ..core.lifting import lifting
@@ -32,7 +32,6 @@ from ..errors import (
     InvalidInput,
     InvalidLoss,
     Nondeterministic,
-    UnsupportedClipping,
     UnsupportedModel,
     WrongHessian,
 )
@@ -133,14 +132,14 @@ class TrainingPoint:
             raise InvalidInput("the path is empty: follow() needs at least one batch")
         if random is not None and len(random) != len(taken):
             raise InvalidInput(f"{len(random)} random states for {len(taken)} batches")
-        max_norm = _max_norm(clip)
+        limit = max_norm(clip)
         loop = self.captured.loop
         loop.refuse_unscheduled(lr)
         loop.refuse_moved(self.loss)
         hypers = schedule(self.captured.hypers, len(taken), lr, weight_decay=weight_decay, betas=betas, eps=eps)
         start = random[0] if random else self.captured.random
         steps = [
-            Step(i, batch, random[i] if random else start, hypers[i], max_norm, own_random=random is not None)
+            Step(i, batch, random[i] if random else start, hypers[i], limit, own_random=random is not None)
             for i, batch in enumerate(taken)
         ]
         if keep not in (None, "states", "checkpoints", "graphs"):
@@ -365,14 +364,3 @@ def load_point(
     from .storage import load_captured
 
     return TrainingPoint(load_captured(FilePath(path), model, loss_fn, constant=constant))
-
-
-def _max_norm(clip: object) -> float | None:
-    if clip is None:
-        return None
-    if isinstance(clip, bool) or not isinstance(clip, numbers.Real) or not float(clip) > 0:
-        raise UnsupportedClipping(
-            f"clip is the max_norm of torch.nn.utils.clip_grad_norm_ over all parameters, one positive number; got "
-            f"{clip!r}. Clipping by value or per group is not modelled"
-        )
-    return float(clip)

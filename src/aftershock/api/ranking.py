@@ -179,10 +179,7 @@ def _curve_findings(error: float) -> list[Finding]:
 
 def reruns(verify: SupportsIndex) -> int:
     """How many exact reruns are asked for."""
-    count = whole(verify, "verify is the number of exact reruns")
-    if count < 0:
-        raise InvalidInput(f"verify is the number of exact reruns, a whole number from 0 on; got {count}")
-    return count
+    return whole(verify, "verify is the number of exact reruns", 0)
 
 
 def rank(

@@ -1,7 +1,8 @@
 """What a piece of work needs in memory, known before it starts, and how it is cut to fit.
 
-How work is cut to fit is decided here, but for `sweep_plans`, which cuts rankings and explanations, and for
-`theory.logit_tangent`, whose reader holds logits beside the rows; both count with the functions of this module. Memory
+How work is cut to fit is decided here, but for `sweep_plans`, which cuts rankings and explanations, for
+`recorder.kept`, which says how much of a recorded window stays in memory, and for `theory.logit_tangent`, whose reader
+holds logits beside the rows; they count with the functions of this module. Memory
 is counted in copies of the flat vector and in what the model's own passes hold, which is measured once. What else
 depends on free memory is a yes or no: `footprint` records passes where there is room for it, `TrainingPoint.check`
 works in float64 where a copy of the model fits, and the language study refuses a model of which not one rerun fits.

@@ -13,6 +13,7 @@ from ..api.progress import progress
 from ..api.ranking import VERIFY, reruns
 from ..core.batches import Batch
 from ..core.contributions import Layers
+from ..core.given import max_norm, whole
 from ..core.probe import own_loss
 from ..core.randomness import Randomness, seed_of
 from ..errors import (
@@ -24,7 +25,6 @@ from ..errors import (
     UnsupportedModel,
     WrongHessian,
 )
-from .asked import max_norm, whole
 from .candidates import one_batch, suspected
 from .choice import find_flight, with_clip
 from .descriptions import Describe, Kept, kept
@@ -114,7 +114,8 @@ def explain(
         raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
-    placebos, window = whole("placebos", placebos, 0), None if window is None else whole("window", window, 1)
+    placebos = whole(placebos, "placebos= is a number of steps", 0)
+    window = None if window is None else whole(window, "window= is a number of steps", 1)
     max_norm(clip)
     found, recorder = find_flight(flight, step)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}

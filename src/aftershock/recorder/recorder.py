@@ -22,12 +22,12 @@ from ..core import capture as reading
 from ..core.batches import Batch
 from ..core.calls import Autocast
 from ..core.clipping import global_norm
+from ..core.given import max_norm, whole
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
 from ..core.randomness import Randomness
 from ..errors import InvalidInput
-from .asked import max_norm, whole
 from .descriptions import Describe
 from .forecast import Forecast, forecast
 from .observing import Observer, Trained, guarded
@@ -104,8 +104,9 @@ class FlightRecorder:
         constant: Sequence[nn.Module] = (),
         describe: Describe | None = None,
     ) -> None:
-        window, after, keep = whole("window", window, 2), whole("after", after, 0), whole("keep", keep, 1)
-        every = window if every is None else whole("every", every, 1)
+        window, after = whole(window, "window= is a number of steps", 2), whole(after, "after= is a number of steps", 0)
+        every = window if every is None else whole(every, "every= is a number of steps", 1)
+        keep = whole(keep, "keep= is a number of windows", 1)
         max_norm(clip)
         self.model, self.loss_fn, self.clip = model, loss_fn, clip
         self.hooks, self.unused, self.constant = hooks, unused, constant
