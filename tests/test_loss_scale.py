@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import aftershock as ak
 from aftershock.core.graphs import GradientGraph
 from aftershock.errors import InvalidInput
+from aftershock.recorder.not_a_number import not_a_number
 
 SCALE = 2.0**16
 STEPS = 40
@@ -155,3 +156,13 @@ def test_a_scale_changes_no_answer(together: bool) -> None:
         a, b = (each["response"].sel(answer=answer).values for each in (response, scaled[3]))
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(torch.tensor(ranking.values), torch.tensor(scaled[4].values), rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+def test_a_finite_gradient_is_told_without_its_scale(scale: float) -> None:
+    """A norm of 4e15; times 65,536 its square would overflow in float32."""
+    model = nn.Linear(4, 1)
+    point = ak.capture(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).sum(), loss_scale=scale)
+    batch = torch.full((2, 4), 1e15)
+    found = not_a_number(point.loss, point.captured.state, batch, point.captured.random, [])
+    assert (found.kind, found.norm) == ("finite", pytest.approx(4e15, rel=1e-6))

@@ -583,3 +583,27 @@ def test_a_strongest_batch_that_its_own_rerun_refutes_is_named() -> None:
     assert (named.level, f"batch 3 ({off:.2g})" in named.sentence) == ("care", True)
     del pool[3]
     assert {finding.subject for finding in path.rank(pool, probe, verify=3).certificate.findings} == {"ranking"}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_that_come_back_regularly_are_seen_in_large_groups(together: bool) -> None:
+    """From the second batch on every fourth example has eight times the weight; a GPU takes 4,096 in one pass."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(heavy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        weights = torch.ones(16)
+        weights[1::4] = 8.0 if heavy else 1.0
+        labels = torch.randint(3, (16,), generator=generator)
+        return torch.randn(16, 4, generator=generator), labels, weights
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return (losses * batch[2]).sum() / batch[2].sum()
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn)
+    point.loss.sharing.wanted = together
+    path = point.follow([drawn(False) for _ in range(3)])
+    with pytest.raises(ExamplesCouple):
+        path.rank_examples([drawn(i > 0) for i in range(256)], drawn(False), verify=0)

@@ -252,6 +252,7 @@ def test_a_blame_needs_placebos(run: Run) -> None:
     alone = ak.explain(run.recorder, step=SPIKE, placebos=0, treatments=False)
     assert alone.blamed == ()
     assert alone.skip == []
+    assert "Only 0 placebos were asked for" in str(alone)
 
 
 def test_a_blame_beside_few_placebos_says_so(run: Run, found: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -410,3 +411,24 @@ def test_a_disk_that_cannot_be_written_stops_nobody(fault: Callable[[Path], str]
         assert fault(tmp_path) in ("equal", "refused", "said")
     except (subprocess.CalledProcessError, FileNotFoundError):
         pytest.skip("no disk can be mounted here")
+
+
+def test_a_run_that_was_killed_is_over_on_a_network_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There an exclusive lock needs a file that is open for writing, and some have no locks at all."""
+    fcntl = pytest.importorskip("fcntl")
+    code = f"import os, pathlib; from aftershock.recorder import runs; runs.claim(pathlib.Path({str(tmp_path)!r}))"
+    code += "; os._exit(9)"
+    subprocess.run([sys.executable, "-c", code], check=False)
+    plain = fcntl.flock
+
+    def network(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        plain(descriptor, operation)
+
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for rule in (network, none):
+        monkeypatch.setattr(fcntl, "flock", rule)
+        assert not in_use(tmp_path)

@@ -208,8 +208,8 @@ def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
 
 def _reruns(verify: int | Sequence[int], watch: Watch) -> tuple[int, list[int]]:
     """How many steps are rerun exactly, and which, where they are given."""
-    if not isinstance(verify, Iterable):
-        return reruns(verify), []
+    if not isinstance(verify, Iterable) or getattr(verify, "ndim", 1) == 0:  # a number may be a tensor
+        return reruns(verify), []  # type: ignore[arg-type]
     given = [whole(step, "verify names steps of the path") for step in verify]
     if len(set(given)) < len(given) or not all(0 <= step < watch.last for step in given):
         raise InvalidInput(f"verify names different steps before the outcome, 0 to {watch.last - 1}; got {given}")

@@ -130,7 +130,8 @@ def _shares(
     def scored(merged: Batch, chunk: int) -> Float[Tensor, " example"]:
         nonlocal fits  # what was too much for one pass is not tried with the next
         fits = chunk
-        tested, where = SPREAD if shares else EXAMPLES_AT_ONCE, f"batch {len(shares)} and on"
+        few = SPREAD * math.ceil(example_count(merged) / EXAMPLES_AT_ONCE)
+        tested, where = few if shares else EXAMPLES_AT_ONCE, f"batch {len(shares)} and on"
         return example_scores(control, direction, merged, where, chunk, weight=weight, tested=tested)
 
     with progress("ranking examples", len(batches)) as tick:

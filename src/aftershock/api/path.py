@@ -441,7 +441,8 @@ class Path:
         one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
         verify: for how many the part is added in an exact rerun, chosen as in `rank`; the reruns calibrate the rest.
-        memory: a budget such as "8GiB"; default: the path's own, or what is free. It is for the sweep and the reruns.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free. It is for the sweep and the reruns
+            and, on a GPU, for how many examples go in one pass.
 
         >>> ranking = path.rank_examples(batches, probe, verify=2)
         >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]

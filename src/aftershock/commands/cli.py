@@ -341,7 +341,7 @@ def explain(
     placebos: Annotated[int, typer.Option(min=0, help="How many others to run again without, to compare.")] = 8,
     no_treatments: Annotated[bool, typer.Option("--no-treatments", help="Do not try what would prevent it.")] = False,
     memory: Annotated[
-        str | None, typer.Option(help="What it may use, such as 8GiB; default: three times what training holds.")
+        str | None, typer.Option(help="What it may use, such as 8GiB; default: on a CPU 3 × what training holds.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The placebos are drawn from it.")] = 0,
     out: Annotated[

@@ -97,7 +97,7 @@ def _count(leaves: Sequence[Any]) -> int:
     )
 
 
-def take_examples(batch: Batch, index: slice) -> Batch:
+def take_examples(batch: Batch, index: slice | Tensor) -> Batch:
     """Some examples of a batch, as a batch."""
     size = example_count(batch)
     return map_leaves(lambda x: x[index] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x, batch)

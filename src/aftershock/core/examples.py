@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ..errors import AftershockError, ExamplesCouple
@@ -20,7 +20,7 @@ from .reductions import each_with, norm
 from .structure import flatten
 
 TESTED = 8  # examples on which independence is tested before anything is computed
-SPREAD = 32  # and of every further group of examples, spread over it
+SPREAD = 32  # and of every thousand further ones
 EXAMPLES_AT_ONCE = 1024  # half as many take 6 % longer each on the benchmarks' MLP, and 1 % on their CNN
 PARTS = 0.02  # of their sizes, by which slopes of examples may miss that of all: far above rounding
 COUPLED = (
@@ -42,12 +42,12 @@ def example_scores(
     """Each example's share of its batch's score ⟨∂F/∂ĝ, g⟩, without per-example gradients.
 
     The shares of a batch sum to the score of its gradient, if its examples have the `weight` of others and stand alone:
-    of `tested` of them, spread over the batch, that is seen, else `ExamplesCouple` is raised. About three forward
+    of `tested` of them, drawn from the batch, that is seen, else `ExamplesCouple` is raised. About three forward
     passes, and a gradient of those tested.
     """
     loss, step, before = control.dynamics.loss, control.step, control.before
     found = example_derivatives(loss, before.theta, before.buffers, batch, step.random, direction, where, chunk)
-    some = slice(None, None, -(-len(found[0]) // min(tested, chunk)))
+    some = _drawn(len(found[0]), min(tested, chunk)).to(found[0].device)
     losses, slopes, few = found[0][some], found[1][some], take_examples(batch, some)
     together = loss.gradient(before.theta, before.buffers, few, step.random, where)
     _weight_of(few, losses, together.loss, where, (weight,))
@@ -61,6 +61,12 @@ def example_scores(
             f"{score:.4g}: {COUPLED}"
         )
     return found[1]
+
+
+def _drawn(count: int, wanted: int) -> Int64[Tensor, " few"]:
+    """Some of so many examples, always the same ones: every n-th would miss weights that come back as regularly."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return order[: min(wanted, count)].sort().values
 
 
 def example_weight(control: ControlStep, batch: Batch) -> float | None:

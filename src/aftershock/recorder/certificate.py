@@ -64,13 +64,13 @@ def _after(facts: Facts) -> list[Finding]:
 
 
 def _placebos(facts: Facts) -> list[Finding]:
-    """Where somebody is blamed beside fewer others than tell chance apart, because no more were asked for."""
+    """Where steps were run without beside fewer others than tell chance apart, because no more were asked for."""
     asked = facts.blame.placebos_asked
-    if not facts.blame.blamed or asked >= ENOUGH:
+    if facts.event.kind in CALM or asked >= ENOUGH:
         return []
     sentence = (
-        f"Only {asked} placebo{'s were' if asked > 1 else ' was'} asked for: a step is blamed for what others do not "
-        f"do, and so few may all keep the event by chance; pass placebos={ENOUGH} or more."
+        f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do not "
+        f"do, of which so few cannot tell; pass placebos={ENOUGH} or more."
     )
     return [Finding("care", "placebos", "asked for", asked, ENOUGH, sentence)]
 

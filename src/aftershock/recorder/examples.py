@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..core.batches import Accumulated, Batch, example_count
 from ..core.changes import ControlStep, Replace
-from ..core.examples import example_scores, example_weight
+from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
+from ..core.memory import in_smaller_pieces
 from ..core.scores import Adjoint, difference_scores, example_direction
 from ..core.state import JointState, difference
 from ..core.structure import flatten
@@ -40,14 +43,18 @@ def example_shares(
         ), "each put alone into the batch of the step before"
     except AftershockError as error:
         return None, str(error)
+    except torch.OutOfMemoryError:
+        return None, "memory ran out while the examples were looked at one by one"
 
 
 def _linear(control: ControlStep, trajectory: Trajectory, adjoint: Adjoint, batch: Batch) -> Float[Tensor, " example"]:
     weight = example_weight(control, batch)
     direction = example_direction(control, adjoint, trajectory, [batch])
-    tested = example_count(batch)
-    slopes = example_scores(control, direction, batch, "the batch", weight=weight, tested=tested).double().cpu()
-    return slopes * (weight or 1 / len(slopes))
+    scored = partial(example_scores, control, direction, batch, "the batch", weight=weight, tested=example_count(batch))
+    slopes = in_smaller_pieces(
+        EXAMPLES_AT_ONCE, scored, lambda chunk: chunk // 2 or None, "a forward pass of single examples"
+    )
+    return slopes.double().cpu() * (weight or 1 / len(slopes))
 
 
 def _one_by_one(

@@ -193,8 +193,9 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
             totals.append(value.detach())
             with _watching_gradients(value, seen):
                 grads = loss.grad(value, leaves, WHERE)
-            bad.update(_not_finite(loss.layout, grads))
-            whole = [new if old is None else old if new is None else old + new for old, new in zip(whole, grads)]
+            bad.update(_not_finite(loss.layout, grads))  # scaled, as the loop has them
+            own = loss.unscaled(grads)
+            whole = [new if old is None else old if new is None else old + new for old, new in zip(whole, own)]
         seen.loss = float(torch.stack(totals).sum())
         seen.parameters = tuple(name for name in loss.layout.names if name in bad)
         known = [grad for grad in whole if grad is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .event import TAIL
-from .words import percent
+from .words import percent, share
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,7 +63,8 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     event, blame = found.facts.event, found.facts.blame
     if event.kind == "own batch" and not blame.group:
         name = f"the batch of step {event.explained} left out"
-        return [_without(found, name, blame.own_left, blame.own_left_spread, blame.own_after)]
+        numbers = blame.own_left, blame.own_left_spread, blame.own_after
+        return [_without(found, name, *numbers, so_far=blame.own_left_so_far)]
     if event.kind not in ("batch", "group", "own batch"):
         return []
     if blame.group:
@@ -84,14 +85,17 @@ def _one_left_out(found: FlightExplanation, step: int) -> OtherRun:
     values[at + 1 :] -= data["emergence"].values[: len(values) - at - 1]
     explained = data["place"].values.tolist().index(found.facts.event.explained)
     after = float(np.mean(values[max(explained, len(values) - TAIL) :]))
-    run = _without(found, f"the batch of step {step} left out", float(data["left"]), float(data["left_spread"]), after)
+    numbers = float(data["left"]), float(data["left_spread"]), after
+    run = _without(found, f"the batch of step {step} left out", *numbers, so_far=bool(data["left_so_far"]))
     return replace(run, values=tuple(values.tolist()))
 
 
-def _without(found: FlightExplanation, name: str, left: float, spread: float, after: float) -> OtherRun:
+def _without(
+    found: FlightExplanation, name: str, left: float, spread: float, after: float, *, so_far: bool = False
+) -> OtherRun:
     event = found.facts.event
     prevents = left <= event.gone
-    word = "prevents it" if prevents else f"leaves {percent(left, spread)}"
+    word = "prevents it" if prevents else f"leaves {share(left, spread, so_far=so_far)}"
     return OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=event.tail_spread)
 
 

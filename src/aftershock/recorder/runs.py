@@ -118,8 +118,9 @@ def in_use(folder: Path) -> bool:
     container where the disk has no such locks, nobody can tell: it counts as alive."""
     try:
         owner = json.loads((folder / LOCK).read_text())
-        if owner.get("boot") and owner["boot"] == _boot():
-            return _held(folder / LOCK)
+        here_too = owner.get("boot") and owner["boot"] == _boot()
+        if here_too and (held := _held(folder / LOCK)) is not None:
+            return held
         here = socket.gethostname(), _namespace()
         if (owner["host"], owner.get("namespace", here[1])) != here:
             return True
@@ -131,9 +132,18 @@ def in_use(folder: Path) -> bool:
     return True
 
 
-def _held(lock: Path) -> bool:
-    with open(lock) as file:
-        return not _taken(file.fileno())
+def _held(lock: Path) -> bool | None:
+    """Whether a process holds it; None where the disk does not tell."""
+    if fcntl is None:
+        return None
+    with open(lock, "r+") as file:  # on a network disk only a file that may be written to can be locked
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+    return False
 
 
 def _namespace() -> str:
