@@ -35,7 +35,7 @@ from .passes import UNSEEN, Passes
 from .records import Fed, Record, Source, describe
 from .ring import Ring
 from .runs import claim, release
-from .scaling import calling_scaler, scale_now
+from .scaling import loss_scale
 from .snapshot import Snapshots
 from .transfer import Landing, Transfer
 from .triggers import Trigger, Triggered, default_triggers
@@ -398,9 +398,8 @@ class FlightRecorder:
         self._trained.updated()
         self._trained.refuse_others()
         norm = None if self._told else global_norm(grads, range(len(grads)))
-        scale = scale_now(calling_scaler(), first)
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
-        self._update = Update(norm, first, updates_of(first, self.optimizer), scale, hypers)
+        self._update = Update(norm, first, updates_of(first, self.optimizer), loss_scale(first), hypers)
 
     # --- inside
 

@@ -11,8 +11,15 @@ from torch import Tensor
 SCALERS = torch.amp.grad_scaler.__name__
 
 
-def calling_scaler() -> torch.amp.GradScaler | None:
-    """The scaler among the callers of this function; None where the loop calls `optimizer.step()` itself.
+def loss_scale(like: Tensor) -> Tensor | float:
+    """The factor of the scaler that has called the optimizer, 1 where the loop calls `optimizer.step()` itself; on a GPU
+    a tensor, for which nobody waits."""
+    scaler = _calling_scaler()
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), dtype=torch.float32, device=like.device))
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """The scaler among the callers of this function.
 
     Nothing else tells of it: by the time an optimizer's hook runs, gradients may look as if they had never been scaled.
     """
@@ -24,9 +31,3 @@ def calling_scaler() -> torch.amp.GradScaler | None:
             return found
         frame = frame.f_back
     return None
-
-
-def scale_now(scaler: torch.amp.GradScaler | None, like: Tensor) -> Tensor | float:
-    """Its factor; on a GPU as a tensor, for which nobody waits."""
-    one = torch.ones((), dtype=torch.float32, device=like.device)
-    return 1.0 if scaler is None else scaler.scale(one)
