@@ -12,8 +12,10 @@ SCALERS = torch.amp.grad_scaler.__name__
 
 
 def loss_scale(like: Tensor) -> Tensor | float:
-    """The factor of the scaler that has called the optimizer, 1 where the loop calls `optimizer.step()` itself; on a GPU
-    a tensor, for which nobody waits."""
+    """The factor of the scaler that has called the optimizer, 1 where the loop calls `optimizer.step()` itself.
+
+    On a GPU it is a tensor, for which nobody waits.
+    """
     scaler = _calling_scaler()
     return 1.0 if scaler is None else scaler.scale(torch.ones((), dtype=torch.float32, device=like.device))
 
