@@ -119,9 +119,9 @@ class RandomState:
         gauss = [math.nan if spare is None else spare, self.numpy.gauss]
         found = {
             "cpu": self.cpu,
-            "python": torch.tensor(words, dtype=torch.int64),
+            "python": torch.from_numpy(np.array(words, np.int64)),
             "numpy": torch.frombuffer(bytearray(self.numpy.words), dtype=torch.int32),
-            "gauss": torch.tensor(gauss, dtype=torch.float64),
+            "gauss": torch.from_numpy(np.array(gauss, np.float64)),
         }
         return found if self.cuda is None else {**found, "cuda": self.cuda}
 

@@ -45,7 +45,7 @@ class FlightCallback(TrainerCallback):
 
     The loss is the model's own; label smoothing, `compute_loss_func` and an overridden `compute_loss` are not seen.
     The Trainer clips gradients before it calls back, so that their norm is read at the end of each backward pass, of
-    which hooks on the parameters tell. `others` (after, keep, on_trigger) are the recorder's, which is
+    which a hook on the loss tells. `others` (after, keep, on_trigger) are the recorder's, which is
     `callback.recorder`.
 
     >>> from transformers import PrinterCallback, Trainer
@@ -82,7 +82,6 @@ class FlightCallback(TrainerCallback):
         self._losses: list[Tensor] = []
         self._clip: float | None = None
         self._norm: Tensor | None = None  # of the gradient before clipping
-        self._backward = False  # a backward pass is under way whose end is waited for
 
     # --- what `guarded` asks of a recorder
 
@@ -115,10 +114,7 @@ class FlightCallback(TrainerCallback):
         self.recorder = FlightRecorder(model, optimizer, model_loss, self.directory, clip=_clip(args), **self.options)
         self.recorder.__enter__()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._handles = [
-            model.register_forward_hook(Observer(self._after_forward), with_kwargs=True),
-            *(each.register_post_accumulate_grad_hook(Observer(self._after_gradient)) for each in self._parameters),
-        ]
+        self._handle = model.register_forward_hook(Observer(self._after_forward), with_kwargs=True)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -147,8 +143,7 @@ class FlightCallback(TrainerCallback):
     def close(self) -> None:
         """Stop recording; what is on disk is complete. The Trainer does it unless training ended with an error."""
         if self.recorder is not None:
-            for handle in self._handles:
-                handle.remove()
+            self._handle.remove()
             self.recorder.__exit__(None, None, None)
 
     # --- inside
@@ -157,19 +152,17 @@ class FlightCallback(TrainerCallback):
     def _after_forward(self, module: nn.Module, inputs: Any, named: dict[str, Any], outputs: Any) -> None:
         if torch.is_grad_enabled():  # not in evaluation
             self._inputs = dict(named)
-            self._losses.append(_loss_of(outputs).detach())
-            self._backward = False  # one that failed has no end
+            loss = _loss_of(outputs)
+            self._losses.append(loss.detach())
+            loss.register_hook(Observer(self._backward_begins))
 
     @guarded
-    def _after_gradient(self, parameter: nn.Parameter) -> None:
-        if not self._backward:
-            self._backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+    def _backward_begins(self, slope: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     @guarded
     def _after_backward(self) -> None:
         """All gradients at once, in few kernels; with accumulation the last time has those of all micro-batches."""
-        self._backward = False
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._norm = total_norm(grads)
 

@@ -39,6 +39,7 @@ class Passes:
         self.model, self.loss_fn, self.device = model, loss_fn, device
         self.random: RandomState | None = None  # before the pass of the batch that is fed next
         self.forward: Forward | None = None
+        self._parts = tuple(unwrapped(model).named_modules())
         self._numpy: NumpyState | None = None  # as last seen: what has not moved since need not be read in full
         self._called = False  # was the model called since the last batch?
         self._begins = False  # does the loop say where loss_fn begins?
@@ -82,7 +83,7 @@ class Passes:
 
     def _read(self) -> None:
         """What a pass that begins now begins with; autocast and modes as they are when the model is called."""
-        now = Forward.now(unwrapped(self.model), self.device, begun=self._begins)
+        now = Forward.now(self._parts, self.device, begun=self._begins)
         if self.random is None:
             self.random = RandomState.now(self.device, self._numpy)
             self._numpy = self.random.numpy

@@ -58,10 +58,10 @@ class Forward:
     begun: bool = False  # the loop said where it begins: what loss_fn draws before it calls the model is replayed
 
     @classmethod
-    def now(cls, model: nn.Module, device: torch.device, *, begun: bool = False) -> Forward:
-        """What surrounds a pass that begins now."""
+    def now(cls, parts: Sequence[tuple[str, nn.Module]], device: torch.device, *, begun: bool = False) -> Forward:
+        """What surrounds a pass that begins now. parts: the model's `named_modules`, which take longer to list."""
         autocast = Autocast.now(device)
-        evaluating = tuple(name for name, part in model.named_modules() if not part.training)
+        evaluating = tuple(name for name, part in parts if not part.training)
         return cls(autocast.enabled, autocast.dtype, evaluating, begun)
 
 

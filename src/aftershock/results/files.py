@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,10 +59,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     def write(part: str) -> None:
         nonlocal found
         digest = hashlib.sha256(text)
-        with open(part, "wb") as file:
+        with open(part, "wb", buffering=CHUNK) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = _memory(tensors[name])
                 digest.update(data)
                 file.write(data)
             found = digest.hexdigest()
@@ -128,22 +130,28 @@ def digest_of(path: Path) -> str:
 
 def write_whole(path: Path, write: Callable[[str], object]) -> None:
     """Write a file beside its place and move it there: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    part = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
     try:
         write(part)
-        os.chmod(part, 0o666 & ~_umask())  # mkstemp lets nobody else read; an ordinary file would
         os.replace(part, path)
     except BaseException:
         Path(part).unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # reading it means setting it
-    os.umask(mask)
-    return mask
+def _memory(tensor: Tensor) -> memoryview:
+    """Its bytes; those of a dense tensor on the host are not copied.
+
+    Read through NumPy: each call into torch lets other threads in, and beside a training loop this one, and the loop,
+    would then wait for their turn.
+    """
+    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().reshape(-1).view(np.uint8).data
 
 
 def _dtype(name: str, tensor: Tensor) -> str:
