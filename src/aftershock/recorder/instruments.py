@@ -22,7 +22,7 @@ from ..errors import InvalidInput
 from .event import Event
 from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen
-from .triggers import FLATTEST, THRESHOLD, usual
+from .triggers import ALARM, usual
 
 LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
 LEADERS = 3
@@ -204,7 +204,7 @@ def data(
     others = on_weights(quantity, trajectory, at, [*before, *after])
     earlier, later = others[: len(before)], others[len(before) :]
     middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
-    sigma = max(sigma, FLATTEST * abs(middle))
+    sigma = max(sigma, ALARM.flattest * abs(middle))
 
     def high(value: float) -> bool:
         return value - middle >= HALF * (own - middle)
@@ -264,7 +264,7 @@ def _beside_its_kind(
     """
     half = HALF * (seen(quantity, trajectory.steps[at]) - middle)
     there = _low(elsewhere) - middle if elsewhere else -math.inf
-    if there < half and there <= EXTREME * max(THRESHOLD * sigma, abs(middle)):
+    if there < half and there <= EXTREME * max(ALARM.threshold * sigma, abs(middle)):
         return "both"
     came = [seen(quantity, trajectory.steps[time]) for time in alike]
     if came and statistics.median(came) - middle >= half:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.batches import Accumulated, Batch, accumulate
 from ..core.dynamics import Step
 from ..core.structure import flatten
-from .triggers import FLATTEST, scatter
+from .triggers import ALARM, scatter
 
 ALIKE = 2  # batches that stand in for one: a single one would bring its own luck
 # Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at
@@ -41,7 +41,7 @@ def neighbours(step: int, norms: Sequence[float], references: int) -> list[int]:
     """
     others = [i for i in range(len(norms)) if i != step]
     middle, spread = scatter(norms)
-    ordinary = [i for i in others if norms[i] - middle <= FAR * max(spread, FLATTEST * middle)]
+    ordinary = [i for i in others if norms[i] - middle <= FAR * max(spread, ALARM.flattest * middle)]
     pool = ordinary if len(ordinary) >= references else others
     return sorted(pool, key=lambda i: (abs(i - step), i))[:references]
 
