@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from .event import SETTLED, Event
-from .instruments import ORDINARY
+from .instruments import HEIGHTS
 from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
 from .records import Record
@@ -68,7 +68,7 @@ def _largest(flight: Flight, trigger: int) -> int:
     height, own = losses[highest] - event.usual, losses[at] - event.usual
     over = [all(loss <= event.level for loss in losses[i : i + SETTLED]) for i in range(at, highest - SETTLED + 1)]
     another = height > ALARM.far * own or (any(over) and height > own)
-    high = ALARM.threshold if event.is_one else ORDINARY
+    high = ALARM.threshold if event.is_one else HEIGHTS.ordinary
     return numbers[highest] if another and height > high * event.sigma else trigger
 
 

@@ -15,7 +15,7 @@ from .choice import chosen_step, nothing_seen, said_of
 from .descriptions import Describe
 from .event import FEWEST, Event
 from .findings import AFTER, Findings
-from .instruments import ORDINARY
+from .instruments import HEIGHTS
 from .not_a_number import NotANumberFinding, not_a_number
 from .quantity import Quantity, seen
 from .recorder import FlightRecorder
@@ -92,7 +92,7 @@ def _norm_first(replayed: Replay, by_loss: Event) -> bool:
 def _measured(by_loss: Event, norm_first: bool, of: str | None, *, named: bool) -> Quantity:
     """What is explained: as asked for; else the norm where it stands out, and the loss is ordinary. A loss that is
     somewhat high is explained where its step was asked for."""
-    ordinary = not by_loss.is_one or (by_loss.peak <= ORDINARY * by_loss.sigma and not named)
+    ordinary = not by_loss.is_one or (by_loss.peak <= HEIGHTS.ordinary * by_loss.sigma and not named)
     return "gradient norm" if of == "norm" or (of is None and norm_first and ordinary) else "loss"
 
 

@@ -21,8 +21,6 @@ from ..errors import InvalidInput
 from .records import Record
 from .script import build_reference
 
-TO_SIGMA = 1.4826  # of a normal distribution: σ = 1.4826 · MAD
-
 
 @dataclass(frozen=True)
 class Alarm:
@@ -53,6 +51,7 @@ class Alarm:
 
 
 ALARM = Alarm()
+TO_SIGMA = 1.4826  # of a normal distribution: σ = 1.4826 · MAD
 
 
 def say(message: object) -> None:
