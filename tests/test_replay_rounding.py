@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import ReplayMismatch
-from aftershock.recorder.replay import AGREE, Replay, _Proof
+from aftershock.recorder.replay import SAME_RUN, Replay, _Proof
 
 from .cases import make
 
@@ -79,7 +79,7 @@ def test_rounding_that_grows_is_accepted_and_told(tmp_path: Path) -> None:
     recorder, losses = recorded(tmp_path)
     found = replayed(recorder)  # steps lie between the state and the window
     away = abs(float(found.data["loss"][-1]) - losses[-1])
-    assert away > AGREE * losses[-1], "the runs did not part: the test shows nothing"
+    assert away > SAME_RUN.agree * losses[-1], "the runs did not part: the test shows nothing"
     assert "as rounding that grows" in str(found.certificate)
     assert found.facts.event.value_spread >= away
 
@@ -106,7 +106,7 @@ def test_a_difference_that_grows_is_rounding_only_where_rounding_grows(spread: f
     def steps(shares: list[float]) -> list[Any]:
         return [SimpleNamespace(loss=1 + share, clip=SimpleNamespace(norm=1.0, factor=1.0)) for share in shares]
 
-    proof.agree, proof.steps = AGREE, steps([0.0] * len(away))
+    proof.agree, proof.steps = SAME_RUN.agree, steps([0.0] * len(away))
     proof.records = [SimpleNamespace(loss=1 + share, norm=1.0) for share in away]  # type: ignore[misc]
     proof.runs = [tuple(steps([-spread * share for share in away]))]
     assert proof._within() == accepted

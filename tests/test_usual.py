@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import aftershock as ak
-from aftershock.recorder.triggers import THRESHOLD, robust_z, scatter, usual
+from aftershock.recorder.triggers import ALARM, robust_z, scatter, usual
 
 NOISE = 40
 
@@ -34,7 +34,7 @@ def test_a_fall_is_no_spread(length: int) -> None:
     assert 0.5 < sigma < 2
     assert -0.5 * length < middle < -0.5 * length + 0.5 * length / 4 + 1  # a quarter behind at most
     assert scatter(values)[1] > 2 * sigma or length < 33
-    assert robust_z(values[-1] + 60, values) > THRESHOLD
+    assert robust_z(values[-1] + 60, values) > ALARM.threshold
     level = [draw.gauss(0, 1) for _ in range(length)]
     assert usual(level) == scatter(level)
 
@@ -66,7 +66,7 @@ def test_a_batch_of_noise_is_seen_while_the_loss_falls(tmp_path: Path, capsys: p
             recorder.step(batch, loss)
             losses.append(float(loss.detach()))
     middle, spread = scatter(losses[NOISE - 32 : NOISE])
-    assert losses[NOISE] - middle < THRESHOLD * spread  # the fall alone would hide it
+    assert losses[NOISE] - middle < ALARM.threshold * spread  # the fall alone would hide it
     assert f"step {NOISE}: the loss is" in capsys.readouterr().err
     found = ak.explain(recorder, verify=1, treatments=False)
     assert (found.kind, found.blamed) == ("own batch", (NOISE,))

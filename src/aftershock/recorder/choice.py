@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from .event import SETTLED, Event
-from .instruments import ORDINARY
+from .instruments import HEIGHTS
 from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
-from .triggers import FAR, THRESHOLD, scatter
+from .triggers import ALARM, scatter
 from .updates import clip_factor
 
 
@@ -67,8 +67,8 @@ def _largest(flight: Flight, trigger: int) -> int:
     highest = max(range(at, len(losses)), key=losses.__getitem__)
     height, own = losses[highest] - event.usual, losses[at] - event.usual
     over = [all(loss <= event.level for loss in losses[i : i + SETTLED]) for i in range(at, highest - SETTLED + 1)]
-    another = height > FAR * own or (any(over) and height > own)
-    high = THRESHOLD if event.is_one else ORDINARY
+    another = height > ALARM.far * own or (any(over) and height > own)
+    high = ALARM.threshold if event.is_one else HEIGHTS.ordinary
     return numbers[highest] if another and height > high * event.sigma else trigger
 
 
@@ -121,8 +121,8 @@ def nothing_seen(flight: Flight) -> str:
         return "Nothing triggered in this run."
     highest = max(losses, key=losses.__getitem__)
     middle, sigma = scatter(list(losses.values()))
-    told = f"a spike is told from {THRESHOLD:g} robust σ above the losses before it on"
-    if losses[highest] > middle + THRESHOLD * sigma:
+    told = f"a spike is told from {ALARM.threshold:g} robust σ above the losses before it on"
+    if losses[highest] > middle + ALARM.threshold * sigma:
         told = f"step={highest} explains it"
     return (
         f"Nothing triggered in this run. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .quantity import Quantity
-from .triggers import FLATTEST, THRESHOLD, USUAL, usual
+from .triggers import ALARM, usual
 
 
 @dataclass(frozen=True)
 class Bars:
     """The numbers that decide a verdict."""
 
-    gone: float = USUAL  # robust σ above the usual value, below which there is no event
+    gone: float = ALARM.usual  # robust σ above the usual value, below which there is no event
     little: float = 0.2  # of the event: what may be left of one that is gone, where that is ordinary (`ordinary`)
     nothing: float = 1e-3  # of the event: what is ordinary beside a usual value of zero that does not scatter
     # Times the ordinary height: a run that rises beyond it blows up, whatever share of the event that is. One that fits
@@ -68,7 +68,7 @@ class Event:
         onset = step
         for _ in range(2):  # the usual value by all before the step, then by those before the onset
             middle, spread = known or usual(values[:onset] or values[:1])
-            spread = max(spread, FLATTEST * abs(middle))
+            spread = max(spread, ALARM.flattest * abs(middle))
             onset = step
             while onset > FEWEST and values[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
@@ -92,7 +92,7 @@ class Event:
         """How high above the usual nobody would call an event: no trigger tells it, or it is within twice the usual. A
         share of the peak says nothing of that where a run blows up: of 1e10, a hundredth is a blow-up, too. Only where
         the usual value is exactly zero, as a hinge loss may be, nothing else is there to go by."""
-        return max(THRESHOLD * self.sigma, abs(self.usual)) or BARS.nothing * self.peak
+        return max(ALARM.threshold * self.sigma, abs(self.usual)) or BARS.nothing * self.peak
 
     @property
     def gone(self) -> float:

@@ -18,7 +18,7 @@ from .store import Flight
 from .sweep import Swept
 from .treatments import Outcome, sufficient
 from .trials import Inquiry, Trial
-from .triggers import THRESHOLD
+from .triggers import ALARM
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")
@@ -85,7 +85,7 @@ class Findings:
         """Is there something to explain? Where nothing triggered and nobody asked for a step, only what a trigger would
         tell: the last step of an ordinary run may be 3 σ high by chance."""
         event = self.event
-        bar = THRESHOLD if self.nothing_seen else BARS.gone
+        bar = ALARM.threshold if self.nothing_seen else BARS.gone
         return event.values[event.step] > event.usual + bar * event.sigma
 
     @property

@@ -12,15 +12,23 @@ from ..core.dynamics import Step
 from .event import BARS
 from .records import Record
 
+
+@dataclass(frozen=True)
+class Schedule:
+    """The numbers that decide what is a change, of which kind, and how unusual it is."""
+
+    jump: float = 1.1  # a change of less than a tenth in one step is no event
+    ramp: float = 1.2  # the same over the window
+    alike: float = 2.0  # increments of a smooth schedule differ by less from one step to the next
+    equal: float = 1.05  # those of a linear warm-up
+    returned: float = 0.1  # of an excursion: what may be left of it where the schedule went on meanwhile
+    most: float = 1e3  # ratios beyond it, such as from zero, are equally unusual
+    harmless: float = 0.3  # weight of a change towards smaller steps, which seldom raise a loss
+
+
+SCHEDULE = Schedule()
 NAMES = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
-JUMP = 1.1  # a change of less than a tenth in one step is no event
-RAMP = 1.2  # the same over the window
-ALIKE = 2.0  # increments of a smooth schedule differ by less from one step to the next
-EQUAL = 1.05  # those of a linear warm-up
-RETURNED = 0.1  # of an excursion: what may be left of it where the schedule went on meanwhile
-MOST = 1e3  # ratios beyond it, such as from zero, are equally unusual
 WEIGHTS = {"excursion": 1.5, "jump": 1.0, "restart": 1.0, "ramp": 0.5, "warm-up": 0.1}
-HARMLESS = 0.3  # weight of a change towards smaller steps
 NAMED = 2  # parameter groups whose values are told, where they differ
 
 
@@ -116,7 +124,7 @@ def _change(
     groups, was, now, far = zip(*members)
     ratio = max((_ratio(name, *pair) for pair in zip(was, now)), key=lambda r: abs(_log(r)))
     smaller = ratio > 1 if name == "eps" else ratio < 1 and not name.startswith("beta")
-    unusual = abs(_log(ratio)) * WEIGHTS[kind] * (HARMLESS if smaller else 1.0)
+    unusual = abs(_log(ratio)) * WEIGHTS[kind] * (SCHEDULE.harmless if smaller else 1.0)
     first, last = min(x for x, _ in far), max(x for _, x in far)
     steps, between = (numbers[at], numbers[until - 1]), (numbers[first], numbers[last])
     return HyperChange(name, kind, at, until, steps, between, groups, was, now, ratio, unusual)
@@ -141,7 +149,7 @@ def _events(name: str, values: Sequence[float], numbers: Sequence[int]) -> list[
     jumps = [
         i
         for i in range(1, len(values))
-        if not smooth[i] and abs(_log(_ratio(name, values[i - 1], values[i]))) > math.log(JUMP)
+        if not smooth[i] and abs(_log(_ratio(name, values[i - 1], values[i]))) > math.log(SCHEDULE.jump)
     ]
     found: list[tuple[str, int, int, float]] = []
     waiting = list(jumps)
@@ -171,8 +179,8 @@ def _smooth(values: Sequence[float]) -> list[bool]:
         return a * b > 0 and math.isfinite(a) and math.isfinite(b) and max(a / b, b / a) <= factor
 
     for i in range(1, len(values) - 1):
-        long = i + 2 < len(values) and alike(i, i + 1, ALIKE) and alike(i + 1, i + 2, ALIKE)
-        if long or alike(i, i + 1, EQUAL):
+        long = i + 2 < len(values) and alike(i, i + 1, SCHEDULE.alike) and alike(i + 1, i + 2, SCHEDULE.alike)
+        if long or alike(i, i + 1, SCHEDULE.equal):
             for j in range(i, i + 3 if long else i + 2):
                 out[j] = True
     return out
@@ -181,7 +189,7 @@ def _smooth(values: Sequence[float]) -> list[bool]:
 def _returned(was: float, changed: float, value: float) -> bool:
     if math.isinf(was) or math.isinf(changed):
         return value == was
-    return abs(value - was) <= RETURNED * abs(changed - was)
+    return abs(value - was) <= SCHEDULE.returned * abs(changed - was)
 
 
 def _falls(values: Sequence[float]) -> bool:
@@ -192,7 +200,7 @@ def _falls(values: Sequence[float]) -> bool:
 def _ramp(name: str, values: Sequence[float], numbers: Sequence[int], first: int) -> list[tuple[str, int, int, float]]:
     """A stretch without jumps whose value changes all the same; it ends with the next jump."""
     changed = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
-    if not changed or abs(_log(_ratio(name, values[0], values[-1]))) < math.log(RAMP):
+    if not changed or abs(_log(_ratio(name, values[0], values[-1]))) < math.log(SCHEDULE.ramp):
         return []
     kind = "warm-up" if name == "lr" and _warms_up(values, numbers) else "ramp"
     return [(kind, first + changed[0], first + len(values), values[-1])]
@@ -201,7 +209,7 @@ def _ramp(name: str, values: Sequence[float], numbers: Sequence[int], first: int
 def _warms_up(values: Sequence[float], numbers: Sequence[int]) -> bool:
     """A rise in equal increments that began near zero, in the window or at the run's first steps."""
     steps = [y - x for x, y in pairwise(values) if y != x]
-    if min(steps) <= 0 or max(steps) > EQUAL * min(steps):
+    if min(steps) <= 0 or max(steps) > SCHEDULE.equal * min(steps):
         return False
     return values[0] <= 0.1 * values[-1] or values[0] / steps[0] <= numbers[0] + 2
 
@@ -215,7 +223,7 @@ def _ratio(name: str, was: float, now: float) -> float:
 
 
 def _log(ratio: float) -> float:
-    return math.log(min(max(ratio, 1 / MOST), MOST))
+    return math.log(min(max(ratio, 1 / SCHEDULE.most), SCHEDULE.most))
 
 
 def _said(value: float) -> str:

@@ -22,21 +22,31 @@ from ..errors import InvalidInput
 from .event import Event
 from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen
-from .triggers import FLATTEST, THRESHOLD, usual
+from .triggers import ALARM, usual
 
-LARGE_UPDATE = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
+
+@dataclass(frozen=True)
+class Heights:
+    """The numbers that decide what kind of event a spike was."""
+
+    large_update: float = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
+    # Robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies.
+    ordinary: float = 5.0
+    half: float = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
+    # Times what is ordinary: bad targets of a likelihood had 1,400 times that on weights of sixty steps before; a sound
+    # batch of a rare kind, on weights that others had spoilt for it, 7 times (benchmarks/culprits).
+    extreme: float = 100.0
+    low: float = 0.2  # of the earlier weights: on so many a batch may be lower without being ordinary
+    least_after: int = 2  # high batches after the spike that make a shift: one may be bad by itself
+    # Of the later half of the batches after it: if fewer are high, what came was a bad shard and has ended.
+    staying: float = 0.25
+
+
+HEIGHTS = Heights()
 LEADERS = 3
-ORDINARY = 5.0  # robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies
-HALF = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
-# Times what is ordinary: bad targets of a likelihood had 1,400 times that on weights of sixty steps before; a sound
-# batch of a rare kind, on weights that others had spoilt for it, 7 times (benchmarks/culprits).
-EXTREME = 100.0
 MOST_ALIKE = 3  # batches whose median stands for their kind: one of them may be bad itself
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
-LOW = 0.2  # of them may have less without the batch being ordinary there
-LEAST_AFTER = 2  # high batches after the spike that make a shift: one may be bad by itself
-STAYING = 0.25  # of the later half of the batches after it that are high, else what came was a bad shard and has ended
 
 
 # --- the update against its memory
@@ -81,7 +91,7 @@ class UpdateSizes:
     def large(self, at: int = -1) -> bool:
         """Larger than a gradient that its memory knows: beyond any ordinary step, and twice what is usual here."""
         usual = self.usual(at)
-        return float(self.whole[at]) > max(LARGE_UPDATE, 2 * (0.0 if math.isnan(usual) else usual))
+        return float(self.whole[at]) > max(HEIGHTS.large_update, 2 * (0.0 if math.isnan(usual) else usual))
 
     def sentence(self, at: int = -1) -> str:
         leaders = [f"{leader.name} ({leader.rms:.2g}, usual {leader.usual:.2g})" for leader in self.leaders(at)]
@@ -168,7 +178,7 @@ class DataFinding:
         before = "on earlier weights every batch is as high"
         if self.elsewhere:
             before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
-        bad_for_all = statistics.median(self.before) - self.usual >= HALF * (self.own - self.usual)
+        bad_for_all = statistics.median(self.before) - self.usual >= HEIGHTS.half * (self.own - self.usual)
         meaning = {
             "weights": "the weights are bad, not the batch"
             if bad_for_all
@@ -204,18 +214,18 @@ def data(
     others = on_weights(quantity, trajectory, at, [*before, *after])
     earlier, later = others[: len(before)], others[len(before) :]
     middle, sigma = usual([seen(quantity, step) for step in trajectory.steps[:at]])
-    sigma = max(sigma, FLATTEST * abs(middle))
+    sigma = max(sigma, ALARM.flattest * abs(middle))
 
     def high(value: float) -> bool:
-        return value - middle >= HALF * (own - middle)
+        return value - middle >= HEIGHTS.half * (own - middle)
 
     elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at, high, quantity), batch, quantity)
     alike = _alike(trajectory, at, high, quantity)
 
     soon, late = later[: len(later) // 2], later[len(later) // 2 :]
-    many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= STAYING * len(late)
-    follows = sum(map(high, later)) >= LEAST_AFTER and many and stay
-    if own - middle <= ORDINARY * sigma:
+    many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= HEIGHTS.staying * len(late)
+    follows = sum(map(high, later)) >= HEIGHTS.least_after and many and stay
+    if own - middle <= HEIGHTS.ordinary * sigma:
         kind = "ordinary"
     elif high(statistics.median(earlier)):
         kind = "weights"
@@ -232,7 +242,7 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     explained step is not one of them."""
 
     def high(value: float) -> bool:
-        return value - event.usual >= HALF * (event.values[event.step] - event.usual)
+        return value - event.usual >= HEIGHTS.half * (event.values[event.step] - event.usual)
 
     loud = [i for i in range(event.onset, event.last + 1) if high(event.values[i])]
     times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
@@ -262,9 +272,9 @@ def _beside_its_kind(
 
     The height itself may grow with the run: a likelihood's does as it learns its scale.
     """
-    half = HALF * (seen(quantity, trajectory.steps[at]) - middle)
+    half = HEIGHTS.half * (seen(quantity, trajectory.steps[at]) - middle)
     there = _low(elsewhere) - middle if elsewhere else -math.inf
-    if there < half and there <= EXTREME * max(THRESHOLD * sigma, abs(middle)):
+    if there < half and there <= HEIGHTS.extreme * max(ALARM.threshold * sigma, abs(middle)):
         return "both"
     came = [seen(quantity, trajectory.steps[time]) for time in alike]
     if came and statistics.median(came) - middle >= half:
@@ -275,7 +285,7 @@ def _beside_its_kind(
 
 def _low(values: Sequence[float]) -> float:
     """The value that all but a few exceed."""
-    return sorted(values)[int(LOW * len(values))]
+    return sorted(values)[int(HEIGHTS.low * len(values))]
 
 
 def _settled(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -12,15 +12,23 @@ from torch import Tensor
 from ..core.batches import Accumulated, Batch, accumulate
 from ..core.dynamics import Step
 from ..core.structure import flatten
-from .triggers import FLATTEST, scatter
+from .triggers import ALARM, scatter
 
+
+@dataclass(frozen=True)
+class Nearness:
+    """The numbers that decide whose batch is like another's, and whose is ordinary."""
+
+    # Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured
+    # at most 3.3 where data have one kind, and 5 to 1,500 for images and letters from two sources.
+    two_kinds: float = 4.0
+    a_kind: int = 3  # other batches that make one: two are near to each other by chance
+    far: float = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference
+
+
+NEARNESS = Nearness()
 ALIKE = 2  # batches that stand in for one: a single one would bring its own luck
-# Standard deviations of a kind's likeness, by which its mean must be above the most alike of the others: measured at
-# most 3.3 where data have one kind, and 5 to 1,500 for images and letters from two sources.
-TWO_KINDS = 4.0
-A_KIND = 3  # other batches that make one: two are near to each other by chance
 BINS = 4096  # in which whole numbers are counted
-FAR = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference
 
 
 def mean_batch(batches: Sequence[Batch]) -> Accumulated:
@@ -41,7 +49,7 @@ def neighbours(step: int, norms: Sequence[float], references: int) -> list[int]:
     """
     others = [i for i in range(len(norms)) if i != step]
     middle, spread = scatter(norms)
-    ordinary = [i for i in others if norms[i] - middle <= FAR * max(spread, FLATTEST * middle)]
+    ordinary = [i for i in others if norms[i] - middle <= NEARNESS.far * max(spread, ALARM.flattest * middle)]
     pool = ordinary if len(ordinary) >= references else others
     return sorted(pool, key=lambda i: (abs(i - step), i))[:references]
 
@@ -85,8 +93,8 @@ class Likeness:
         apart = sums[:-1] / counts - (sums[-1] - sums[:-1]) / (len(order) - counts)
         count = int((counts * (len(order) - counts) * apart**2).argmax()) + 1
         alike, other = values[:count], float(values[count])
-        separate = float(alike.mean()) - other > TWO_KINDS * float(alike.std(correction=0))
-        return order[:count] if separate and A_KIND <= count < len(order) / 2 else []
+        separate = float(alike.mean()) - other > NEARNESS.two_kinds * float(alike.std(correction=0))
+        return order[:count] if separate and NEARNESS.a_kind <= count < len(order) / 2 else []
 
     def same(self, some: Collection[int], among: Collection[int]) -> set[int]:
         """Steps among others that saw the inputs of one of `some`, and these."""

@@ -15,7 +15,7 @@ from .choice import chosen_step, nothing_seen, said_of
 from .descriptions import Describe
 from .event import FEWEST, Event
 from .findings import AFTER, Findings
-from .instruments import ORDINARY
+from .instruments import HEIGHTS
 from .not_a_number import NotANumberFinding, not_a_number
 from .quantity import Quantity, seen
 from .recorder import FlightRecorder
@@ -23,7 +23,7 @@ from .records import Source
 from .replay import Replay, replay, untaken
 from .store import Flight
 from .sweep import Swept
-from .triggers import THRESHOLD, risen, robust_z
+from .triggers import ALARM, risen, robust_z
 
 OTHERS = 8  # batches run on the weights of a step, to tell a bad batch from bad weights
 
@@ -83,16 +83,16 @@ def _event(replayed: Replay, quantity: Quantity, known: tuple[float, float] | No
 
 def _norm_first(replayed: Replay, by_loss: Event) -> bool:
     """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-    if (by_loss.is_one and by_loss.peak > THRESHOLD * by_loss.sigma) or replayed.last < FEWEST:
+    if (by_loss.is_one and by_loss.peak > ALARM.threshold * by_loss.sigma) or replayed.last < FEWEST:
         return False
     *before, last = [seen("gradient norm", step) for step in replayed.trajectory.steps[: replayed.last + 1]]
-    return robust_z(last, before) > THRESHOLD
+    return robust_z(last, before) > ALARM.threshold
 
 
 def _measured(by_loss: Event, norm_first: bool, of: str | None, *, named: bool) -> Quantity:
     """What is explained: as asked for; else the norm where it stands out, and the loss is ordinary. A loss that is
     somewhat high is explained where its step was asked for."""
-    ordinary = not by_loss.is_one or (by_loss.peak <= ORDINARY * by_loss.sigma and not named)
+    ordinary = not by_loss.is_one or (by_loss.peak <= HEIGHTS.ordinary * by_loss.sigma and not named)
     return "gradient norm" if of == "norm" or (of is None and norm_first and ordinary) else "loss"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,11 +20,20 @@ from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
-SAME = 1e-4  # relative: norms that clipping made equal
-NEAR = 1e-3  # relative: a norm that was computed in another way
-ROUNDED = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+
+
+@dataclass(frozen=True)
+class Clues:
+    """The numbers that decide which cause is named."""
+
+    same: float = 1e-4  # relative: losses of one and the same run, norms that clipping made equal
+    near: float = 1e-3  # relative: a norm that was computed in another way
+    rounded: float = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+    mostly: float = 0.1  # of a difference, which may be left where its cause is taken into account
+
+
+CLUES = Clues()
 MASKS = 8  # random states that are tried
-MOSTLY = 0.1  # of a difference, which may be left where its cause is taken into account
 
 ANOTHER_RUN = Cause(
     "gradient",
@@ -72,7 +81,8 @@ def parting(
 ) -> Cause:
     """Why step i of a replayed trajectory is not record i."""
     record, step = some[i], trajectory.steps[i]
-    forward = abs(record.loss - step.loss) > SAME * abs(record.loss)  # the loss is another one before any gradient
+    # the loss is another one before any gradient
+    forward = abs(record.loss - step.loss) > CLUES.same * abs(record.loss)
     if forward and not _repeats(trajectory, i):
         return UNRECORDED
     changed = _changed_clip(some, i, trajectory, forward=forward)
@@ -106,7 +116,7 @@ def parting(
 def _divided_otherwise(record: Record, replayed: float, records: Sequence[Record]) -> bool:
     """Were the losses of an update with fewer micro-batches divided by the number that others have?"""
     few, many = len(record.fed), max(len(other.fed) for other in records)
-    divided = abs(record.loss - replayed * few / many) <= SAME * abs(record.loss)
+    divided = abs(record.loss - replayed * few / many) <= CLUES.same * abs(record.loss)
     return record.divisor is None and few < many and divided
 
 
@@ -123,9 +133,9 @@ def _short(record: Record, records: Sequence[Record]) -> Cause:
 def clipped_alike(records: Sequence[Record]) -> Cause | None:
     """Gradients of many steps that arrived with one and the same norm, the largest: somebody clipped them."""
     largest = max(record.norm for record in records)
-    same = [record for record in records if abs(record.norm - largest) <= SAME * largest]
+    same = [record for record in records if abs(record.norm - largest) <= CLUES.same * largest]
     told = same[0].clip
-    if len(same) <= max(len(records) // 4, 1) or (told is not None and abs(largest - told) <= SAME * told):
+    if len(same) <= max(len(records) // 4, 1) or (told is not None and abs(largest - told) <= CLUES.same * told):
         return None
     return other_clip(told, largest, f"the gradients of {len(same)} steps arrived with one and the same norm")
 
@@ -140,7 +150,7 @@ def _changed_clip(some: Sequence[Record], i: int, trajectory: Trajectory, *, for
     raw, arrived = step.clip.norm, record.norm
     if forward and not (step.clip.binds and _follows_unclipped(some[i].loss, at, trajectory)):
         return None
-    if forward or abs(arrived - raw) <= NEAR * raw:
+    if forward or abs(arrived - raw) <= CLUES.near * raw:
         how = "arrived unclipped"
     elif arrived < raw and chosen(arrived):
         how = f"arrived with {arrived:.4g}"
@@ -160,7 +170,7 @@ def _follows_unclipped(loss: float, at: int, trajectory: Trajectory) -> bool:
     step, following, code = trajectory.steps[at], trajectory.steps[at + 1], trajectory.dynamics.loss
     state = trajectory.dynamics.advance(replace(step, max_norm=None), trajectory.state(at))[0]
     found = code.value(state.theta, state.buffers, following.batch, following.random, following.where).loss
-    return abs(float(found) - loss) <= min(SAME * abs(loss), MOSTLY * abs(following.loss - loss))
+    return abs(float(found) - loss) <= min(CLUES.same * abs(loss), CLUES.mostly * abs(following.loss - loss))
 
 
 def _not_zeroed(some: Sequence[Record], i: int, trajectory: Trajectory) -> bool:
@@ -169,9 +179,9 @@ def _not_zeroed(some: Sequence[Record], i: int, trajectory: Trajectory) -> bool:
     for at in range(1, i + 1):
         norm, replayed = some[at].norm, trajectory.steps[at].clip.norm * trajectory.steps[at].clip.factor
         off = abs(replayed - norm)
-        if off > ROUNDED * norm:
+        if off > CLUES.rounded * norm:
             left = abs(_norm_with_the_one_before(trajectory, at) - norm)
-            return left <= min(MOSTLY * off, NEAR * norm)
+            return left <= min(CLUES.mostly * off, CLUES.near * norm)
     return False
 
 
@@ -208,7 +218,7 @@ def _other_masks(record: Record, i: int, trajectory: Trajectory) -> bool:
     others = [other.random for other in trajectory.steps if other.index != i][:MASKS]
     values = [float(loss.value(state.theta, state.buffers, step.batch, random, step.where).loss) for random in others]
     spread = max((abs(value - step.loss) for value in values), default=0.0)
-    return ROUNDED * abs(step.loss) < spread and abs(record.loss - step.loss) <= 2 * spread
+    return CLUES.rounded * abs(step.loss) < spread and abs(record.loss - step.loss) <= 2 * spread
 
 
 def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:

@@ -26,11 +26,19 @@ from .parting import Recorded, clipped_alike, parting, said
 from .quantity import Quantity, recorded, seen
 from .records import Forward, Record, Source
 
+
+@dataclass(frozen=True)
+class SameRun:
+    """The numbers that decide whether a replay is the recorded run."""
+
+    agree: float = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
+    agree_autocast: float = 1e-3  # the same where products are rounded to 16 bits
+    scattered: float = 10.0  # times the spread of the replays so far: kernels round more often than once a step
+    wide: float = 1e-2  # relative: losses of two replays that differ by more, which may be as much as a spike
+
+
+SAME_RUN = SameRun()
 REPLAYS = 4  # at most, of a run that does not repeat itself: as many as tell that the recording is one of them
-SCATTERED = 10.0  # times the spread of the replays so far: kernels round more often than once a step
-WIDE = 1e-2  # relative: losses of two replays that differ by more, which may be as much as a spike
-AGREE = 1e-4  # relative: rounding of another kernel stays far below, another batch or mask far above
-AGREE_AUTOCAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ class _Proof:
     ) -> None:
         self.first, self.records, self.source, self.recorded, self.memory = first, records, source, recorded, memory
         coarsest = max(torch.finfo(dtype).eps for dtype in first.loss.layout.dtypes)
-        self.agree = max(AGREE_AUTOCAST if first.loss.autocast.enabled else AGREE, coarsest)
+        self.agree = max(SAME_RUN.agree_autocast if first.loss.autocast.enabled else SAME_RUN.agree, coarsest)
         self.worst = 0.0
         self.steps: list[Step] = []  # replayed so far
         self.runs: list[tuple[Step, ...]] = []  # of replays of all records that start a rounding away
@@ -239,7 +247,7 @@ class _Proof:
 
     def _widely(self) -> bool:
         pairs = [(step.loss, other.loss) for run in self.runs for step, other in zip(self.steps, run)]
-        return any(_off(*pair) > WIDE for pair in pairs)
+        return any(_off(*pair) > SAME_RUN.wide for pair in pairs)
 
     def _rounding_away(self, seed: int) -> tuple[Step, ...]:
         """All steps from a first state that differs by a rounding; only what was seen is kept, no state."""
@@ -265,7 +273,7 @@ class _Proof:
                 values = [each[name] for each in seen]
                 widest[name] = max(widest[name], max(values) - min(values))
                 off = _off(was, now)
-                if off > self.agree and (early or abs(was - now) > SCATTERED * widest[name]):
+                if off > self.agree and (early or abs(was - now) > SAME_RUN.scattered * widest[name]):
                     return False
                 equal = equal and off == 0
                 parted = parted or _off(max(values), min(values)) > self.agree

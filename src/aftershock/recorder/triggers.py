@@ -21,27 +21,37 @@ from ..errors import InvalidInput
 from .records import Record
 from .script import build_reference
 
+
+@dataclass(frozen=True)
+class Alarm:
+    """The numbers that decide what is told."""
+
+    flattest: float = 1e-3  # a σ below this part of the median is a run that repeats itself, not one without noise
+    threshold: float = 8.0  # robust σ: of a normal spread never reached; losses have longer tails
+    usual: float = 3.0  # robust σ: a value within them is no event
+    far: float = 2.0  # times: two heights within this factor are one height
+    # A source of data that is harder than the rest rises above any number of σ each time it comes, because MAD sees the
+    # usual steps only. What has been told four times is no news: four, since a planted cause may act three times before
+    # the spike that it is asked about, and within four windows, since a source may come once a window. With these
+    # numbers a source every 6th step alarms 7 times in 300 steps and no longer 41 times, and every spike of
+    # benchmarks/spikes and benchmarks/culprits that alarmed before still does (28 of 28, 88 of 88; a run's first alarm
+    # is never held back).
+    often: int = 4  # times that a height is told
+    memory: int = 4  # windows
+    higher: float = 1.25  # times the highest of them: a new worst spike is news, however often one nearly as high came
+    # Before there are enough losses for a spread they fall fast and scatter, so that only what is far above them is
+    # told. With these numbers none of 1248 ordinary runs alarmed in its first 16 steps; of 280 that blew up there, 23
+    # of 31 did that had made three steps before, and 59 of the other 249 (docs/limits.md).
+    early: int = 16  # steps
+    first: int = 4  # losses that say where a run began
+    blown: float = 1000.0  # times the highest, where there are fewer
+    risen: float = 3.0  # times the highest, where there are as many
+    lone: float = 8.0  # spreads above: of one loss above all before it
+    held: float = 3.0  # the same of two in a row above the first
+
+
+ALARM = Alarm()
 TO_SIGMA = 1.4826  # of a normal distribution: σ = 1.4826 · MAD
-FLATTEST = 1e-3  # a σ below this part of the median is a run that repeats itself, not one without noise
-THRESHOLD = 8.0  # robust σ: of a normal spread never reached; losses have longer tails
-USUAL = 3.0  # robust σ: a value within them is no event
-FAR = 2.0  # times: two heights within this factor are one height
-# A source of data that is harder than the rest rises above any number of σ each time it comes, because MAD sees the
-# usual steps only. What has been told four times is no news: four, since a planted cause may act three times before the
-# spike that it is asked about, and within four windows, since a source may come once a window. With these numbers a
-# source every 6th step alarms 7 times in 300 steps and no longer 41 times, and every spike of benchmarks/spikes and
-# benchmarks/culprits that alarmed before still does (28 of 28, 88 of 88; a run's first alarm is never held back).
-OFTEN = 4  # times that a height is told
-MEMORY = 4  # windows
-HIGHER = 1.25  # times the highest of them: a new worst spike is news, however often one nearly as high came
-# Before there are enough losses for a spread they fall fast and scatter, so that only what is far above them is told.
-# With these numbers none of 1248 ordinary runs alarmed in its first 16 steps; of 280 that blew up there, 23 of 31 did
-# that had made three steps before, and 59 of the other 249 (docs/limits.md).
-EARLY = 16  # steps
-FIRST = 4  # losses that say where a run began
-BLOWN = 1000.0  # times the highest, where there are fewer
-RISEN = 3.0  # times the highest, where there are as many
-LONE, HELD = 8.0, 3.0  # spreads above: of one loss above all before it, of two in a row above the first
 
 
 def say(message: object) -> None:
@@ -110,7 +120,7 @@ def usual(values: Iterable[float]) -> tuple[float, float]:
     """
     values = list(values)
     middle, spread = scatter(values)
-    if len(values) < EARLY:
+    if len(values) < ALARM.early:
         return middle, spread
     half = len(values) // 2
     fall = statistics.median(values[:half]) - statistics.median(values[-half:])
@@ -124,27 +134,27 @@ def usual(values: Iterable[float]) -> tuple[float, float]:
 def robust_z(value: float, before: Collection[float]) -> float:
     """(x − median) / (1.4826 · MAD) of the values before it, as `usual` has them."""
     middle, spread = usual(before)
-    spread = max(spread, FLATTEST * abs(middle))
+    spread = max(spread, ALARM.flattest * abs(middle))
     return (value - middle) / spread if spread > 0 else math.inf if value > middle else 0.0
 
 
 def rose_at_once(value: float, before: Sequence[float]) -> str | None:
     """How a loss is far above the few before it: by itself, or as the second in a row that is far above the first."""
-    first, several = before[:FIRST], len(before) > 1
-    if not before or robust_z(value, before) <= USUAL:
+    first, several = before[: ALARM.first], len(before) > 1
+    if not before or robust_z(value, before) <= ALARM.usual:
         return None
-    if _far(value, before, LONE):
+    if _far(value, before, ALARM.lone):
         return f"where the {f'highest of the {len(before)}' if several else 'one'} before it is {max(before):.4g}"
-    if len(before) > FIRST and _far(min(value, before[-1]), first, HELD):
-        return f"after {before[-1]:.4g}, where the highest of the first {FIRST} is {max(first):.4g}"
+    if len(before) > ALARM.first and _far(min(value, before[-1]), first, ALARM.held):
+        return f"after {before[-1]:.4g}, where the highest of the first {ALARM.first} is {max(first):.4g}"
     return None
 
 
 def _far(value: float, before: Sequence[float], spreads: float) -> bool:
     high = max(before)
-    if len(before) < FIRST:
-        return value > BLOWN * high > 0
-    return value - high > max(spreads * (high - min(before)), (RISEN - 1) * abs(high)) > 0
+    if len(before) < ALARM.first:
+        return value > ALARM.blown * high > 0
+    return value - high > max(spreads * (high - min(before)), (ALARM.risen - 1) * abs(high)) > 0
 
 
 @dataclass
@@ -170,7 +180,7 @@ class Spike:
     """
 
     of: str = "loss"
-    threshold: float = THRESHOLD
+    threshold: float = ALARM.threshold
     warmup: int = 16
     _before: deque[float] = field(default_factory=deque, init=False, repr=False)
     _rises: list[tuple[int, float]] = field(default_factory=list, init=False, repr=False)  # when, and how high
@@ -204,7 +214,7 @@ class Spike:
 
     def _how_far(self, value: float) -> str | None:
         """How far the value is above those before it, in words; None where that is not far."""
-        if self._seen < min(self.warmup, EARLY):
+        if self._seen < min(self.warmup, ALARM.early):
             return rose_at_once(value, list(self._before)) if self.of == "loss" else None
         z = robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
         if z <= self.threshold:
@@ -213,21 +223,22 @@ class Spike:
 
     def _news(self, height: float) -> str | None:
         """What to add to a height that is told; None where it is not."""
-        since = self._seen - MEMORY * (self._before.maxlen or 0)
+        since = self._seen - ALARM.memory * (self._before.maxlen or 0)
         began, highest = self._rises.pop() if self._high else (self._seen, height)
         self._rises = [(at, other) for at, other in self._rises if at > since]
-        known = sum(other * FAR >= height for _, other in self._rises)
+        known = sum(other * ALARM.far >= height for _, other in self._rises)
         top = max((other for _, other in self._rises), default=0.0)
         self._rises.append((began, max(highest, height)))
         told = self._told if self._high else 0.0
-        if height <= FAR * told or (known >= OFTEN and height <= HIGHER * top):
+        if height <= ALARM.far * told or (known >= ALARM.often and height <= ALARM.higher * top):
             self._told = told
             return None
         self._told = height
-        if known != OFTEN - 1:
+        if known != ALARM.often - 1:
             return ""
         return (
-            f" (it was as high {OFTEN - 1} times before, and is told again only where it is the highest by a quarter)"
+            f" (it was as high {ALARM.often - 1} times before, and is told again only where it is the highest by a "
+            "quarter)"
         )
 
     def _say_blind(self) -> None:
@@ -312,7 +323,7 @@ class Drift:
         if middle - lowest <= self.threshold * self._then:
             self._above = 0
             return None
-        sigma = max(scatter(last)[1], self._then, FLATTEST * abs(middle))
+        sigma = max(scatter(last)[1], self._then, ALARM.flattest * abs(middle))
         self._above = self._above + 1 if middle - lowest > self.threshold * sigma else 0
         if self._above < self.patience:
             return None

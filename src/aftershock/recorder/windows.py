@@ -14,7 +14,7 @@ from .records import Record
 from .ring import Ring
 from .script import missing_build
 from .store import Seen
-from .triggers import FAR, Trigger, Triggered, robust_z, say, usual
+from .triggers import ALARM, Trigger, Triggered, robust_z, say, usual
 from .writer import Writer
 
 
@@ -83,7 +83,7 @@ class Windows:
     def _join(self, window: _Open, seen: Seen, reach: int) -> None:
         """A trigger inside an open window; one that is far higher is what the window is then about."""
         earlier = window.seen
-        if math.isfinite(seen.height) and seen.height > FAR * earlier.height:
+        if math.isfinite(seen.height) and seen.height > ALARM.far * earlier.height:
             window.seen = replace(seen, reason=f"{seen.reason}; step {earlier.step}: {earlier.reason}")
             window.limit = seen.step + reach
         else:
