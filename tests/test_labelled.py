@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import stat
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def test_another_kind_of_file_is_refused_by_name(tmp_path: Path) -> None:
         Toy.load(tmp_path / "nothing")
     (tmp_path / "toy" / "score" / "zarr.json").write_text("{")
     with pytest.raises(InvalidFile, match="damaged or not a saved toy"):
+        Toy.load(tmp_path / "toy")
+
+
+def test_a_file_that_has_lost_numbers_is_damaged(tmp_path: Path) -> None:
+    """Of a chunk that is not there zarr makes zeros."""
+    toy().save(tmp_path / "toy")
+    shutil.rmtree(tmp_path / "toy" / "score" / "c")
+    with pytest.raises(InvalidFile, match="its digest does not match"):
         Toy.load(tmp_path / "toy")
 
 

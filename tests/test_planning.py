@@ -500,6 +500,34 @@ def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytes
         path.rank(pool, probe)
 
 
+@pytest.mark.parametrize(
+    ("name", "trained", "keep"),
+    [("mlp", 1, "states"), ("lm", 40, "states"), ("mlp", 40, "checkpoints"), ("conv", 1, "states")],
+)
+def test_a_ranking_of_examples_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:
+    path, pool, probe = with_pool(name, trained, keep)
+    for count, verify in ((1, 0), (3, 2), (12, 2), (12, 8)):
+        real, _ = measured(lambda: path.rank_examples(pool[:count], probe, verify=verify))  # noqa: B023
+        estimate = path.estimate_rank_examples(pool[:count], probe, verify=verify)
+        assert_close(estimate.memory, real, (count, verify))
+
+
+def test_a_ranking_of_examples_is_cut_to_fit() -> None:
+    path, pool, probe = with_pool("conv", 1)
+    whole, need = (f(pool, probe, verify=2) for f in (path.rank_examples, path.estimate_rank_examples))
+    limit = path.estimate_rank_examples(pool[:3], probe, verify=2).memory
+    planned = path.estimate_rank_examples(pool, probe, verify=2, memory=limit)
+    assert (need.chunks, planned.chunks > 3, planned.memory <= limit < need.memory // 2) == (1, True, True)
+    found: list[ak.api.examples.ExampleRanking] = []
+    real, _ = measured(lambda: found.append(path.rank_examples(pool, probe, verify=2, memory=limit)))
+    assert real <= (1 + WITHIN) * limit
+    for key in ("predicted", "measured"):
+        one, other = (ranking.data.sortby(["batch", "index"])[key].values for ranking in (found[0], whole))
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(other)))
+    with pytest.raises(OutOfMemory, match="What would fit"):
+        path.estimate_rank_examples(pool, probe, memory="1KiB")
+
+
 @pytest.mark.parametrize("name", ["mlp", "lm"])
 def test_an_explanation_fits_or_says_so(name: str) -> None:
     path, pool, probe = with_pool(name, 1)
@@ -562,11 +590,11 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
                 path.rank(pool, probe, verify=1)
         assert held.seen == [6, 3, 1]
         monkeypatch.undo()
-    scored = Failing(examples.example_scores, lambda *given, **named: given[4], 100)
+    scored = Failing(examples.example_scores, lambda *given, **named: given[4], 10)
     shares = path.rank_examples(pool, probe, verify=1).data["predicted"].values
     monkeypatch.setattr(examples, "example_scores", scored)
     np.testing.assert_allclose(path.rank_examples(pool, probe, verify=1).data["predicted"].values, shares, rtol=1e-9)
-    assert scored.seen == [1024, 512, 256, 128, 64]
+    assert scored.seen == [36, 18, 9]
     monkeypatch.setattr(GradientGraph, "add_products_", Failing(None, lambda *given: 1, 0))
     for work in (path.rank, path.rank_examples, lambda pool, probe: path.explain(probe)):
         with pytest.raises(OutOfMemory, match="the adjoint sweep ran out of memory in spite of the plan"):
@@ -613,4 +641,5 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
         return measured(lambda: scores(control, direction, batch, "", count, weight=None, tested=examples.SPREAD))[0]
 
     limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
-    assert 1024 <= sweep_plans.examples_at_once(path.trajectory, limit) <= 2000
+    each = sweep_plans.ExampleFootprint.of(path.trajectory, others[0])
+    assert 1024 <= sweep_plans.examples_at_once(path.trajectory, each, 3600, limit) <= 2000

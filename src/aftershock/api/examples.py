@@ -18,12 +18,12 @@ from ..core.examples import EXAMPLES_AT_ONCE, SPREAD, example_scores, example_we
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
-from ..core.sweep_plans import SweepPlan, examples_at_once, plan_ranking, with_reruns
+from ..core.sweep_plans import ExampleFootprint, SweepPlan, examples_at_once, plan_examples, rerun_room
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
-from .change import Change
-from .progress import progress
+from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST, Change
+from .progress import Estimate, progress
 from .ranking import SHOWN, common_factor, prepared, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
@@ -102,13 +102,13 @@ def rank_examples(
     wanted = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
     limit = path.memory if memory is None else memory
-    sample = batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
-    few, outcome = len(sample), [watch.horizons]
-    plan = with_reruns(lambda: plan_ranking(watch, outcome, few, limit, least=few), watch, int(wanted > 0), limit)
+    sample = _sample(batches)
+    plan, size, _ = _planned(path, watch, batches, wanted, limit)
     control = path.control(watch.at)
     weight = example_weight(control, max(batches, key=example_count))
     direction = _direction(watch, control, sample, plan)
-    shares = _shares(control, direction, batches, weight, examples_at_once(path.trajectory, limit))
+    shares = _shares(control, direction, batches, weight, size)
+    del direction
     share = torch.cat(shares)
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
@@ -117,8 +117,46 @@ def rank_examples(
     top, spread = to_rerun(share[order].abs(), wanted)
     rerun = torch.cat([top, spread])
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
-    measured[rerun] = _measure_examples(path, control, batches, watch, chosen, weight, limit)
+    measured[rerun] = _measure_examples(
+        path, control, batches, watch, chosen, weight, rerun_room(path.trajectory, len(chosen), limit)
+    )
     return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
+
+
+def estimate(
+    path: Path,
+    pool: Iterable[Batch],
+    probe: Any,
+    *,
+    at: int,
+    horizon: int | None,
+    verify: int,
+    memory: str | int | None,
+) -> Estimate:
+    """See `Path.estimate_rank_examples`."""
+    wanted = reruns(verify)
+    batches, watch = prepared(path, pool, probe, at, horizon)
+    return _planned(path, watch, batches, wanted, path.memory if memory is None else memory)[2]
+
+
+def _sample(batches: Sequence[Batch]) -> Sequence[Batch]:
+    return batches[:: max(1, len(batches) // SAMPLE)][:SAMPLE]
+
+
+def _planned(
+    path: Path, watch: Watch, batches: Sequence[Batch], wanted: int, memory: str | int | None
+) -> tuple[SweepPlan, int, Estimate]:
+    """How the sweep and the pool are cut to fit, how many examples go in one pass, and what all of it costs."""
+    trajectory, steps, sample = path.trajectory, watch.horizons, len(_sample(batches))
+    examples = sum(map(example_count, batches))
+    few = min(wanted, examples)
+    plan = plan_examples(watch, sample, few, memory)
+    each = ExampleFootprint.of(trajectory, max(batches, key=example_count))
+    size = examples_at_once(trajectory, each, examples, memory)
+    gradients = 2 + (GRAPH_COST + PRODUCT_COST) * steps + sample + 3 * FORWARD_COST * len(batches)
+    gradients += few * (1 + steps + FORWARD_COST)
+    seconds, peak = gradients * trajectory.seconds_per_step, max(plan.peak, each.nbytes(size))
+    return plan, size, Estimate(gradients, seconds, peak, math.ceil(examples / size))
 
 
 def _shares(

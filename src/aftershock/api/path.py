@@ -34,6 +34,7 @@ from .change import Change
 from .contributions import Contributions, explain
 from .contributions import estimate as estimate_explain
 from .examples import ExampleRanking, rank_examples
+from .examples import estimate as estimate_rank_examples
 from .progress import Estimate
 from .ranking import VERIFY, Ranking, estimate, rank
 
@@ -441,14 +442,36 @@ class Path:
         one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
         verify: for how many the part is added in an exact rerun, chosen as in `rank`; the reruns calibrate the rest.
-        memory: a budget such as "8GiB"; default: the path's own, or what is free. It is for the sweep and the reruns
-            and, on a GPU, for how many examples go in one pass.
+        memory: a budget such as "8GiB"; default: the path's own, or what is free. It decides how many examples
+            go in one pass, too.
 
         >>> ranking = path.rank_examples(batches, probe, verify=2)
         >>> ranking.data.sizes["example"], [int(batch) for batch in ranking.data["batch"][:3]]
         (48, [5, 5, 1])
         """
         return rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify, memory=memory)
+
+    def estimate_rank_examples(
+        self,
+        pool: Iterable[Batch],
+        probe: Any,
+        *,
+        at: int = 0,
+        horizon: int | None = None,
+        verify: int = VERIFY,
+        memory: str | int | None = None,
+    ) -> Estimate:
+        """What `rank_examples` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are
+        its own.
+
+        A few passes of the model are measured, and the first one makes the path's check, which `rank_examples` then
+        finds done.
+
+        >>> estimate = path.estimate_rank_examples(batches, probe, verify=2)
+        >>> round(estimate.gradients), estimate.chunks
+        (37, 1)
+        """
+        return estimate_rank_examples(self, pool, probe, at=at, horizon=horizon, verify=verify, memory=memory)
 
     def explain(
         self,

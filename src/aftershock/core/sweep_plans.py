@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from .batches import Accumulated, example_count
+from .batches import Accumulated, Batch, example_count, take_examples
 from .contributions import LANCZOS
-from .examples import EXAMPLES_AT_ONCE
-from .footprint import Curvature, Footprint, room
+from .examples import EXAMPLES_AT_ONCE, TESTED, example_derivatives
+from .footprint import Curvature, Footprint, measured, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
-from .memory import readable
-from .planning import LANE_SHARE, Load, plan_history, plan_lanes, plan_reruns, rollout_bytes
+from .memory import budget, readable
+from .planning import LANE_SHARE, Load, Work, plan_history, plan_lanes, plan_reruns, plan_responses, rollout_bytes
 from .probe import Watch
 from .scores import AtOnce
 from .trajectory import Trajectory
@@ -66,13 +66,77 @@ class SweepPlan:
         return None if done else replace(self, at_once=half)
 
 
-def examples_at_once(trajectory: Trajectory, memory: str | int | None) -> int:
-    """How many single examples go through one forward-mode pass."""
-    loss, batch = trajectory.dynamics.loss, trajectory.steps[0].batch
-    if not loss.sharing.wanted or loss.player.pays or isinstance(batch, Accumulated):
-        return EXAMPLES_AT_ONCE
-    each = 2 * Footprint.of(trajectory).value // example_count(batch)  # with its slopes
-    return max(EXAMPLES_AT_ONCE, min(EXAMPLES_LAUNCHED, room(trajectory, memory) // max(each, 1)))
+@dataclass(frozen=True)
+class ExampleFootprint:
+    """What single examples hold: their forward-mode pass, and the gradient of those on which it is tested."""
+
+    vector: int
+    slopes: int  # of one example
+    gradient: int  # of one, beside the gradient itself
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, batch: Batch) -> ExampleFootprint:
+        """Measured on a few examples of a batch: about a gradient of it."""
+        loss, state, random = trajectory.dynamics.loss, trajectory.state(0), trajectory.steps[0].random
+        zero, vector = loss.layout.zeros(), Footprint.of(trajectory).vector
+        count = min(TESTED, example_count(batch))
+
+        def held(n: int) -> tuple[int, int]:
+            some = take_examples(batch, slice(0, n))
+            at = (state.theta, state.buffers, some, random)
+            slopes, _ = measured(lambda: example_derivatives(loss, *at, zero, "the pool"))
+            return slopes, measured(lambda: loss.gradient(*at, "the pool"))[0]
+
+        whole, half = held(count), held(max(1, count // 2))
+        apart = count - max(1, count // 2)
+        further = (whole[1] - half[1]) // apart if apart else whole[1] - vector
+        return cls(vector, -(-whole[0] // count), max(further, 0))
+
+    def nbytes(self, count: int) -> int:
+        """While so many pass at once: the control's gradient, the direction, and the larger of the two."""
+        return 2 * self.vector + max(count * self.slopes, self.vector + max(self.vector, count * self.gradient))
+
+
+def examples_at_once(trajectory: Trajectory, each: ExampleFootprint, examples: int, memory: str | int | None) -> int:
+    """How many of so many single examples go through one forward-mode pass, as many as fit."""
+    loss, available = trajectory.dynamics.loss, room(trajectory, memory)
+    few = not loss.sharing.wanted or loss.player.pays or isinstance(trajectory.steps[0].batch, Accumulated)
+    most = min(examples, EXAMPLES_AT_ONCE if few else EXAMPLES_LAUNCHED)
+    size = next((n for n in range(most, 0, -1) if each.nbytes(n) <= available), None)
+    if size is None:
+        raise OutOfMemory(
+            f"one example at a time needs {readable(each.nbytes(1))} beside the model and the path, and "
+            f'{readable(available)} may be used. What would fit: memory="{readable(math.ceil(1.02 * each.nbytes(1)))}"'
+        )
+    return size
+
+
+def rerun_room(trajectory: Trajectory, few: int, memory: str | int | None) -> int | None:
+    """What is left of a budget beside the gradients of so many examples and the control's; what is free does not hold
+    them."""
+    held = (few + 1) * Footprint.of(trajectory).vector
+    return None if memory is None else max(1, budget(memory, trajectory.device) - held)
+
+
+def plan_examples(watch: Watch, sample: int, few: int, memory: str | int | None) -> SweepPlan:
+    """The sweep of one outcome, slopes of examples from gradients of a sample of batches, and so many reruns."""
+    trajectory, horizons = watch.trajectory, [watch.horizons]
+    held, rerun, lacking = (few + 1) * Footprint.of(trajectory).vector, 0, None
+    try:
+        left = rerun_room(trajectory, few, memory)
+        rerun = held + plan_responses(Work(watch, few, 1), ("exact",), left).peak if few else 0
+    except OutOfMemory as error:
+        lacking = OutOfMemory(f"beside the gradients of {few} examples ({readable(held)} of the memory), {error}")
+    place = plan_history(trajectory, 3 * watch.horizons, memory)
+    needs, available = _Needs(watch, place), room(trajectory, memory)
+    swept = needs.swept(horizons) - needs.control + needs.begun  # the state after the step is not used
+    peak = max(swept, needs.sloped(horizons, sample))
+    if peak > available:
+        raise OutOfMemory(_advice(needs, watch, horizons, available, sample, peak))
+    if lacking is not None:  # the sweep comes first: it mostly needs more
+        raise lacking
+    spare = available - needs.sloped(horizons, sample)
+    return SweepPlan(place, needs.at_once(horizons, sample, sample, spare), max(peak, rerun), spare)
 
 
 def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory: str | int | None) -> SweepPlan:
@@ -101,7 +165,7 @@ def plan_ranking(
     fits = (n for n in range(most, least - 1, -1) if needs.peak(horizons, n) <= available)
     count = next(fits, None)
     if count is None:
-        raise OutOfMemory(_advice(needs, watch, horizons, available, least))
+        raise OutOfMemory(_advice(needs, watch, horizons, available, least, needs.peak(horizons, least)))
     spare = max(0, available - needs.held(horizons, count) - needs.gradients(count))
     return SweepPlan(place, needs.at_once(horizons, count, pool, spare), needs.peak(horizons, count), spare)
 
@@ -120,6 +184,7 @@ class _Needs:
         self.f, self.c = Footprint.of(trajectory), Curvature.of(trajectory)
         made = sum(trajectory.kept(time) is None for time in (watch.at, watch.at + 1))
         self.control = self.f.vector * (1 + 3 * made)
+        self.begun = self.f.vector * (1 + 3 * (trajectory.kept(watch.at) is None))  # without the state after the step
         self.clips = any(step.clip.binds for step in trajectory.steps)
 
     def peak(self, horizons: Sequence[int], count: int) -> int:
@@ -131,6 +196,15 @@ class _Needs:
     def gradients(self, count: int) -> int:
         """While so many are computed."""
         return count * (self.f.row + self.f.vector) if self.f.together else self.f.gradient
+
+    def sloped(self, horizons: Sequence[int], count: int) -> int:
+        """While slopes of examples are fitted to so many gradients: cotangents, how far curves reach, the slopes."""
+        f, v, states = self.f, self.f.vector, self.trajectory.spacing > 1
+        held = self.begun + v * (3 + 4 + count) + self.history(horizons)
+        start = held - count * v + 3 * v + f.piece * 2 // 3
+        beyond = self.trajectory.dynamics.layout.size * torch.int64.itemsize  # at most every coordinate
+        replayed = max(f.gradient, 3 * v) * states
+        return max(start, held + self.gradients(count), held + v + beyond + replayed)
 
     def started(self, outcomes: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
@@ -207,9 +281,8 @@ def _earlier(peak: int, available: int, step: int, steps: int) -> str:
     return f"outcome={outcome} (now {steps}), " if outcome > 0 else ""
 
 
-def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int) -> str:
+def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int, need: int) -> str:
     """What is missing, and what would fit."""
-    need = needs.peak(horizons, least)
     fits = [f'memory="{readable(math.ceil(1.02 * need))}"']
     if len(horizons) > 1:
         if needs.peak(horizons[-1:], 1) <= available:

@@ -35,6 +35,8 @@ NAMES = {
 PLACE = b'"digest": "'  # quotes inside the user's own text are escaped: this occurs once
 BLANK = b"0" * 64  # stands in the digest's place while the digest is computed
 CHUNK = 2**20
+HEADER = "zarr.json"
+MARK = "aftershock_file"  # the attribute of a store that tells that we wrote it
 OTHER_VERSION = "read it with the version of aftershock that wrote it, or make it again with this one"
 
 
@@ -173,14 +175,18 @@ def save_dataset(data: xr.Dataset, path: Path) -> None:
     path: a folder that does not exist yet, an empty one, or an older result, which is replaced.
     """
     require("zarr", "studies", "saved results")
-    _may_replace(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        _may_replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise InvalidFile(f"nothing can be saved at {path}: {error}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # zarr's remarks on strings and metadata are not the user's concern
             # a chunk that is left out because it is empty would come back with other bits: -0.0 as 0.0
             data.drop_encoding().to_zarr(part, mode="w", consolidated=False, write_empty_chunks=True)
+        _mark(part, list(map(str, data.variables)))
         _move(part, path)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -190,7 +196,8 @@ def save_dataset(data: xr.Dataset, path: Path) -> None:
 def load_dataset(path: Path, wanted: Iterable[str], what: str) -> xr.Dataset:
     """A dataset that `save_dataset` wrote, in memory; whatever is wrong with the file is an `InvalidFile`.
 
-    wanted: variables that it must have. what: its name for the user, such as "saved response".
+    wanted: variables that it must have; where any is named, a file without a digest is read, too, as builds before it
+        wrote them. what: its name for the user, such as "saved response".
     """
     import xarray as xr
 
@@ -198,21 +205,75 @@ def load_dataset(path: Path, wanted: Iterable[str], what: str) -> xr.Dataset:
         raise InvalidFile(f"there is no {what} at {path}")
     require("zarr", "studies", "saved results")
     try:
-        data = xr.open_zarr(path, chunks=None, consolidated=False).load()
+        mark, found = _header(path)["attributes"].get(MARK), _contents_digest(path)
+        data = xr.open_zarr(path, chunks=None, consolidated=False).load().drop_encoding()
+        order = mark["variables"] if mark else list(data.variables)
+        changed = mark is not None and found != mark["digest"]
     except Exception as error:  # whatever zarr finds wrong in a foreign file
         raise InvalidFile(f"{path} is damaged or not a {what}: {error}") from error
+    if changed:
+        raise InvalidFile(f"{path} is damaged: it was changed after it was written, and its digest does not match")
+    wanted = list(wanted)
     missing = [name for name in wanted if name not in data.variables]
-    if missing:
-        raise InvalidFile(
-            f"{path} is not a {what} of this version of aftershock: it has no {missing[0]!r}; {OTHER_VERSION}"
-        )
-    return data
+    if missing or not (mark or wanted):
+        lacks = repr(missing[0]) if missing else "digest"
+        raise InvalidFile(f"{path} is not a {what} of this version of aftershock: it has no {lacks}; {OTHER_VERSION}")
+    data.attrs.pop(MARK, None)
+    return _in_order(data, order)
+
+
+def _in_order(data: xr.Dataset, names: Iterable[str]) -> xr.Dataset:
+    """A folder has no order of its own, and a table has one that its reader knows."""
+    import xarray as xr
+
+    ordered = {name: data.variables[name] for name in names}
+    values = {name: one for name, one in ordered.items() if name not in data.coords}
+    return xr.Dataset(values, {name: one for name, one in ordered.items() if name in data.coords}, data.attrs)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads((path / HEADER).read_text())
+    return header
+
+
+def _mark(path: Path, variables: list[str]) -> None:
+    """Say in a store's header that it is ours, in which order its variables come, and what its files hold."""
+    header = _header(path)
+    header["attributes"] = header.get("attributes", {}) | {
+        MARK: {"variables": variables, "digest": _contents_digest(path)}
+    }
+    (path / HEADER).write_text(json.dumps(header, indent=2))
+
+
+def _contents_digest(path: Path) -> str:
+    """sha256 of a store's files with their names, without its mark: of a file that is missing, zarr makes up zeros."""
+    header = _header(path)
+    header["attributes"] = {key: value for key, value in header.get("attributes", {}).items() if key != MARK}
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    for name in sorted(name for name in files if name != HEADER and not files[name].name.startswith(".")):
+        digest.update(json.dumps([name, files[name].stat().st_size]).encode())
+        with open(files[name], "rb") as file:
+            for chunk in _chunks(file):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _may_replace(path: Path) -> None:
     """Only results are replaced: a folder of something else would be lost."""
-    if path.exists() and not (path / "zarr.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or _is_ours(path))):
         raise InvalidFile(f"{path} exists and is not a saved result: choose another path")
+
+
+def _is_ours(path: Path) -> bool:
+    """A store with our mark, or with the provenance that builds before it wrote, which holds nothing but arrays."""
+    try:
+        attributes = _header(path)["attributes"]
+        known = MARK in attributes or "aftershock" in attributes
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    others = (one for one in path.iterdir() if one.name != HEADER and not one.name.startswith("."))
+    return known and all((one / HEADER).is_file() for one in others)
 
 
 def _move(part: Path, path: Path) -> None:

@@ -8,6 +8,7 @@ which memory carries it?              channel_responses, persistence, FrozenMemo
 which batch matters most?             scores, readout_null, match_first_step
 what will it do in an unknown future? repeated_futures, prospective_structure, sampled_future
 what do many systems say together?    aggregate, error_exponents, spearman, compare_answers
+how is a table kept?                  save, load
 """
 
 from ..results.certificate import certify
@@ -48,6 +49,7 @@ from .remainder import decompose
 from .samplers import FittedProcess, fit_process, sample_futures
 from .second_order import second_order
 from .switching import activation_margin, margin_mass, switch_fraction, telescoped_defects
+from .tables import load, save
 from .write_paths import split_write, write_paths
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "fit_process",
     "holm",
     "interactions",
+    "load",
     "logit_tangent",
     "margin_mass",
     "match_first_step",
@@ -86,6 +89,7 @@ __all__ = [
     "residuals",
     "sample_futures",
     "sampled_future",
+    "save",
     "scores",
     "second_order",
     "sign_agreement",
