@@ -60,7 +60,7 @@ def test_what_helps_once_may_be_luck(
             "treatment_blows_up": ("treatment", [False] * 3),
             "treatment_left": ("treatment", [o.left for o in found]),
             "treatment_left_spread": ("treatment", [math.nan] * 3),
-            "treatment_after": ("treatment", [0.5] * 3),
+            "treatment_left_so_far": ("treatment", [o.so_far for o in found]),
         }
     )
     assert [outcome(data, i) for i in range(2)] == [

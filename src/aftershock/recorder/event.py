@@ -39,6 +39,30 @@ SETTLED = 4  # usual values in a row, after which an event is over
 TAIL = 4  # last values of the event: what comes after it
 
 
+class Remains:
+    """What is read from the share of an event that another run leaves, whatever was done otherwise in it."""
+
+    left: float  # of the whole event; of a run that ended early at least so much
+    by_then: float  # of a run that ended early: what it leaves of the event up to there; NaN of others
+    blows_up: bool
+
+    @property
+    def so_far(self) -> bool:
+        """Did the run end early, and is `left` the least that it can be?"""
+        return not math.isnan(self.by_then)
+
+    @property
+    def compared(self) -> float:
+        """What runs are compared by: of the event as far as the run was made, so that one that ended early is not
+        preferred."""
+        return self.by_then if self.so_far else self.left
+
+    @property
+    def removes(self) -> bool:
+        """Is half of the event gone, and no other blow-up in its place?"""
+        return self.left <= BARS.half and not self.blows_up
+
+
 @dataclass(frozen=True)
 class Event:
     """The values of one quantity from the first high one before the explained step to the last recorded one.
@@ -132,9 +156,14 @@ class Event:
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
 
-    def so_far(self, run: Mapping[int, float], without: frozenset[int]) -> float:
+    def so_far(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """Of the whole event, what a run has of it until now: it can only become more."""
         return self._share(run, without, max(run), self.last)
+
+    def remains(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> tuple[float, float]:
+        """`left` and `by_then` of `Remains`, for a run that may have ended early."""
+        ended = max(run) < self.last
+        return self.so_far(run, without), self.left_by_then(run, without) if ended else math.nan
 
     def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
@@ -155,11 +184,22 @@ class Event:
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one, nor one that came sooner; and where steps after it
         are recorded, it ends as usual: half as high at most."""
-        stretch = self._stretch(run, frozenset(), max(run))
-        usual = min(BARS.gone * self.sigma, BARS.half * self.peak)  # of an event that hardly passes the level, half
-        little, tail = self.gone * self.peak, stretch[self.step + 1 - self.onset :][-TAIL:]
-        calm = len(tail) < TAIL or statistics.fmean(tail) - self.usual <= max(usual, BARS.half * little)
-        return calm and max(max(stretch) - self.usual, self._earlier(run)) <= max(usual, little)
+        tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-TAIL:]
+        calm = len(tail) < TAIL or statistics.fmean(tail) - self.usual <= max(self._scatters, BARS.half * self._little)
+        return calm and self._low(run)
+
+    @property
+    def _scatters(self) -> float:
+        """How high above the usual values scatter; of an event that hardly passes the level, half."""
+        return min(BARS.gone * self.sigma, BARS.half * self.peak)
+
+    @property
+    def _little(self) -> float:
+        return self.gone * self.peak
+
+    def _low(self, run: Mapping[int, float]) -> bool:
+        """No event is there until now, nor one that came sooner."""
+        return max(self.height(run), self._earlier(run)) <= max(self._scatters, self._little)
 
     def blows_up(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was.
@@ -181,7 +221,11 @@ class Event:
         return statistics.fmean(values) if values else math.nan
 
     def delayed(self, run: Mapping[int, float]) -> bool:
-        """The event is there, but its peak comes later, and the explained value is usual."""
+        """The event is there, but its peak comes later, and the explained value is usual.
+
+        Of a run that `fails` and ended: is that so whatever it would have done next? What has come later than the
+        path's peak stays later. A run that ended before may still be a delay, which is not known then.
+        """
         theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
         later = theirs.index(max(theirs)) > ours.index(max(ours))
         return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
@@ -189,6 +233,11 @@ class Event:
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""
         return max(run) >= self.step and self.so_far(run, without) > BARS.half
+
+    def fails(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
+        """The same of a treatment: whatever its run does next, it does not prevent the event either. Many small values
+        may add up to half of it, none of which is one."""
+        return self.stays(run, without) and not self._low(run)
 
     def decided(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """May a run end of which one wants to know whether it keeps the event? Its own event is there, and over or

@@ -112,7 +112,7 @@ class FlightExplanation(LabelledResult):
         *("clip_factor", "lr", "update_size"),
         *("layer_update_size", "batch_index", "batch_count", "described", "description", "description_is_image"),
         *(f"treatment_{name}" for name in ("left", "left_spread", "after", "after_spread", "prevents", "delays")),
-        *(f"treatment_{name}" for name in ("blows_up", "lucky", "sufficient", "held", "value")),
+        *(f"treatment_{name}" for name in ("blows_up", "lucky", "left_so_far", "idle", "sufficient", "held", "value")),
         *NAMES,
     )
 
@@ -298,7 +298,8 @@ class FlightExplanation(LabelledResult):
             after = f"{self.quantity} after it {run.after:.4g}{plus_minus(run.after_spread)}" if known else ""
             lines.append(f"  {run.name:<{width}}  {run.word:<{words}} {after}".rstrip())
         rest = [idle_in_words(idle, runs) if idle else "", untried_in_words(self)]
-        return "\n".join([*lines, *(f"  {words}" for words in rest if words)])
+        ended = [SO_FAR] if any(run.ended for run in runs) else []
+        return "\n".join([*lines, *(f"  {words}" for words in rest if words), *ended])
 
     def _steps(self) -> str:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""

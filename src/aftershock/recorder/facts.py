@@ -142,6 +142,7 @@ class SettingFacts:
     settings: tuple[str, ...] = along("setting")
     setting_left: tuple[float, ...] = along("setting")
     setting_left_spread: tuple[float, ...] = along("setting")
+    setting_left_so_far: tuple[bool, ...] = along("setting")  # the run ended once half was there: at least so much
     setting_finite: tuple[bool, ...] = along("setting")  # of a step that is not finite: it is so with the former value
 
 

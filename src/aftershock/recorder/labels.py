@@ -128,6 +128,8 @@ def _by_treatment(f: Findings) -> Variables:
         "delays": [o.delays for o in tried],
         "blows_up": [o.blows_up for o in tried],
         "lucky": [o.lucky for o in tried],
+        "left_so_far": [o.so_far for o in tried],
+        "idle": [o.idle for o in tried],
         "sufficient": [o is best for o in tried],
         "held": [o is named for o in tried],
     }

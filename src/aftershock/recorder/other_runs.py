@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .event import TAIL
-from .words import percent, share
+from .words import at_least, percent, share
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from .explanation import FlightExplanation
 
-AS_IT_IS = 0.05  # of the event: what a treatment changes at most that is told together with others
+WORSE = 10.0  # times the event: how much more is not told
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class OtherRun:
     chosen: bool  # the one that the verdict speaks of
     after: float = math.nan  # mean of the last values; NaN where there are none, or the run blows up
     after_spread: float = math.nan  # its ±
-    idle: bool = False  # it leaves the event as it is
+    idle: bool = False  # it leaves the event as it is, as far as it was run
+    left: float = math.nan
+    ended: bool = False  # once half of the event was there, and `left` is told as the least that it leaves
 
 
 def other_runs(found: FlightExplanation) -> list[OtherRun]:
@@ -40,14 +42,17 @@ def other_runs(found: FlightExplanation) -> list[OtherRun]:
 
 
 def with_an_effect(runs: Sequence[OtherRun]) -> tuple[list[OtherRun], list[OtherRun]]:
-    """(those worth a line each, those that together say that they leave the event as it is)."""
+    """(those worth a line each, those that are told together: they leave the event as it is, as far as they ran)."""
     idle = [run for run in runs if run.idle and not run.chosen]
     return ([run for run in runs if run not in idle], idle) if len(idle) > 1 else (list(runs), [])
 
 
 def idle_in_words(idle: Sequence[OtherRun], runs: Sequence[OtherRun]) -> str:
-    """Such as: 11 others leave it as it is."""
-    return f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'} leave it as it is"
+    """Such as: 11 others leave it as it is; where some ended early, the least that any of them leaves."""
+    which = f"{len(idle)} {'others' if len(idle) < len(runs) else 'treatments'}"
+    if not any(run.ended for run in idle):
+        return f"{which} leave it as it is"
+    return f"{which} leave ≥ {at_least(min(run.left for run in idle))} each"
 
 
 def untried_in_words(found: FlightExplanation) -> str:
@@ -96,7 +101,8 @@ def _without(
     event = found.facts.event
     prevents = left <= event.gone
     word = "prevents it" if prevents else f"leaves {share(left, spread, so_far=so_far)}"
-    return OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=event.tail_spread)
+    run = OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=event.tail_spread)
+    return replace(run, left=left, ended=so_far)
 
 
 def _treated(found: FlightExplanation) -> list[OtherRun]:
@@ -104,25 +110,33 @@ def _treated(found: FlightExplanation) -> list[OtherRun]:
     runs = []
     for i in range(found.data.sizes["treatment"]):
         own = found.data.isel(treatment=i)
-        blows_up, idle = bool(own["treatment_blows_up"]), abs(float(own["treatment_left"]) - 1) <= AS_IT_IS
         run = OtherRun(
             str(own["treatment"].item()),
             outcome(found.data, i),
             bool(own["treatment_prevents"]),
             tuple(own["treatment_value"].values.tolist()),
             chosen=bool(own[chosen]) and not found.blamed,
-            after=math.nan if blows_up else float(own["treatment_after"]),
+            after=math.nan if own["treatment_blows_up"] else float(own["treatment_after"]),
             after_spread=float(own["treatment_after_spread"]),
-            idle=idle and not bool(own["treatment_delays"]),
+            idle=bool(own["treatment_idle"]),
+            left=float(own["treatment_left"]),
+            ended=_at_least(own),
         )
         runs.append(run)
     return runs
 
 
+def _at_least(own: xr.Dataset) -> bool:
+    """Is what a treatment leaves told, and as the least that it is?"""
+    other = own["treatment_blows_up"] or own["treatment_delays"] or not own["treatment_left"] < WORSE
+    return bool(own["treatment_left_so_far"]) and not other
+
+
 def outcome(data: xr.Dataset, i: int) -> str:
     """What became of the event under a treatment."""
     own = data.isel(treatment=i)
-    left, spread = float(own["treatment_left"]), float(own["treatment_left_spread"])
+    left = float(own["treatment_left"])
+    told = percent(left, float(own["treatment_left_spread"]), so_far=bool(own["treatment_left_so_far"]))
     if own["treatment_prevents"]:
         return "prevents it"
     if own["treatment_blows_up"]:
@@ -130,6 +144,5 @@ def outcome(data: xr.Dataset, i: int) -> str:
     if own["treatment_delays"]:
         return "delays it"
     if own["treatment_lucky"]:
-        return f"prevents it, and leaves {percent(left, spread)} from one rounding away"
-    so_far = " so far" if math.isnan(float(own["treatment_after"])) else ""  # half was there, and the run ended
-    return f"leaves {percent(left, spread)}{so_far}" if left < 10 else "makes it worse"
+        return f"prevents it, and leaves {told} from one rounding away"
+    return f"leaves {told}" if left < WORSE else "makes it worse"

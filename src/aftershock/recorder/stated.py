@@ -148,13 +148,14 @@ def _settings(f: Findings) -> SettingFacts:
         settings=tuple(change.sentence for change in f.changes),
         setting_left=tuple(left),
         setting_left_spread=tuple(spread),
+        setting_left_so_far=tuple([o.so_far for o in f.held] or [False] * count),
         setting_finite=tuple(f.finite_with or [False] * count),
     )
 
 
 def left_spread(f: Findings, outcome: Outcome) -> float:
     """The ± of what a treatment leaves."""
-    return max(f.scatter.spread(f.event.left_by_then, like=outcome.values), outcome.left_apart)  # NaN stays NaN
+    return max(f.scatter.spread(f.event.so_far, like=outcome.values), outcome.left_apart)  # NaN stays NaN
 
 
 def _instruments(f: Findings) -> InstrumentFacts:

@@ -12,7 +12,7 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .event import BARS, Event
+from .event import Event, Remains
 from .reruns import Run, Values, run_again
 from .scatter import apart
 
@@ -21,6 +21,7 @@ BACK = 8  # steps before the event from which the rules of the whole run differ
 RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)
+AS_IT_IS = 0.05  # of the event: what a treatment changes at most that leaves it as it is
 MOVED = 6  # other runs in which it must be gone, too: where half of all lose it by luck, one case in 64 is mistaken
 
 
@@ -34,10 +35,10 @@ class Treatment:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of the event. `left`: its share that is left; `after`: the mean of the last values of the stretch,
-    NaN for a run that ended before because the event was there. `lucky`: it prevents it in one run, and not in one
-    that starts a rounding away, which is what is told then. `…_apart`: how far these two runs are."""
+class Outcome(Remains):
+    """What became of the event. `left`: its share that is left, of a run that ended early at least; `after`: the mean
+    of the last values of the stretch, NaN for such a run. `lucky`: it prevents it in one run, and not in one that
+    starts a rounding away, which is what is told then. `…_apart`: how far these two runs are."""
 
     treatment: Treatment
     values: Values
@@ -49,11 +50,12 @@ class Outcome:
     lucky: bool = False
     left_apart: float = 0.0
     after_apart: float = 0.0
+    by_then: float = math.nan
 
     @property
-    def removes(self) -> bool:
-        """Is half of the event gone, and no other blow-up in its place?"""
-        return self.left <= BARS.half and not self.blows_up
+    def idle(self) -> bool:
+        """As far as it was run, it leaves the event as it is."""
+        return abs(self.compared - 1) <= AS_IT_IS and not self.delays and not self.blows_up
 
     def beside(self, again: Outcome) -> Outcome:
         """What is told once it was run again from one rounding away: this run where the second does as much, else the
@@ -86,19 +88,21 @@ def try_all(
 
 
 def _run(trajectory: Trajectory, event: Event, some: Sequence[Treatment], tick: Callable[[], None]) -> list[Outcome]:
-    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.stays, event.quantity)
+    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.fails, event.quantity)
     return [_outcome(event, treatment, values) for treatment, values in zip(some, found)]
 
 
 def _outcome(event: Event, treatment: Treatment, values: Values) -> Outcome:
+    left, by_then = event.remains(values)
     return Outcome(
         treatment,
         values,
-        event.left_by_then(values),
+        left,
         event.prevented(values),
         event.delayed(values),
         event.after(values),
         event.blows_up(values),
+        by_then=by_then,
     )
 
 
@@ -121,7 +125,7 @@ def proved(trajectory: Trajectory, event: Event, outcomes: list[Outcome]) -> lis
 def twice(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outcome:
     """The same, beside a second run that starts a rounding away."""
     moved = replace(outcome.treatment.run, jittered=True)
-    (values,) = run_again(trajectory, [moved], event.last, done=event.stays, quantity=event.quantity)
+    (values,) = run_again(trajectory, [moved], event.last, done=event.fails, quantity=event.quantity)
     return outcome.beside(_outcome(event, outcome.treatment, values))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.dynamics import Step
 from ..core.trajectory import Trajectory
-from .event import BARS, Event
+from .event import BARS, Event, Remains
 from .neighbours import Likeness
 from .reruns import Run, Values, run_again
 from .scatter import Scatter, apart
@@ -19,7 +19,7 @@ MOST = 14  # times the window: what runs without steps may cost, beyond which no
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Remains):
     """A run in which some steps never come: what it leaves of the event."""
 
     steps: tuple[int, ...]  # places in the path
@@ -31,21 +31,6 @@ class Trial:
     left_spread: float = math.nan  # the ± of what is left; NaN where the run repeats itself
     value_spread: float = math.nan  # and of the explained value
     by_then: float = math.nan  # of a run that ended early: what it leaves of the event up to there
-
-    @property
-    def so_far(self) -> bool:
-        """Did the run end early, and is `left` the least that it can be?"""
-        return not math.isnan(self.by_then)
-
-    @property
-    def compared(self) -> float:
-        """What a search for several steps goes by: of the event as far as the run was made, so that one that ended
-        early is not preferred."""
-        return self.by_then if self.so_far else self.left
-
-    @property
-    def removes(self) -> bool:
-        return self.left <= BARS.half and not self.blows_up
 
     @property
     def keeps(self) -> bool:
@@ -209,17 +194,17 @@ class Runs:
     def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
         """It ends once it is known whether it removes the event, or that of a placebo whether it keeps it."""
         run, event, out = Run(min(steps), steps, jittered=jittered), self.event, frozenset(steps)
-        done, left = (event.decided, event.left) if placebo else (event.stays, event.so_far)
+        done, share = (event.decided, event.left) if placebo else (event.stays, event.so_far)
         (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
         self.spent.append(len(values))
-        ended = not placebo and max(values) < event.last
+        left, by_then = (event.left(values, out), math.nan) if placebo else event.remains(values, out)
         return Trial(
             tuple(steps),
             values,
-            left(values, out),
+            left,
             event.departs(values, out),
             event.blows_up(values, out),
-            left_spread=self.scatter.spread(lambda run: left(run, out), like=values),
+            left_spread=self.scatter.spread(lambda run: share(run, out), like=values),
             value_spread=self.scatter.spread(lambda run: run[event.step]),
-            by_then=event.left_by_then(values, out) if ended else math.nan,
+            by_then=by_then,
         )

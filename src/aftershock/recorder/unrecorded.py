@@ -46,8 +46,9 @@ def risen(found: FlightExplanation) -> str:
     parts = [
         f"What began this is not known: the window's first losses, from step {first} on, lie above {lowest} already."
     ]
-    for change, left, spread in zip(settings.settings, settings.setting_left, settings.setting_left_spread):
-        stays = percent(left, spread)
+    numbers = zip(settings.setting_left, settings.setting_left_spread, settings.setting_left_so_far)
+    for change, (left, spread, so_far) in zip(settings.settings, numbers):
+        stays = percent(left, spread, so_far=so_far)
         parts.append(f"In the window {change}; with the former value {stays} of the rise is left (replayed).")
     parts.append(
         f"Next time record with a window= that reaches back to where the loss was lowest, more than "

@@ -9,7 +9,7 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
-from .words import percent, plus_minus, share, share_spread
+from .words import at_least, percent, plus_minus, share, share_spread
 
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
@@ -312,11 +312,12 @@ def _unknown(found: FlightExplanation) -> str:
         return f"{said} {treated(found)}".strip()
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
     each = f"each of the {tried} most suspected steps" if tried > 1 else f"step {least.step}, the most suspected,"
-    at_least = " at least" if tried > 1 or least.left_so_far else ""
-    stays = f"{least.left:.0%}{share_spread(least.left_spread)} of it stays"
-    seen = f"without {each}{at_least} {stays}"
+    left = share(least.left, least.left_spread, so_far=False)
+    seen = f"without {each} {left} of it stays"
+    if tried > 1 or least.left_so_far:
+        seen = f"without {each} at least {at_least(least.left, least.left_spread)} of it stays"
     if least.left <= BARS.half:
-        seen = f"without step {least.step} {stays}, and nothing shows that this is special"
+        seen = f"without step {least.step} {left} of it stays, and nothing shows that this is special"
         if blame.cleared:
             seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
     parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found), treated(found)]

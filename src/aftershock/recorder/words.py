@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 
-def percent(left: float, spread: float = math.nan) -> str:
+def percent(left: float, spread: float = math.nan, *, so_far: bool = False) -> str:
     """A share that is left of an event: not nothing."""
     if math.isinf(left):
         return "infinitely much (it diverges)"
     less = left < 0.01 and not spread > 0
-    return "less than 1%" if less else f"{left:.0%}{share_spread(spread)}"
+    return "less than 1%" if less else share(left, spread, so_far=so_far)
 
 
 SO_FAR = "≥: at least so much; the run ended once half of the event was there."
@@ -18,7 +18,13 @@ SO_FAR = "≥: at least so much; the run ended once half of the event was there.
 
 def share(left: float, spread: float, *, so_far: bool) -> str:
     """A share of the event, such as 68% ± 2%, or ≥ 52% where the run ended early."""
-    return f"{'≥ ' if so_far else ''}{left:.0%}{share_spread(spread)}"
+    return f"≥ {at_least(left, spread)}" if so_far else f"{left:.0%}{share_spread(spread)}"
+
+
+def at_least(left: float, spread: float = math.nan) -> str:
+    """A share that is at least so much: rounded down, else it might not be."""
+    down = math.floor(100 * left) / 100 if math.isfinite(left) else left
+    return f"{down:.0%}{share_spread(spread)}"
 
 
 def share_spread(spread: float) -> str:

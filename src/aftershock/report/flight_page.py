@@ -166,10 +166,11 @@ def _runs(found: FlightExplanation) -> str:
     if untried := untried_in_words(found):
         rows += f"\n<tr><td colspan=4>{escape(untried)}.</td></tr>"
     control = f"{event.tail:.4g}{plus_minus(event.tail_spread)}"
+    ended = f" {SO_FAR}" if any(run.ended for run in runs) else ""
     return (
         "<table class='runs'>\n<caption>Each was run again, until half of the event was there or it was "
         f"over. {name.capitalize()} after: the mean of the last of the window; change: against {control}, that of "
-        "the run as it was.</caption>\n"
+        f"the run as it was.{ended}</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     )
 
