@@ -25,6 +25,7 @@ from aftershock.errors import InvalidFile
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.other_runs import other_runs, untried_in_words, with_an_effect
 from aftershock.recorder.triggers import AtStep
+from aftershock.recorder.words import at_least
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
 from aftershock.report.flight_steps import step_list
@@ -349,10 +350,11 @@ def test_the_run_without_the_culprit_is_drawn_strongest(opened: Any, found: Flig
     assert rows.count() == len(telling) + 2
     assert rows.last.text_content() == f"{untried_in_words(found)}."  # somebody is blamed, and runs are spared
     together = rows.nth(len(telling))
-    said = f"{len(idle)} others leave it as it is"
+    least = min(float(found.data["treatment_left"].sel(treatment=run.name)) for run in idle)
+    said = f"{len(idle)} others leave ≥ {at_least(least)} each"  # each run ended once half of the event was there
     assert together.locator("summary").text_content() == said
     assert f"\n  {said}\n" in str(found)
-    assert str(found).split("\n\n")[2].count("\n") == rows.count()
+    assert str(found).split("\n\n")[2].count("\n") == rows.count() + 1  # below them, what ≥ means
     together.locator("summary").click()
     assert together.get_by_text(idle[-1].name).is_visible()
 
