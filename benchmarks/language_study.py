@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for one file per system")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=2026)
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=list(DTYPES))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     study = language_study(
         options.model, options.text, tokenizer=options.tokenizer, fresh=options.fresh, seed=options.seed,
-        quick=options.quick, device=options.device, dtype=options.dtype,
+        quick=options.quick, device=options.device, dtypes=options.dtype,
     )  # fmt: skip
     store = CarriedStore(options.out, study)
     store.prepare()

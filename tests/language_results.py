@@ -27,6 +27,7 @@ def system(
     truncation: float = 0.08,
     noise: float = 1e-6,
     floor: float = 1e-9,
+    dtype: str = "float32",
 ) -> xr.Dataset:
     """d(α) = α a + α² c; a step ε answers a + truncation ε² t + noise/ε n, with unit vectors t, n times ‖a‖."""
     draws = np.random.default_rng(seed)
@@ -47,6 +48,8 @@ def system(
         "domain": ((), domain),
         "parameters": ((), parameters),
         "weights": ((), weights),
+        "dtype": ((), dtype),
+        "text_digest": ((), domain),
         "note": ((), "rounded to Q4_K; instruction-tuned" if weights == "quantized" else ""),
         "control_loss": ("horizon", np.full(HORIZONS, 3.0)),
         "response": (("answer", "scale", "change", "horizon"), np.stack([exact, semilinear, tangent])),
@@ -80,7 +83,8 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 def joined(systems: Sequence[xr.Dataset]) -> dict[str, xr.Dataset]:
     """Results as the runner gives them."""
-    named = [one.expand_dims(system=[f"{one['model'].item()}-{one['domain'].item()}-7-0"]) for one in systems]
+    words = ("model", "domain", "dtype")
+    named = [one.expand_dims(system=["-".join([*(one[word].item() for word in words), "7-0"])]) for one in systems]
     data = xr.concat(named, dim="system", data_vars="all", coords="minimal", compat="identical", join="exact")
     machine = {"machine": "x86_64", "processor": "made-up CPU", "gpu": None, "torch": "0"}
     return {"language": data.assign_attrs(machines=[machine], seed=7, systems=len(named), systems_in_study=len(named))}

@@ -24,7 +24,7 @@ from aftershock.errors import InvalidFile, InvalidInput
 from aftershock.studies.cifar import recipe as cifar
 from aftershock.studies.cifar.data import load_cifar
 from aftershock.studies.cifar.networks import network
-from aftershock.studies.cifar.recipe import cifar_study, run_piece
+from aftershock.studies.cifar.recipe import WHOLE, cifar_study, run_piece
 from aftershock.studies.cifar.scene import FULL, QUICK, Protocol, Scene, build, prepare
 from aftershock.studies.results import merge_pieces
 from aftershock.studies.study import System
@@ -186,6 +186,7 @@ def test_switched_gates_have_their_part_of_every_candidates_error(data: Path) ->
 
 def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
     merged = merge_pieces([{"mlp": piece(data, name)} for name in PIECES])["mlp"]
+    xr.testing.assert_identical(piece(data, WHOLE), merged)
     expected = {
         "exact": ("change", "scale", "horizon"),
         "predicted": ("answer", "change", "scale", "horizon"),

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.recorder import treatments
-from aftershock.recorder.event import Event
+from aftershock.recorder.event import BARS, Event
 from aftershock.recorder.reruns import Run
-from aftershock.recorder.treatments import MOVED, Outcome, Treatment, not_by_luck
+from aftershock.recorder.treatments import Outcome, Treatment, not_by_luck
 
 FIRST, RAISED, WRONG, BACK, STEPS = 176, 195, 224, 234, 238
 RARE = {*range(0, WRONG + 1, 4), BACK}
@@ -90,7 +90,7 @@ def test_a_former_value_removes_an_event_by_luck_where_a_step_left_out_brings_it
     gone, there = (Outcome(held, {}, left, left == 0, delays=False, after=1.0) for left in (0.0, 0.8))
     found = not_by_luck(None, event, gone)  # type: ignore[arg-type]
     assert (found == gone) is (back is None)
-    assert len(asked) == (MOVED if back is None else back)
+    assert len(asked) == (BARS.moved if back is None else back)
     if back is not None:
         assert (found.left, found.prevents) == (pytest.approx(1.0), False)
     assert not_by_luck(None, event, there) == there  # type: ignore[arg-type]  # what stays need not be asked again

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import aftershock as ak
 from aftershock import theory
 from aftershock.commands import cli
-from aftershock.core import playback
+from aftershock.core import path_plans, playback
 from aftershock.core.noise import noise_floor
 from aftershock.errors import InvalidFile, InvalidInput, InvalidLoss, OutOfMemory, WrongHessian
 from aftershock.studies.carried import CarriedStore
@@ -73,7 +73,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def study(folder: Path, name: str, dtype: str = "float64", **options: Any) -> Study:
     return language_study(
         [str(folder / name)], [str(folder / "words.txt")], tokenizer=folder / "tokenizer.json", quick=True,
-        dtype=dtype, **options,
+        dtypes=[dtype], **options,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def one(folder: Path, name: str, dtype: str = "float64", device: str = "cpu") ->
     made = study(folder, name, dtype)
     (system,) = made.systems
     found = made.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
-    return prepare(system, *found, folder / "tokenizer.json", TINY, device, dtype)
+    return prepare(system, *found, folder / "tokenizer.json", TINY, device)
 
 
 @cache
@@ -281,12 +281,14 @@ def test_the_study_runs_in_float32_and_its_results_travel(folder: Path, tmp_path
     name = "llama"
     made = study(folder, name, "float32")
     (system,) = made.systems
-    assert system.name == f"{name}-words-2026-0"
+    assert system.name == f"{name}-words-float32-2026-0"
     data = made.run(system, made.pieces[0])["language"]
     assert data.sizes == {
         "answer": 3, "scale": 5, "change": 2, "horizon": 3, "fd_step": 6, "channel": 8, "part": 8
     }  # fmt: skip
-    assert [str(data[key].values) for key in ("model", "domain", "weights")] == [name, "words", "pretrained"]
+    assert [str(data[key].values) for key in ("model", "domain", "weights", "dtype")] == [
+        name, "words", "pretrained", "float32"
+    ]  # fmt: skip
     assert not data.isnull().any().to_array().any()
     exact = data["response"].sel(answer="exact")
     assert (data["noise_floor"] > 0).all()
@@ -306,12 +308,12 @@ def test_the_study_runs_in_float32_and_its_results_travel(folder: Path, tmp_path
         require_same_sources(made, results)
 
 
-def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files(
+def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files_of_both_dtypes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipe, "QUICK", replace(TINY, candidates=4))  # ranks need three
     grid = ["--model", str(folder / "llama"), str(folder / "neox"), "--text", str(folder / "words.txt"), "--quick"]
-    grid += ["--tokenizer", str(folder / "tokenizer.json"), "--dtype", "float64"]
+    grid += ["--tokenizer", str(folder / "tokenizer.json"), "--dtype", "float32", "float64"]
 
     def run(*words: str) -> None:
         result = CliRunner().invoke(cli.app, list(words))
@@ -321,7 +323,11 @@ def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files(
     run("reproduce", "language", *grid, "--workers", "1", "--out", str(tmp_path / "here"))
     monkeypatch.setattr(sys, "argv", ["study", *grid, "--out", str(tmp_path / "away"), "--device", "cpu"])
     language_benchmark.main()
-    run("gather", str(tmp_path / "home"), str(tmp_path / "away"))
+    (tmp_path / "finer").mkdir()
+    for file in (tmp_path / "away").glob("*-float64-*"):
+        file.rename(tmp_path / "finer" / file.name)
+    assert len(list((tmp_path / "finer").iterdir())) == 2
+    run("gather", str(tmp_path / "home"), str(tmp_path / "away"), str(tmp_path / "finer"))
 
     def cells(out: str) -> list[dict[str, Any]]:
         found = json.loads((tmp_path / out / "tables.json").read_text())["cells"]
@@ -330,6 +336,12 @@ def test_from_the_command_to_tables_and_page_and_the_same_by_carried_files(
     assert cells("home") == cells("here")
     ranking = [cell for cell in cells("here") if cell["table"] == "tab:app_exp3_ranking"]
     assert {"neox, words", "llama, words", "Median"} <= {cell["row"] for cell in ranking if cell["ours"] is not None}
+    exponents = {cell["row"] for cell in cells("here") if cell["table"] == "text:exp3_exponents" and cell["systems"]}
+    assert exponents == {f"{name}, words{dtype}" for name in ("neox", "llama") for dtype in ("", ", float64")} | {
+        "Overall median"
+    }
+    (signs,) = [cell for cell in cells("here") if cell["row"] == "Signs that semilinear recovers (ours)"]
+    assert signs["ours_text"].endswith(" of 8")  # four candidates of each model, in float32 alone
     for out in ("here", "home"):
         page = (tmp_path / out / "report.html").read_text()
         for told in ("Finite differences against the exact tangent", "Noise of finite differences, or real?", "llama"):
@@ -353,6 +365,10 @@ def test_fresh_weights_are_said_plainly(monkeypatch: pytest.MonkeyPatch, folder:
     assert models.find_model("pythia-410m").place == "EleutherAI/pythia-410m"
     drawn = [models.build_model(models.find_model(f"x={folder / 'neox'}", fresh=True), torch.device("cpu"),
                                 torch.float32, seed) for seed in (1, 1, 2)]  # fmt: skip
+    lifted = models.build_model(models.find_model(f"x={folder / 'neox'}", fresh=True), torch.device("cpu"),
+                                torch.float64, 1)  # fmt: skip
+    for single, double in zip(drawn[0].parameters(), lifted.parameters()):
+        assert torch.equal(single.double(), double)  # torch draws other numbers in float64
     embeddings = [model.get_input_embeddings().weight for model in drawn]
     assert torch.equal(embeddings[0], embeddings[1])
     assert not torch.equal(embeddings[0], embeddings[2])
@@ -579,10 +595,10 @@ def test_a_model_that_sees_later_tokens_is_refused(folder: Path, tmp_path: Path)
 
 
 def test_a_card_that_is_too_small_is_told_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene, "free", lambda device: 20 * 2**30)
+    monkeypatch.setattr(path_plans, "free", lambda device: 20 * 2**30)
     with pytest.raises(OutOfMemory, match=r"1,400 million .* What would fit: a model of up to 4\d\d million"):
-        scene.require_room("big", 1_400_000_000, 4, torch.device("cpu"))
-    scene.require_room("small", 300_000_000, 4, torch.device("cpu"))
+        path_plans.require_fit("big", 1_400_000_000, 4, scene.LEAST_VECTORS, torch.device("cpu"))
+    path_plans.require_fit("small", 300_000_000, 4, scene.LEAST_VECTORS, torch.device("cpu"))
 
     def full(*arguments: Any) -> nn.Module:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words")
@@ -634,7 +650,9 @@ def test_bfloat16_weights_are_refused_where_the_response_drowns(
         made.run(made.systems[0], made.pieces[0])
     words = ["--text", folder / "words.txt", "--tokenizer", folder / "tokenizer.json", "--quick", "--workers", "1"]
     told = refused("language", "--model", folder / "neox", *words, "--dtype", "bfloat16", "--out", tmp_path / "out")
-    assert told.startswith("aftershock: neox-words-2026-0: rounding alone moves")  # named once, without its piece
+    assert told.startswith(
+        "aftershock: neox-words-bfloat16-2026-0: rounding alone moves"
+    )  # named once, without its piece
     assert told.count("neox-words") == 1
 
 

@@ -15,6 +15,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from aftershock.commands.cli import app
+from aftershock.errors import InvalidFile
 from aftershock.report.language_figures import language_drawings
 from aftershock.report.language_files import language_files
 from aftershock.report.study_page import write_study_page
@@ -67,6 +68,11 @@ def cells(other: dict[str, xr.Dataset]) -> list[Cell]:
 
 def at(measures: list[Any], table: str, row: str, column: str = "value") -> Any:
     (found,) = [m for m in measures if (m.table, m.row, m.column) == (table, row, column)]
+    return found
+
+
+def about(data: xr.Dataset, subject: str) -> Any:
+    (found,) = [one for one in findings(Candidates(data)) if one.subject == subject]
     return found
 
 
@@ -318,7 +324,8 @@ def test_each_cause_of_a_deviation_is_found() -> None:
     found = {d.name: d for d in exponent_deviations(Candidates(joined(systems)["language"]))}
     causes = {name: d.cause for name, d in found.items()}
     assert causes == {
-        "a, smooth": "none", "a, differences": "finite differences", "a, noisy": "float noise", "a, bent": "real",
+        "a, smooth": "none", "a, differences": "finite differences", "a, noisy": "not clear of noise",
+        "a, bent": "real",
     }  # fmt: skip
     assert found["a, bent"].tangent == pytest.approx(0.5, abs=1e-6)
     assert found["a, smooth"].tangent == pytest.approx(2, abs=1e-6)
@@ -330,7 +337,7 @@ def test_each_cause_of_a_deviation_is_found() -> None:
         (1.69, 2.57, 0.03, "opposite sides"),
         (1.5, 1.4, 0.03, "real"),
         (2.5, 2.4, 0.03, "real"),
-        (0.69, 0.73, 0.478, "float noise"),  # less than half of the error, and within what the noise is known to
+        (0.69, 0.73, 0.478, "not clear of noise"),  # less than half of the error, and within what the noise is known to
         (1.5, 1.9, 0.03, "finite differences"),
         (1.9, 2.36, 0.03, "exact tangent only"),
     ],
@@ -339,6 +346,133 @@ def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
     fd: float, tangent: float, noise: float, cause: str
 ) -> None:
     assert deviations._cause(fd, tangent, noise) == cause
+
+
+def saturated(one: xr.Dataset, noise: float = 0.0) -> xr.Dataset:
+    """A response that the tangent misses by its own size times α, at every scale, and semilinear by α³ / 1000."""
+    one["response"].loc[{"answer": "exact"}] = 2 * one["response"].sel(answer="tangent")
+    one["response"].loc[{"answer": "semilinear"}] = one["response"].sel(answer="exact") * (1 + 1e-3 * one["scale"] ** 2)
+    one["fd_derivative"][:] = one["response"].sel(answer="tangent", scale=1.0, drop=True)
+    one["noise_floor"][:] = noise
+    return one
+
+
+def trembling(one: xr.Dataset) -> xr.Dataset:
+    """A smooth response under noise of its error's size at the smallest scale."""
+    one["response"][0] += 2e-5 * np.random.default_rng(5).standard_normal(one["response"].shape[1:])
+    one["noise_floor"][:] = 2e-5
+    return one
+
+
+@pytest.fixture(scope="module")
+def both() -> dict[str, xr.Dataset]:
+    """Of one model, a deviation of float32 that is gone in float64, one that stays, and one of which nobody knows."""
+    smol = ("SmolLM2-135M", 134_515_008, "quantized")
+
+    def one(domain: str, dtype: str, seed: int) -> xr.Dataset:
+        return system(smol[0], domain, *smol[1:], seed=seed, dtype=dtype)
+
+    return joined([
+        trembling(one("code", "float32", 2)), one("code", "float64", 2),
+        saturated(one("web", "float32", 4), 5e-5), saturated(one("web", "float64", 4), 1e-12),
+        trembling(one("books", "float32", 6)),
+    ])  # fmt: skip
+
+
+def test_float64_tells_float_noise_from_what_is_real(both: dict[str, xr.Dataset]) -> None:
+    found = {d.name: d for d in exponent_deviations(Candidates(both["language"]))}
+    assert {name: d.cause for name, d in found.items()} == {
+        "SmolLM2-135M, code": "float noise", "SmolLM2-135M, web": "real", "SmolLM2-135M, books": "not clear of noise",
+    }  # fmt: skip
+    code, web = (found[f"SmolLM2-135M, {text}"].finer for text in ("code", "web"))
+    assert code is not None
+    assert web is not None
+    assert (code.dtype, code.near) == ("float64", CHANGES)
+    assert code.tangent == pytest.approx(2, abs=1e-6)
+    assert (web.tangent, web.near) == (pytest.approx(1, abs=1e-6), 0)
+    assert web.semilinear == pytest.approx(2e-3 / 16**2, rel=1e-6)
+    noise, real = (about(both["language"], f"exponents: {cause}").sentence for cause in ("float noise", "real"))
+    assert "1 of 3 models and texts" in noise
+    assert "2.00 and 2.00 in float64" in noise
+    assert found["SmolLM2-135M, web"].noise > 0.2  # float32 alone would not have known
+    assert "not in semilinear, whose error is 0.000781% of the tangent's, so it lies in AdamW's arithmetic" in real
+    assert "one was noise and another is real" in about(both["language"], "paper").sentence
+    assert "16 candidates that were run in float64" in about(both["language"], "steps").sentence
+
+
+@pytest.mark.parametrize(
+    ("coarse", "finer", "cause"),
+    [
+        ("none", "none", "none"),
+        ("opposite sides", "none", "float noise"),
+        ("undefined", "none", "none"),
+        ("not clear of noise", "real", "real"),
+        ("none", "finite differences", "finite differences"),
+        ("real", "undefined", "real"),
+    ],
+)
+def test_float64_decides_where_it_was_run(coarse: Any, finer: Any, cause: str) -> None:
+    one = deviations.Deviation("a, b", "float32", 1.0, 1.0, 0.5, 0.5, 0, 8, coarse)
+    assert deviations._decided(one, replace(one, dtype="float64", cause=finer)).cause == cause
+
+
+def test_a_model_and_text_is_pooled_once_and_in_float32(both: dict[str, xr.Dataset]) -> None:
+    data = both["language"]
+    alone = {"language": data.isel(system=(data["dtype"] == "float32").values)}
+    whole = {(c.table, c.row, c.column): c.values for c in build("language", both) if c.systems}
+    pooled = {(c.table, c.row, c.column): c.values for c in build("language", alone) if c.systems}
+    assert {place: whole[place] for place in pooled} == pooled
+    # what float64 adds are rows of its own in the one table that asks what is noise
+    more = whole.keys() - pooled.keys()
+    assert {(table, row) for table, row, _ in more} == {
+        ("text:exp3_exponents", f"SmolLM2-135M, {text}, float64") for text in ("code", "web")
+    }
+    own = whole["text:exp3_exponents", "SmolLM2-135M, code, float64", "Exact tangent (ours)"]
+    np.testing.assert_allclose(own, 2, atol=1e-6)
+    finest = {"language": data.isel(system=(data["dtype"] == "float64").values)}
+    assert at(build("language", finest), "text:exp3_signs", "Positive extrema").ours_text.endswith("of 16")
+    another = data.copy(deep=True)
+    another["text_digest"] = another["text_digest"].astype(object)
+    another["text_digest"][1] = "another text of that name"
+    assert [one.finer for one in exponent_deviations(Candidates(another))][:2] == [None, None]
+    said = described(Candidates(data).conditions)
+    assert "on books, code, web in float32 and on code, web in float64" in said.replace(
+        "code, web, books", "books, code, web"
+    )
+    assert "count a model and a text once, in float32" in said
+    assert "once" not in described(Candidates(alone["language"]).conditions)
+
+
+def test_float64_is_never_taken_for_the_papers_own_run() -> None:
+    lifted = joined(
+        [*paper_systems(noise=3e-4), system("EleutherAI/pythia-1b", "codeparrot", 1_011_781_632, dtype="float64")]
+    )
+    rows = {m.row: m for m in language_measures(lifted) if m.table == "text:exp3_exponents"}
+    assert rows["1B, CodeParrot, float64"].unjudged == "other model"
+    share = at(list(language_measures(lifted)), "text:exp3_validity", "α = 1", "ISO Tangent (FD)")
+    assert (len(share.values), share.unjudged) == (72, "")
+
+
+def test_the_page_shows_float64_beside_float32(both: dict[str, xr.Dataset], tmp_path: Path) -> None:
+    drawings = {d.name: d for d in language_drawings(both)}
+    steps = drawings["fd-steps"]
+    assert list(steps.frames) == ["SmolLM2-135M, code", "SmolLM2-135M, web", "SmolLM2-135M, books"]
+    curve = step_curve(both["language"])["error"]
+    shown = [steps.frames["SmolLM2-135M, code"]["y"][-k] for k in (1, 2)]
+    np.testing.assert_allclose(shown, curve.isel(system=[0, 1]), rtol=1e-3)
+    assert steps.frames["SmolLM2-135M, books"]["y"][-2] == []
+    assert "SmolLM2-135M, web, float64" in drawings["fd-exponents"].figure.data[0].y
+    assert "SmolLM2-135M, web, float64" in drawings["lm-scales"].frames
+    assert len(drawings["lm-ranking"].frames["Exact 1-step"]["y"][0]) == 3
+    page = write_study_page(language_study(), both, build("language", both), tmp_path / "report.html")
+    text = Tags.of(page).text
+    for words in ("count a model and a text once", "it is not in semilinear", "median error in float64"):
+        assert words in text or words in page.read_text()
+
+
+def test_results_that_do_not_say_their_dtype_are_refused(other: dict[str, xr.Dataset]) -> None:
+    with pytest.raises(InvalidFile, match=r"do not say each system's dtype.*run it again in another folder"):
+        conditions(other["language"].drop_vars("dtype"))
 
 
 def test_systems_stand_by_size_and_values_under_their_names_in_whatever_order_they_were_run(tmp_path: Path) -> None:
@@ -418,12 +552,12 @@ def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_seca
 ) -> None:
     data = other["language"].copy(deep=True)
     data["fd_derivative"][:] = 0.7 * data["response"].sel(answer="tangent", scale=1.0) + 1e-9
-    steps = findings(Candidates(data))[0]
+    steps = about(data, "steps")
     assert steps.level == "care"
     assert steps.value == pytest.approx(0.3, abs=1e-3)
     assert "secant" in steps.sentence
     assert "24 of 24 candidates" in steps.sentence
-    assert "secant" not in findings(Candidates(other["language"]))[0].sentence
+    assert "secant" not in about(other["language"], "steps").sentence
     # a rule that sees a seventh of the error does not say how good its step is, however small the error
     near = other["language"].copy(deep=True)
     slope = near["response"].sel(answer="tangent", scale=1.0)
@@ -433,7 +567,7 @@ def test_steps_that_agree_with_each_other_and_not_with_the_derivative_are_a_seca
     near["fd_derivative"] = (slope + shares * size * xr.DataArray(unit(turned), dims="horizon")).transpose(
         *near["fd_derivative"].dims
     )
-    hidden = findings(Candidates(near))[0]
+    hidden = about(near, "steps")
     assert 0.03 < hidden.value < 0.1  # below the bar, so that it would be called good
     assert (hidden.level, "secant" in hidden.sentence) == ("care", True)
 

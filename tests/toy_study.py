@@ -25,7 +25,7 @@ def study(log: Path, delay: float = 0.0, systems: int = 2, seed: int = 2026, **a
     """`systems` of each of two kinds; `log` receives a file per unit that starts and holds requests to fail."""
     chosen = tuple(System(kind, seed, index) for kind in ("mlp", "cnn") for index in range(systems))
     run = functools.partial(run_unit, log=str(log), delay=delay)
-    return Study("toy", chosen, PIECES, run, {"seed": seed, "quick": False, **attrs})
+    return Study("toy", chosen, PIECES, run, {"seed": seed, "quick": False, "dtype": "float64", **attrs})
 
 
 def run_unit(system: System, piece: str, log: str, delay: float) -> dict[str, xr.Dataset]:

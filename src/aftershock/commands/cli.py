@@ -154,7 +154,7 @@ class LanguageOptions:
     texts: tuple[str, ...] = ()
     tokenizer: Path | None = None
     fresh: bool = False
-    dtype: Precision = Precision.float32
+    dtypes: tuple[Precision, ...] = (Precision.float32,)
 
 
 Library = Annotated[
@@ -165,11 +165,13 @@ Library = Annotated[
 class Lists(TyperCommand):
     """`--model A B --text C D` for `--model A --model B --text C --text D`, where the study is the first word."""
 
+    listed = ("--model", "--text", "--dtype")
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words, option = args[:1], ""
         for word in args[1:]:
             if word.startswith("-"):
-                option = word if word in ("--model", "--text") and not args[0].startswith("-") else ""
+                option = word if word in self.listed and not args[0].startswith("-") else ""
             elif option and words[-1] != option:
                 words.append(option)
             words.append(word)
@@ -203,7 +205,12 @@ def reproduce(
         Path | None, typer.Option(help="language: tokenizer.json.", show_default="the model's")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="language: weights drawn anew, only to measure.")] = False,
-    dtype: Annotated[Precision, typer.Option(help="language: of the weights.")] = Precision.float32,
+    dtype: Annotated[
+        list[Precision] | None,
+        typer.Option(
+            help="language: of the weights; float64 beside float32 tells noise. One or more.", show_default="float32"
+        ),
+    ] = None,
     device: Annotated[Device, typer.Option(help="Where cifar and language train.")] = Device.cpu,
     workers: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="one per core")] = None,
     cluster: Annotated[str | None, typer.Option(help="A Dask scheduler, tcp://HOST:8786, instead of them.")] = None,
@@ -214,7 +221,9 @@ def reproduce(
     from ..studies.runner import machine_kinds, run_study, select
 
     start, out = time.monotonic(), out or Path("reproduction") / study.value
-    words = LanguageOptions(tuple(model or ()), tuple(text or ()), tokenizer, fresh, dtype)
+    words = LanguageOptions(
+        tuple(model or ()), tuple(text or ()), tokenizer, fresh, tuple(dtype or [Precision.float32])
+    )
     if study is StudyName.language and device is Device.cuda and cluster is None:
         workers = workers or 1  # systems of one card run one after another
     with _plain_errors("cannot read the data"):
@@ -291,7 +300,7 @@ def _language(seed: int, quick: bool, device: Device, words: LanguageOptions) ->
         warnings.simplefilter("default")
         study = language_study(
             words.models, words.texts, tokenizer=words.tokenizer and words.tokenizer.absolute(), fresh=words.fresh,
-            seed=seed, quick=quick, device=device.value, dtype=words.dtype.value,
+            seed=seed, quick=quick, device=device.value, dtypes=[dtype.value for dtype in words.dtypes],
         )  # fmt: skip
     for one in told:
         if issubclass(one.category, UserWarning):

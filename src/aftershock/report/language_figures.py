@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..results.statistics import across_candidates
@@ -15,6 +15,7 @@ from .drawing import HEIGHT, PAPER_MARK, Drawing, Frame, finish, lines, positive
 from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, scale_axis, zero_line
 
 if TYPE_CHECKING:
+    import numpy as np
     import xarray as xr
     from plotly.graph_objects import Figure
 
@@ -30,11 +31,12 @@ def language_drawings(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     """Every figure of the language study; none for other studies."""
     if "language" not in results:
         return
-    found = Candidates(results["language"])
-    yield _steps(found)
-    yield _exponents(found)
+    every = Candidates(results["language"])
+    found = every.once
+    yield _steps(every)
+    yield _exponents(every)
+    yield _scales(every)
     yield _validity(found)
-    yield _scales(found)
     yield _curves(found)
     yield _ranking(found)
     yield _channels(found)
@@ -47,37 +49,43 @@ def names(found: Candidates) -> list[str]:
 
 
 def _steps(found: Candidates) -> Drawing:
+    """A choice per model and text, as it is pooled; its median error in float64 beside it."""
     import numpy as np
 
     errors, medians = step_error(found.data).sortby("fd_step"), step_curve(found.data)["error"]
     gaps = across_candidates(consistency(found.data["fd_derivative"]))
     steps = errors["fd_step"].values
     frames: dict[str, Frame] = {}
-    for i, name in enumerate(names(found)):
+    shown = names(found)
+    for i, twin in found.pairs:
         own, middle = errors.isel(system=i), medians.isel(system=i).values
         gap = gaps.isel(system=i).reindex(fd_step=steps).values
         curves = [own.isel(change=k).values for k in range(own.sizes["change"])]
         guides = [middle[-1] * (steps / steps[-1]) ** 2, middle[0] * steps[0] / steps]
         guides = [[v if v > GUIDED * np.nanmin(middle) else None for v in guide] for guide in guides]
-        frames[name] = {
-            "x": [steps.tolist()] * (len(curves) + 4),
-            "y": [positive(values) for values in (*curves, *guides, gap, middle)],
+        beside: Sequence[float] | np.ndarray = [] if twin is None else medians.isel(system=twin).values
+        frames[shown[i]] = {
+            "x": [steps.tolist()] * (len(curves) + 3) + [steps.tolist()[: len(beside)], steps.tolist()],
+            "y": [positive(values) for values in (*curves, *guides, gap, beside, middle)],
         }
     count = errors.sizes["change"]
-    labels = ["a candidate"] * count + ["ε² (truncation)", "1/ε (float noise)", "consistency with 2ε", "median error"]
-    figure = lines(frames, labels, ["#d5d9e0"] * count + [FAINT, FAINT, COLOURS[1], SHADES[FD]])
+    labels = ["a candidate"] * count + ["ε² (truncation)", "1/ε (float noise)", "consistency with 2ε"]
+    labels += ["median error in float64", "median error"]
+    figure = lines(frames, labels, ["#d5d9e0"] * count + [FAINT, FAINT, COLOURS[1], INK, SHADES[FD]])
     for k, trace in enumerate(figure.data[:count]):
         trace.update(mode="lines", line={"width": 1}, showlegend=k == 0)
     for trace, dash in zip(figure.data[count : count + 2], ("dash", "dot")):
         trace.update(mode="lines", line={"dash": dash, "width": 1.5})
     figure.data[-1].update(line={"width": 3}, marker={"size": 7})
+    figure.data[-2].update(line={"width": 2.5}, marker={"size": 7, "symbol": "diamond"})
     finish(figure, "finite-difference step ε", "error over the exact tangent", HEIGHT + 60)
     figure.update_xaxes(type="log", tickvals=steps.tolist(), ticktext=[f"1/{1 / s:.0f}" for s in steps])
     decades(figure)
     caption = (
         "How far the centred finite differences are from the exact tangent, by their step. Truncation would grow as ε² "
-        "to the right and float32 noise as 1/ε to the left (guides). The paper has no exact tangent and selects by the "
-        "consistency of two neighbouring steps (blue)."
+        "to the right and float noise as 1/ε to the left (guides). The paper has no exact tangent and selects by the "
+        "consistency of two neighbouring steps (blue). Where the same was run in float64, its median error stands "
+        "beside it: what is lower there was float noise."
     )
     return Drawing("fd-steps", "Finite differences against the exact tangent", caption, figure, ("system",), frames)
 
@@ -95,12 +103,14 @@ def _exponents(found: Candidates) -> Drawing:
         figure.add_scatter(x=x, y=shown, mode="markers", name=NAMES[answer], marker=marker)
     _add_paper(figure, "text:exp3_exponents", NAMES[FD], shown, "paper (its FD)")
     figure.add_vline(x=2, line={"color": FAINT, "width": 1, "dash": "dash"})
-    finish(figure, "exponent p of the error ∝ αᵖ, α ≤ 1/4", "", 130 + 34 * len(shown))
+    finish(figure, "exponent p of the error ∝ αᵖ", "", 130 + 34 * len(shown))
     rows_down(figure, shown, [name.replace(", ", "<br>", 1) for name in shown])
     caption = (
-        "A smooth response has 2 with any derivative that is exact, and with semilinear too: it linearizes the "
-        "gradient, whose bending it misses. An error of the derivative pulls towards 1, float noise of the exact runs "
-        "towards 0."
+        "Over α ≤ 1/4, medians over candidates. A smooth response has 2 with any derivative that is exact, and with "
+        "semilinear too: it linearizes the gradient, whose bending it misses. An error of the derivative pulls towards "
+        "1, and so does an update that saturates below the smallest scale; float noise of the exact runs pulls "
+        "towards 0; where the same was run in float64, noise is gone from its row and what is "
+        "real has stayed."
     )
     return Drawing("fd-exponents", "Error exponents: finite differences and exact tangent", caption, figure)
 

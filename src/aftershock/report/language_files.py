@@ -27,14 +27,15 @@ def language_files(results: Mapping[str, xr.Dataset]) -> Iterator[tuple[str, Fig
     """Every figure of the language study with the name of its file; none for other studies."""
     if "language" not in results:
         return
-    found = Candidates(results["language"])
-    for name, draw in (
-        ("finite-difference-steps", _steps),
-        ("responses", _responses),
-        ("error-by-scale", _scales),
-        ("channels", _channels),
+    every = Candidates(results["language"])
+    found = every.once
+    for name, draw, some in (
+        ("finite-difference-steps", _steps, every),
+        ("responses", _responses, found),
+        ("error-by-scale", _scales, every),
+        ("channels", _channels, found),
     ):
-        yield name, _panels(found, draw)
+        yield name, _panels(some, draw)
     yield "validity", _validity(found)
     yield "ranking", _ranking(found)
 

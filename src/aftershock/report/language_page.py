@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..results.certificate import Certificate
 from ..studies.language.candidates import Candidates
-from ..studies.language.conditions import POOLED, described
+from ..studies.language.conditions import described
+from ..studies.language.deviations import EXPONENTS
 from ..studies.language.deviations import findings as deviations
 from .shell import findings, section
 
@@ -21,10 +22,14 @@ def language_sections(results: Mapping[str, xr.Dataset]) -> list[str]:
     if "language" not in results:
         return []
     found = Candidates(results["language"])
-    paper = all(condition.from_paper for condition in found.conditions)
+    paper = all(condition.from_paper for condition in found.once.conditions)
     judged = "" if paper else " These are not the systems of the paper, so that its numbers are shown and not judged."
-    words = f"{described(found.conditions)} {POOLED}{judged}"
+    words = f"{described(found.conditions)}{judged}"
     return [
         section("Which models", f"<p class='story'>{escape(words)}</p>"),
-        section("Noise of finite differences, or real?", findings(Certificate(deviations(found)))),
+        section(
+            "Noise of finite differences, or real?",
+            f"<p class='story'>{escape(EXPONENTS)}</p>",
+            findings(Certificate(deviations(found))),
+        ),
     ]

@@ -16,12 +16,14 @@ from ..studies.replication import CALIBRATION
 from ..studies.tables import (
     NOTHING_JUDGED,
     NOWHERE,
-    SIGNS,
+    SHOWN,
     agreement,
     by_table,
     entry_words,
+    judged,
     mark,
     provenance,
+    signs,
     table_line,
     verdict,
 )
@@ -58,10 +60,14 @@ def write_study_page(
         f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(verdict(cells))}</p>",
         f"{_facts(cells, made)}</header>",
         *language_sections(results),
+        *(_drawing(one) for one in language_drawings(results)),
         section("Where they do not agree", _disagreements(cells)),
         *(_drawing(one) for one in drawings(results)),
-        *(_drawing(one) for one in language_drawings(results)),
-        section("The paper's tables", _legend(study.name), *(_table(label, some) for label, some in tables.items())),
+        section(
+            "The paper's tables",
+            _legend(study.name, cells),
+            *(_table(label, some, judged(cells)) for label, some in tables.items()),
+        ),
         section("The rules", _rules(cells)),
         section("Where this comes from", provenance_table(made)),
     ]
@@ -92,7 +98,7 @@ def _facts(cells: Sequence[Cell], made: Mapping[str, object]) -> str:
 # --- tables
 
 
-def _table(label: str, cells: Sequence[Cell]) -> str:
+def _table(label: str, cells: Sequence[Cell], any_judged: bool) -> str:
     columns = list(dict.fromkeys(cell.column for cell in cells))
     found = {(cell.row, cell.column): cell for cell in cells}
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
@@ -105,7 +111,7 @@ def _table(label: str, cells: Sequence[Cell]) -> str:
     return (
         f"<div class='wide'><table class='paper' id='{escape(label)}'>\n"
         f"<caption><strong>{escape(table.title)}</strong> <code>{escape(names)}</code><br>"
-        f"{escape(table_line(cells))}</caption>\n"
+        f"{escape(table_line(cells) if any_judged else SHOWN.get(label, ''))}</caption>\n"
         f"<thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table></div>"
     )
 
@@ -149,22 +155,25 @@ def _tested(cell: Cell) -> str:
     return "".join(parts)
 
 
-def _legend(study_name: str) -> str:
-    signs = "\n".join(f"<dt>{escape(sign)}</dt><dd>{escape(meaning)}</dd>" for sign, meaning in SIGNS.items())
+def _legend(study_name: str, cells: Sequence[Cell]) -> str:
+    meanings = "\n".join(f"<dt>{escape(sign)}</dt><dd>{escape(meaning)}</dd>" for sign, meaning in signs(cells).items())
+    trust = (
+        "\n<details><summary class='more'>How far the verdict can be trusted</summary>"
+        f"<p class='story'>{escape(CALIBRATION)}</p></details>"
+    )
     return (
         f"<p class='story'>{escape(entry_words(study_name))} Click an entry for its rule.</p>\n"
-        f"<dl class='signs'>\n{signs}\n</dl>\n"
+        f"<dl class='signs'>\n{meanings}\n</dl>\n"
         "<p class='story'><span class='key agrees'>replicates</span> <span class='key differs'>does not</span> "
         "<span class='key ours'>ours only</span> "
-        "<span class='key none'>saturated, by definition, or not judged</span></p>\n"
-        f"<details><summary class='more'>How far the verdict can be trusted</summary>"
-        f"<p class='story'>{escape(CALIBRATION)}</p></details>"
+        "<span class='key none'>saturated, by definition, or not judged</span></p>"
+        f"{trust if judged(cells) else ''}"
     )
 
 
 def _disagreements(cells: Sequence[Cell]) -> str:
     wrong = [cell for cell in cells if cell.holds is False]
-    if not any(cell.counted or cell.replications for cell in cells):
+    if not judged(cells):
         return f"<p class='story'>{NOTHING_JUDGED}</p>"
     if not wrong:
         return f"<p class='story'>{NOWHERE}</p>"

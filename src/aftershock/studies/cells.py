@@ -175,6 +175,8 @@ def number(value: float) -> str:
         return "--"
     if value == 0:
         return "0"
+    if abs(value - 1) <= 1e-12:  # what only rounding keeps from 1
+        return "1"
     if 0.999 <= value < 1:  # a cosine: what matters is how far it is from 1
         return f"{value:.5f}"
     if 1e-3 <= abs(value) < 1e4:

@@ -254,7 +254,6 @@ def join_systems(study: Study, results: Mapping[str, SystemResults]) -> dict[str
 
     machines = {json.dumps(machine, sort_keys=True) for one in results.values() for machine in one.machines}
     attrs = {
-        "dtype": "float64",
         **study.attrs,
         "study": study.name,
         "format": FORMAT,

@@ -16,8 +16,8 @@ from ..errors import InvalidInput
 from ..results.files import write_whole
 from .cells import Cell, cell_of, lone_cell
 from .cifar.measures import cifar_measures
-from .language.conditions import POOLED, conditions, described
-from .language.measures import language_measures
+from .language.conditions import conditions, described
+from .language.measures import NOTES, language_measures
 from .language.paper import LANGUAGE
 from .paper import TABLES
 from .quadratic.measures import quadratic_measures
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MEASURES = {"quadratic": quadratic_measures, "cifar": cifar_measures, "language": language_measures}
 ENTRIES = {
     "language": "Each entry is our median over all candidates of the systems that a row names [quartiles], of rank "
-    "correlations and seconds over the systems, then the paper's number."
+    "correlations and seconds over the systems, or a share or count of candidates; then the paper's number."
 }
 SIGNS = {
     "≈": "a number that replicates: zero lies in the 95 % interval of the difference of two medians, ours and the "
@@ -51,11 +51,13 @@ SIGNS = {
     "of ours give, and how many draws say yes",
 }
 MARKS = {True: "✓", False: "✗", None: "?"}
+UNJUDGED = ("ours", "◦", "?")  # the signs of results of which nothing is judged
 NOTHING_JUDGED, NOWHERE = "Nothing could be judged.", "Nowhere: every number that could be judged agrees."
 ALONE = {"language": LANGUAGE}  # tables of systems that may not be at hand: their numbers stand there all the same
 SHOWN_SEEDS = 4
-# What is shown where the paper leaves its protocol open.
+# What a table shows: its numbers and order, or what is shown where the paper leaves its protocol open.
 SHOWN = {
+    **NOTES,
     "tab:app_exp1_state_interventions": "Which candidates the paper selected is not known; all 16 are shown.",
     "tab:app_exp1_persistence": "Shown: a quarter of the shock, all 16 candidates; v moved coordinate by coordinate to "
     "the same first displacement.",
@@ -235,18 +237,29 @@ def markdown(cells: Sequence[Cell], made: Mapping[str, Any]) -> str:
     parts = [
         f"# {str(made['study']).capitalize()}: our numbers beside the paper's",
         verdict(cells),
-        *([f"{made['models']} {POOLED}"] if "models" in made else []),
+        *([str(made["models"])] if "models" in made else []),
         entry_words(str(made["study"])),
-        "\n".join(f"- {sign}: {meaning}." for sign, meaning in SIGNS.items()),
-        CALIBRATION,
+        "\n".join(f"- {sign}: {meaning}." for sign, meaning in signs(cells).items()),
+        *([CALIBRATION] if judged(cells) else []),
     ]
     for label, some in by_table(cells).items():
-        parts += [f"## {heading(label)}", table_line(some), _markdown_table(some)]
+        line = table_line(some) if judged(cells) else SHOWN.get(label, "")
+        parts += [f"## {heading(label)}", *([line] if line else []), _markdown_table(some)]
     parts += ["## Where they do not agree", _disagreements(cells)]
     used = dict.fromkeys(cell.rule for cell in cells)
     parts += ["## Rules", "\n".join(f"- **{rule or 'ours'}**: {RULES[rule]}" for rule in used)]
-    parts += ["## What made them", "\n".join(f"- {key}: {value}" for key, value in made.items())]
+    parts += ["## What made them", "\n".join(f"- {key}: {value}" for key, value in made.items() if key != "models")]
     return "\n\n".join(parts) + "\n"
+
+
+def judged(cells: Sequence[Cell]) -> bool:
+    """Whether anything is: where nothing is, the verdict says so once."""
+    return any(cell.counted or cell.replications for cell in cells)
+
+
+def signs(cells: Sequence[Cell]) -> dict[str, str]:
+    """What the signs in the tables mean."""
+    return {sign: meaning for sign, meaning in SIGNS.items() if judged(cells) or sign in UNJUDGED}
 
 
 def entry_words(study_name: str) -> str:
@@ -321,7 +334,7 @@ def _line(entries: Sequence[str]) -> str:
 
 def _disagreements(cells: Sequence[Cell]) -> str:
     wrong = [cell for cell in cells if cell.holds is False]
-    if not any(cell.counted or cell.replications for cell in cells):
+    if not judged(cells):
         return NOTHING_JUDGED
     if not wrong:
         return NOWHERE

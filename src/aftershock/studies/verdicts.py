@@ -46,8 +46,8 @@ RULES = {
     "tied in both": "the score is the same for every candidate, so it has no correlation; not counted",
     "undefined": "the paper has a number and ours is undefined in every system",
     "fisher": "Fisher's exact test of our share and the paper's does not tell them apart",
-    "other model": "other weights, other texts or fewer systems than the paper's: its number stands beside ours and is "
-    "not judged",
+    "other model": "other weights, texts or dtype than the paper's, or fewer systems: its number stands beside ours "
+    "and is not judged",
     "weaker test": "a test of fewer systems than the paper's: not judged",
     "one number": "one number without a spread of its own: not judged",
     POOLED_SCALES: "candidates at several scales together, which do not vary by themselves: not judged",

@@ -12,6 +12,7 @@ import torch
 
 from ... import theory
 from ...core.state import CHANNELS
+from ..results import merge_pieces
 from ..study import Study, System, require_device, systems_of
 from .data import load_cifar
 from .scene import FULL, QUICK, Protocol, Scene, prepare
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     Labelled = TypeVar("Labelled", xr.DataArray, xr.Dataset)
 
 SYSTEMS_PER_SEED = 4
+WHOLE = "all"  # a system as one piece
 FAMILIES = ["natural", "matched"]
 PREDICTIONS = ("semilinear", "tangent")
 PRESENT = ("exact_one_step", "gradient_norm", "write_norm")
@@ -32,7 +34,7 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
     """16 systems of the MLP, then 16 of the CNN, for each root seed; quick: one of each, with the numbers of `QUICK`.
 
     One system costs about 14,000 gradients, 12,000 of them the exact responses of Experiment 2, and 5,000 Hessian
-    products: 3.3 s of the MLP and 40 s of the CNN on one H200 that nine processes share.
+    products: on one H200 that seven processes share, a root seed of each network took 508 s, most of them the CNN's.
     """
     protocol = QUICK if quick else FULL
     require_device(device)
@@ -50,26 +52,38 @@ def cifar_study(data: Path | None, seed: int = 2026, quick: bool = False, device
         "test_images": len(found.test),
         **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(protocol).items()},
     }
-    branches = range(protocol.futures // protocol.futures_per_piece)
-    # the longest first, so that workers end together
-    pieces = ("fidelity", "sources", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
+    # every process that works on a system prepares it, its matched candidates among it (700 g): on a GPU, which
+    # processes share, that is time lost to all, so that there a system is one piece
+    pieces = pieces_of(protocol) if device == "cpu" else (WHOLE,)
     run = partial(run_piece, data=data, digest=found.digest, protocol=protocol, device=device)
     return Study("cifar", tuple(system for some in each for system in some), pieces, run, attrs)
+
+
+def pieces_of(protocol: Protocol) -> tuple[str, ...]:
+    """The longest first, so that workers end together."""
+    branches = range(protocol.futures // protocol.futures_per_piece)
+    return ("fidelity", "sources", "ranking", "present", *(f"futures-{k}" for k in branches), "memory")
 
 
 def run_piece(
     system: System, piece: str, *, data: Path | None, digest: str, protocol: Protocol, device: str
 ) -> dict[str, xr.Dataset]:
-    """One piece of one system; its setting is its architecture."""
+    """One piece of one system, or all of them; its setting is its architecture."""
     torch.cuda.empty_cache()  # processes share the device: what the last piece no longer needs is another's
     scene = prepare(system, data, digest, protocol, device)
+    if piece == WHOLE:
+        return merge_pieces([_piece(scene, each) for each in pieces_of(protocol)])
+    return _piece(scene, piece)
+
+
+def _piece(scene: Scene, piece: str) -> dict[str, xr.Dataset]:
     name, _, part = piece.partition("-")
     if name == "futures":
-        return {system.kind: futures(scene, int(part))}
+        return {scene.system.kind: futures(scene, int(part))}
     recipes: dict[str, Callable[[Scene], xr.Dataset]] = {
         "fidelity": fidelity, "sources": sources, "ranking": ranking, "memory": memory, "present": present,
     }  # fmt: skip
-    return {system.kind: recipes[name](scene)}
+    return {scene.system.kind: recipes[name](scene)}
 
 
 # --- Experiment 1

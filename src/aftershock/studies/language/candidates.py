@@ -11,7 +11,7 @@ from ...results.fidelity import error_exponents, nrmse, symmetric_error
 from ...results.statistics import spearman
 from ...results.summaries import summarize
 from ..measures import LOCAL
-from .conditions import Condition, conditions
+from .conditions import Condition, conditions, in_float64, once
 from .finite_differences import select
 
 if TYPE_CHECKING:
@@ -36,6 +36,16 @@ class Candidates:
     @cached_property
     def conditions(self) -> list[Condition]:
         return conditions(self.data)
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int | None]]:
+        """Places of what is pooled, each with the place of the same in float64 where that is another."""
+        return [(i, in_float64(self.conditions, i)) for i in once(self.conditions)]
+
+    @cached_property
+    def once(self) -> Candidates:
+        """Each model and text in one dtype: what is pooled."""
+        return Candidates(self.data.isel(system=once(self.conditions)))
 
     @cached_property
     def exact(self) -> xr.DataArray:
@@ -137,6 +147,16 @@ class Candidates:
         error = abs(self.exact - self.predicted.sel({"answer": "tangent"})).sel(scale=smallest)
         share = self.data["noise_floor"] / error.where(error > 0)
         return share.median(["change", "horizon"])
+
+    @cached_property
+    def semilinear_share(self) -> xr.DataArray:
+        """Semilinear's error over the tangent's at the smallest scale: median, [system].
+
+        The two differ by AdamW's arithmetic and the readout; where this is small, the tangent's error lies in those.
+        """
+        at = self.errors["nrmse"].sel(scale=float(self.exact["scale"].min()))
+        semilinear, tangent = (at.sel({"answer": answer}, drop=True) for answer in ("semilinear", "tangent"))
+        return (semilinear / tangent.where(tangent > 0)).median("change")
 
 
 def lost_in_noise(exact: xr.DataArray, noise: xr.DataArray) -> xr.DataArray:

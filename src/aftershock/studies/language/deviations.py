@@ -2,14 +2,15 @@
 
 An error of the derivative itself grows as α and pulls a fitted exponent from 2 towards 1; float noise of the two exact
 runs does not depend on α and pulls it towards 0. The exact tangent has no error of the first kind, so that putting it
-in the place of the finite differences tells the two apart from what is left, which is real.
+in the place of the finite differences tells the two apart from what is left, which is real. Where float noise of the
+exact runs is not small beside that, the same model and text in float64 tells: noise goes there, and what is real stays.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ...results.certificate import TRUST, Finding
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Cause = Literal[
-    "none", "chance", "finite differences", "opposite sides", "float noise", "real", "exact tangent only", "undefined"
-]
+    "none", "chance", "finite differences", "opposite sides", "float noise", "not clear of noise", "real",
+    "exact tangent only", "undefined",
+]  # fmt: skip
 
 SMOOTH = 2.0
 NEAR = 0.25  # the paper calls 1.878 near quadratic, and its two deviations are 0.9 and 1.3 away
@@ -40,16 +42,22 @@ LITTLE = 0.1  # of the tangent's error: what semilinear is left with where AdamW
 
 @dataclass(frozen=True)
 class Deviation:
-    """One system's error exponents with finite differences and with the exact tangent, and what sets them apart.
+    """A model and text's error exponents with finite differences and with the exact tangent, and what sets them apart.
 
-    noise: float noise of the exact response over the tangent's error at the smallest scale.
+    noise: float noise of the exact response over the tangent's error at the smallest scale; semilinear: semilinear's
+    own error over it. near: how many of the candidates have 2 with the exact tangent. finer: the same in float64.
     """
 
     name: str
+    dtype: str
     fd: float
     tangent: float
     noise: float
+    semilinear: float
+    near: int
+    candidates: int
     cause: Cause
+    finer: Deviation | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,28 @@ class Validity:
 
 
 def exponent_deviations(found: Candidates) -> list[Deviation]:
-    """One per system, in the order of the data."""
-    middle = across_candidates(found.exponents)
-    pairs = zip(middle.sel({"answer": FD}).values, middle.sel({"answer": "tangent"}).values, found.noise.values)
-    return [
-        Deviation(condition.name, float(fd), float(tangent), float(noise), _cause(fd, tangent, noise))
-        for condition, (fd, tangent, noise) in zip(found.conditions, pairs)
-    ]
+    """One per model and text, in the order of the data; where float64 was run beside another dtype, it decides."""
+    every = [_deviation(found, i) for i in range(len(found.conditions))]
+    return [every[i] if k is None else _decided(every[i], every[k]) for i, k in found.pairs]
+
+
+def _deviation(found: Candidates, i: int) -> Deviation:
+    own = found.exponents.isel(system=i)
+    middle = across_candidates(own)
+    fd, tangent = (float(middle.sel({"answer": answer})) for answer in (FD, "tangent"))
+    noise, condition = float(found.noise[i]), found.conditions[i]
+    near = int((abs(own.sel({"answer": "tangent"}) - SMOOTH) <= NEAR).sum())
+    return Deviation(
+        condition.name, condition.dtype, fd, tangent, noise, float(found.semilinear_share[i]), near,
+        own.sizes["change"], _cause(fd, tangent, noise),
+    )  # fmt: skip
+
+
+def _decided(coarse: Deviation, finer: Deviation) -> Deviation:
+    """What is gone in float64 was float noise; what is there is what it is there."""
+    gone = finer.cause == "none" and coarse.cause not in ("none", "undefined")
+    cause = coarse.cause if finer.cause == "undefined" else "float noise" if gone else finer.cause
+    return replace(coarse, cause=cause, finer=finer)
 
 
 def _cause(fd: float, tangent: float, noise: float) -> Cause:
@@ -88,7 +111,7 @@ def _cause(fd: float, tangent: float, noise: float) -> Cause:
         return "finite differences"
     if (fd > SMOOTH) != (tangent > SMOOTH):
         return "opposite sides"
-    return "real" if noise <= CLEAR else "float noise"
+    return "real" if noise <= CLEAR else "not clear of noise"
 
 
 def validity(found: Candidates) -> Validity:
@@ -110,7 +133,7 @@ def _why_it_rises(fd: float, tangent: float, noise: float) -> Cause:
     if not first and not last:
         return "chance"
     if first and last:
-        return "real" if noise <= TRUST.symmetric_error * CLEAR else "float noise"
+        return "real" if noise <= TRUST.symmetric_error * CLEAR else "not clear of noise"
     return "finite differences" if first else "exact tangent only"
 
 
@@ -143,16 +166,26 @@ def paper_rise() -> tuple[float, float]:
 
 # --- words
 
+EXPONENTS = (
+    "An error that a smooth response leaves grows as α². Below stands the exponent of each model and text, the median "
+    "over candidates, with finite differences and with the exact tangent; in brackets float noise over the tangent's "
+    f"error at the smallest scale, and how many candidates have an exponent within {NEAR:g} of 2 with the tangent."
+)
+
 
 def findings(found: Candidates) -> tuple[Finding, ...]:
-    """What the finite differences did to the paper's numbers, as data and in words, for this run's systems."""
+    """What the finite differences did to the paper's numbers, as data and in words, for this run's systems.
+
+    Exponents of every dtype that was run; all else is pooled, so of each model and text once.
+    """
+    deviations, once = exponent_deviations(found), found.once
     return (
-        _steps(found),
-        _noise(found),
-        *_exponents(exponent_deviations(found)),
-        _validity(validity(found)),
+        *_exponents(deviations),
+        *_paper(once, deviations),
+        _validity(validity(once)),
         _paper_validity(),
-        *_paper(found),
+        _steps(once, _in_float64(found)),
+        _noise(once),
     )
 
 
@@ -173,27 +206,45 @@ def _noise(found: Candidates) -> Finding:
     return Finding(level, "noise", "float noise over the response", float(share.max()), CLEAR, sentence)  # type: ignore[arg-type]
 
 
-def _steps(found: Candidates) -> Finding:
-    """The error of the selected step, and which of noise, truncation and bending inside the step makes it."""
+def _steps(found: Candidates, in_finer: str) -> Finding:
+    """The error of the selected step, and which of noise, truncation and bending inside the step makes it.
+
+    in_finer: what float64 says of it.
+    """
     curve, selection = step_curve(found.data), found.selection
     errors = selected_error(found.data, selection)
     error = float(errors.median())
     gap, seen = float(selection["consistency"].median()), float((selection["consistency"] / errors).median())
     best = float(step_error(found.data).min("fd_step").median())
     falling, rising = float(curve["falling"].median()), float(curve["rising"].median())
+    noise = int((curve["falling"] < -HALF_WAY).sum())
+    truncation = int((abs(curve["rising"] - SMOOTH) <= HALF_WAY).sum())
+    systems = len(found.conditions)
     sentence = (
-        f"Against the exact tangent, the finite-difference step that the paper's rule selects is off by {error:.2%} "
-        f"(median over candidates), the best step by {best:.2%}; the rule itself sees {gap:.2%} ({seen:.3g} of a "
-        "candidate's own error). In log–log "
-        f"the error has slope {_signed(falling)} at the smallest steps, where float noise has −1 "
-        f"({'it rules' if falling < -HALF_WAY else 'it does not rule'}), and {_signed(rising)} at the largest, "
-        f"where truncation has 2 ({'it rules' if abs(rising - SMOOTH) <= HALF_WAY else 'it does not rule'})."
+        "Against the exact tangent, the finite-difference step that the paper's rule selects is off by "
+        f"{_percent(error)} (median over candidates), the best step by {_percent(best)}; the rule itself sees "
+        f"{_percent(gap)} ({seen:.3g} of a candidate's own error). In log–log the error has slope {_signed(falling)} "
+        f"at the smallest steps, where float noise has −1 (it rules in {noise} of {systems} systems), and "
+        f"{_signed(rising)} at the largest, where truncation has 2 (it rules in {truncation}).{in_finer}"
     )
     level = TRUST.level(error)
     if seen < SHOWN and falling >= -HALF_WAY:
         level = "care" if level == "ok" else level
         sentence += " " + _secant(found)
     return Finding(level, "steps", "error of the selected step", error, TRUST.nrmse, sentence)
+
+
+def _in_float64(found: Candidates) -> str:
+    """The error of the selected step where the same candidates were run in float64, too; "" where none was."""
+    both = [(i, k) for i, k in found.pairs if k is not None]
+    if not both:
+        return ""
+    errors = selected_error(found.data, found.selection)
+    coarse, finer = (float(errors.isel(system=list(places)).median()) for places in zip(*both))
+    return (
+        f" Of the {len(both) * errors.sizes['change']} candidates that were run in float64, too, the selected step is "
+        f"off by {_percent(coarse)} here and by {_percent(finer)} there: the difference is float noise."
+    )
 
 
 def _percent(share: float) -> str:
@@ -212,53 +263,81 @@ def _secant(found: Candidates) -> str:
     ours = found.errors["nrmse"].sel({"answer": ["tangent", "semilinear"]})
     at = ours.median(["system", "change"]).dropna("scale").isel(scale=0)  # the smallest that is not lost in noise
     tangent, semilinear = (float(at.sel({"answer": answer})) for answer in ("tangent", "semilinear"))
-    whose = "AdamW's own arithmetic" if semilinear < LITTLE * tangent else "not AdamW's arithmetic alone"
+    noise = float(found.noise_share.sel(scale=float(at["scale"])).median())
+    whose = (
+        "AdamW's own arithmetic"
+        if semilinear < LITTLE * tangent
+        else "not AdamW's arithmetic alone"
+        if noise <= CLEAR * semilinear
+        else "AdamW's own arithmetic for the most part, and what semilinear misses is not clear of float noise"
+        if semilinear < HALF_WAY * tangent
+        else "not known, since what semilinear misses is not clear of float noise"
+    )
     return (
         "Neighbouring steps agree with each other better than with the derivative: the response bends below the "
         "smallest step, and finite differences measure a secant over their own size, not the tangent."
         f"{lost} What bends is {whose}: "
-        f"at α = {float(at['scale']):g} the exact tangent misses {tangent:.2%} of the response, and semilinear, "
-        f"which linearizes the network alone, {semilinear:.2%}."
+        f"at α = {float(at['scale']):g} the exact tangent misses {_percent(tangent)} of the response, and semilinear, "
+        f"which linearizes the network alone, {_percent(semilinear)} (medians; float noise is {_percent(noise)})."
     )
 
 
 def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
     words = {
-        "none": ("ok", "both within 0.25 of 2, as a quadratic remainder has it"),
-        "finite differences": ("care", "the deviation is an error of the finite differences: the exact tangent has 2"),
-        "float noise": (
-            "care",
-            "the deviation stays with the exact tangent, and cannot be told from float noise of the two exact runs, "
-            f"which is more than {CLEAR:.0%} of its error at the smallest scale and known to a factor of a few",
-        ),
-        "opposite sides": (
-            "care",
-            "both deviate, on opposite sides of 2, so that neither bears out the other; which of them is right these "
-            "numbers do not say",
-        ),
+        "float noise": ("care", "float noise: in float64 both are within 0.25 of 2"),
         "real": (
             "bad",
-            "the deviation stays with the exact tangent, on the same side of 2, and the error at the smallest scale is "
-            f"more than {TRUST.noise_margin:g} times the float noise: it is real",
+            f"real: where float noise is less than {CLEAR:.0%} of the tangent's error at the smallest scale, the "
+            "deviation stays with the exact tangent, on the same side of 2",
+        ),
+        "not clear of noise": (
+            "care",
+            "not known: the deviation stays with the exact tangent, and cannot be told from float noise of the two "
+            f"exact runs, which is more than {CLEAR:.0%} of its error at the smallest scale and known to a factor of a "
+            "few; float64 would tell",
+        ),
+        "finite differences": ("care", "an error of the finite differences: the exact tangent has 2"),
+        "opposite sides": (
+            "care",
+            "not known: both deviate, on opposite sides of 2, so that neither bears out the other",
         ),
         "exact tangent only": (
             "care",
-            "only the exact tangent deviates: a finite step averages over what bends inside it",
+            "only the exact tangent deviates: a finite step can average over what bends inside it",
         ),
+        "none": ("ok", "no deviation: both are within 0.25 of 2, as a quadratic remainder has it"),
         "undefined": ("note", "an exponent is not defined, or its scales are lost in noise"),
     }
     for cause, (level, meaning) in words.items():
         some = [d for d in deviations if d.cause == cause]
         if some:
             farthest = max(abs(d.fd - SMOOTH) for d in some)
-            listed = "; ".join(
-                f"{d.name} {_signed(d.fd)} and {_signed(d.tangent)} (noise {_percent(d.noise)})" for d in some
-            )
-            sentence = (
-                f"Error exponent with finite differences and with the exact tangent, in {len(some)} of "
-                f"{len(deviations)} systems: {meaning}. {listed}."
-            )
+            told = f"{meaning[:1].upper()}{meaning[1:]} ({len(some)} of {len(deviations)} models and texts)"
+            sentence = f"{told}. {' '.join(_told(d) for d in some)}"
             yield Finding(level, f"exponents: {cause}", "distance from 2", farthest, NEAR, sentence)  # type: ignore[arg-type]
+
+
+def _told(one: Deviation) -> str:
+    """A model and text in a sentence: its exponents in each dtype, and where a real deviation lies."""
+    runs = [one, one.finer] if one.finer else [one]
+    shown = [
+        f"{_signed(d.fd)} and {_signed(d.tangent)} in {d.dtype} (noise {_percent(d.noise)}, {d.near} of {d.candidates})"
+        for d in runs
+    ]
+    return f"{one.name}: {', '.join(shown)}{_where(runs[-1]) if one.cause == 'real' else ''}."
+
+
+def _where(one: Deviation) -> str:
+    """Semilinear and the tangent differ by AdamW's arithmetic and the probe's loss, which is smooth."""
+    share = f"whose error is {_percent(one.semilinear)} of the tangent's"
+    place = (
+        f"; it is not in semilinear, {share}, so it lies in AdamW's arithmetic"
+        if one.semilinear < LITTLE
+        else f"; semilinear, {share}, does not say whether AdamW's arithmetic or the network makes it"
+    )
+    farther = abs(one.fd - SMOOTH) - abs(one.tangent - SMOOTH) > NEAR
+    own = f"; the rest of the way to {_signed(one.fd)} is the finite differences' own error" if farther else ""
+    return place + own
 
 
 def _validity(found: Validity) -> Finding:
@@ -266,7 +345,7 @@ def _validity(found: Validity) -> Finding:
         "none": ("ok", "It rises with neither; in the paper it rises from the first scale to the second."),
         "finite differences": ("care", "It rises only with finite differences: the rise is their error."),
         "chance": ("note", f"It rises, which may well be chance ({_chance(found)})."),
-        "float noise": ("care", "It rises with both, and float noise can do that to such small responses."),
+        "not clear of noise": ("care", "It rises with both, and float noise can do that to such small responses."),
         "real": (
             "bad",
             f"It rises with both, more than by chance ({_chance(found)}) and above float noise: it is real.",
@@ -302,15 +381,24 @@ def _paper_validity() -> Finding:
     return Finding("note", "the paper's validity", "p of the sign test", sign, LEVEL, sentence)
 
 
-def _paper(found: Candidates) -> Iterator[Finding]:
+def _paper(found: Candidates, deviations: Sequence[Deviation]) -> Iterator[Finding]:
     """The paper's own deviations are of weights that may not be here."""
     there = {c.name for c in found.conditions if c.from_paper}
     if {"410M, OpenWebText", "410M, WikiText-103"} <= there:
         return
+    causes = [d.cause for d in deviations if d.finer]
+    found_here = (
+        " Of this run's own, float64 shows that one was noise and another is real, so neither can be presumed."
+        if "float noise" in causes and "real" in causes
+        else ""
+    )
+    lowest = min((d.finer.fd for d in deviations if d.finer), default=SMOOTH)
+    if lowest < 1:
+        found_here += f" Nor is an exponent below 1 noise for certain: {_signed(lowest)} above is without any."
     yield Finding(
         "note", "paper", "", None, None,
         "The paper's deviations (exponents 1.089 and 0.658 of Pythia-410M on OpenWebText and WikiText-103) belong to "
         "weights that were not run here, and the sentences above speak of this run's models alone. Their size does "
         "not decide it: an error of the derivative pulls an exponent towards 1, and so do rows of rare tokens, whose "
-        "update saturates below the smallest scale; float noise of the exact runs pulls it towards 0.",
+        "update saturates below the smallest scale; float noise of the exact runs pulls it towards 0." + found_here,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """What the language models say about every number of the paper.
 
 The paper pools candidates: medians are over all candidates of the systems that a row names, and the systems are fixed
-conditions, not independent draws. Where our models, weights or texts are not the paper's, nothing is judged.
+conditions, not independent draws. A model and a text are pooled in one dtype. Where our models, weights, texts or
+dtype are not the paper's, nothing is judged.
 """
 
 from __future__ import annotations
@@ -44,6 +45,31 @@ FITTED = (
 OTHER, ALONE, TIME = "other model", "one number", "run time"  # rules of verdicts.py for what is not judged
 NOISE_SHARE = "Float noise over the response (ours)"
 LOST_CANDIDATES = "Candidates lost in noise (ours)"
+NOT_NAMED = "Rows that name no prediction are of the finite differences."
+BY_SIZE = "Smaller models first; rows of the paper's own systems that were not run stand last."
+NOTES = {  # what the numbers of a table are, and in which order its rows stand
+    "text:exp3_steps": "Consistency is the relative difference of two neighbouring steps (identifiable: at most 0.25), "
+    "error the relative distance from the exact tangent; slopes are in log–log.",
+    "tab:app_exp3_alpha": "NRMSE is the error over the response, Rel. M the symmetric relative error of its largest "
+    "size M (0 to 1), Sign acc. the share of candidates whose largest response has the right sign, 75 % NRMSE the "
+    f"upper quartile over candidates. {NOT_NAMED}",
+    "text:exp3_validity": "Valid: the median over horizons of the symmetric relative error is at most 0.2.",
+    "tab:app_exp3_scale": "Local: α ≤ 1/4, pooled. Valid 0.25 and Valid 1 are shares of candidates at that α, ρ the "
+    f"rank correlation of the predicted M with the exact one. {NOT_NAMED} {BY_SIZE}",
+    "text:exp3_domains": "Local: α ≤ 1/4, pooled. Valid 1 is the share of candidates at α = 1, where the sign of the "
+    f"extrema is counted, too. {NOT_NAMED} Texts by the alphabet; the paper's that were not run stand last.",
+    "text:exp3_exponents": "p of the error ∝ αᵖ over α ≤ 1/4, horizon by horizon, then medians over horizons and "
+    f"candidates; a smooth response has 2. {BY_SIZE} A row that names no dtype is in float32; the overall median "
+    "counts each model and text once.",
+    "tab:app_exp3_ranking": f"Of each score with M, the largest |change of the probe's loss| at α = 1. {BY_SIZE}",
+    "text:exp3_ranking": "Correlations are of ranks; pooled ones of ranks inside each system.",
+    "text:exp3_signs": "The extremum is the response of the largest size over the horizons, at α = 1.",
+    "text:exp3_hybrids": f"In nats, of one candidate at α = 1. {BY_SIZE}",
+    "text:exp3_statements": "Local: α ≤ 1/4. Local NRMSE and ρ as in the tables above, of finite differences.",
+    "text:exp3_cost": "Seconds, and those of each part; medians over the texts of a size, in the dtype that is pooled. "
+    f"{BY_SIZE}",
+}
+OVER_TANGENT = "{} over the tangent's error at the smallest α (ours)"
 FIRST = "of the first candidate: the paper does not say of which"
 STEP_EXCEEDS = "Systems where exact one-step exceeds ISO-FD"
 GIB = 2**30
@@ -53,13 +79,14 @@ def language_measures(results: Results) -> Iterator[Measure]:
     """Every cell of the language models, in the paper's order."""
     if "language" not in results:
         return
-    found = Candidates(results["language"])
+    every = Candidates(results["language"])
+    found = every.once
     yield from _steps(found)
     yield from _scales(found)
     yield from _validity(found)
     yield from _by(found, "tab:app_exp3_scale", "size")
     yield from _by(found, "text:exp3_domains", "domain")
-    yield from _exponents(found)
+    yield from _exponents(every)
     if found.magnitude.sizes["change"] >= FEWEST:
         yield from _ranking(found)
         yield from _ranking_text(found)
@@ -138,7 +165,7 @@ def _steps(found: Candidates) -> Iterator[Measure]:
         yield made(f"Selected step {step:g}", "value", chosen, "count")
     own, best = selected_error(found.data, selection), step_error(found.data).min("fd_step")
     yield made("Error of the selected step against the exact tangent (ours)", "value", own)
-    yield made("Its consistency over its error (ours)", "value", selection["consistency"] / own)
+    yield made("Consistency of the selected step over that error (ours)", "value", selection["consistency"] / own)
     yield made("Smallest error of any step (ours)", "value", best)
     yield made(
         "Candidates that no step brings within 0.25 of the exact tangent (ours)", "value", best > IDENTIFIABLE, "count"
@@ -194,16 +221,18 @@ def _by(found: Candidates, table: str, by: str) -> Iterator[Measure]:
             yield made(row, "Negative extrema", signs < 0, "count", unjudged=COMPLEMENT)
 
 
-def _exponents(found: Candidates) -> Iterator[Measure]:
-    table, scales = "text:exp3_exponents", found.exact["scale"].values
+def _exponents(every: Candidates) -> Iterator[Measure]:
+    """Every dtype in a row of its own, for what is noise; the overall median pools each model and text once."""
+    table, scales = "text:exp3_exponents", every.exact["scale"].values
     local = scales[scales <= LOCAL]
-    for row, places in (*groups(found, "name").items(), ("Overall median", None)):
-        made = _Rows(found, table, places, EVERYTHING if places is None else 1)
-        own = found.exponents if places is None else found.exponents.isel(system=places)
-        noise = found.noise if places is None else found.noise.isel(system=places)
+    rows = [(row, every, places, 1) for row, places in groups(every, "name").items()]
+    pooled = every.once
+    for row, found, places, expected in (*rows, ("Overall median", pooled, range(len(pooled.conditions)), EVERYTHING)):
+        made, own = _Rows(found, table, places, expected), found.exponents.isel(system=places)
         for answer, column in COLUMNS.items():
             yield made(row, column, own.sel({"answer": answer}), known=False, note=FITTED, at=local)
-        yield made(row, "Float noise over the tangent's error at the smallest α (ours)", noise)
+        yield made(row, OVER_TANGENT.format("Float noise"), found.noise.isel(system=places))
+        yield made(row, OVER_TANGENT.format("Semilinear's error"), found.semilinear_share.isel(system=places))
 
 
 def _ranking(found: Candidates) -> Iterator[Measure]:

@@ -159,7 +159,10 @@ def build_model(source: ModelSource, device: torch.device, dtype: torch.dtype, s
         if source.weights == "fresh":
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(configuration(source), **options)
+                # torch draws other numbers in another dtype; buffers stay in the one that the model made them in
+                model = AutoModelForCausalLM.from_config(configuration(source), **_options(torch.float32))
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(dtype)
         elif source.is_gguf:
             path = Path(source.place)
             model = copy.deepcopy(_read_gguf(path, path.stat().st_mtime_ns, dtype))

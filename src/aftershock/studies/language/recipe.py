@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import theory
+from ...core.memory import begin_peak, peak_held
 from ...core.noise import noise_floor
 from ...core.state import CHANNELS
 from ...errors import InvalidFile, InvalidInput, OutOfMemory
@@ -30,7 +31,7 @@ HYBRID = 0  # the candidate whose hybrids are run; the paper does not say which
 PREDICTIONS = ("semilinear", "tangent")
 ANSWERS = ("exact", *PREDICTIONS)
 
-Grid = Mapping[str, tuple[ModelSource, TextSource]]
+Grid = Mapping[str, tuple[ModelSource, TextSource, str]]  # by the kind of system: model, text, dtype
 
 
 def language_study(
@@ -42,29 +43,31 @@ def language_study(
     seed: int = 2026,
     quick: bool = False,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtypes: Sequence[str] = ("float32",),
 ) -> Study:
-    """Every model on every text.
+    """Every model on every text in every dtype.
 
     One system costs 500 gradients of continuation, 13 reruns of 8 steps for each of 8 candidates, and 8·7·6 Hessian
     products.
     """
     if not models or not texts:
         raise InvalidInput("the language study needs models and texts: --model NAME_OR_PATH --text FILE_OR_DATASET")
-    if dtype not in DTYPES:
-        raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
     require_device(device)
     protocol = QUICK if quick else FULL
     grid = {
-        f"{model.name}-{text.name}": (model, text)
+        f"{model.name}-{text.name}-{dtype}": (model, text, dtype)
         for model in (find_model(word, fresh=fresh) for word in models)
+        for dtype in dict.fromkeys(dtypes)  # a file is read once for its texts, in each dtype
         for text in map(find_text, texts)
     }
-    if len(grid) < len(models) * len(texts):
+    if len(grid) < len(models) * len(texts) * len(set(dtypes)):
         raise InvalidInput("two models or two texts have the same name; name them: --model NAME=PATH, --text NAME=FILE")
     systems = tuple(System(kind, seed, 0) for kind in grid)
-    run = partial(run_piece, grid=grid, tokenizer=tokenizer, protocol=protocol, device=device, dtype=dtype)
-    return Study("language", systems, (PIECE,), run, attributes(protocol, seed, quick, dtype))
+    run = partial(run_piece, grid=grid, tokenizer=tokenizer, protocol=protocol, device=device)
+    return Study("language", systems, (PIECE,), run, attributes(protocol, seed, quick))
 
 
 def require_same_sources(study: Study, results: Mapping[str, xr.Dataset]) -> None:
@@ -73,7 +76,7 @@ def require_same_sources(study: Study, results: Mapping[str, xr.Dataset]) -> Non
     for system in study.systems:
         if system.name not in data["system"].values:
             continue
-        model, text = study.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
+        model, text, _ = study.run.keywords["grid"][system.kind]  # type: ignore[attr-defined]
         for variable, wanted in (("weights", model.weights), ("text_digest", text.digest or text.place)):
             there = str(data[variable].sel(system=system.name).values)
             if there != wanted:
@@ -83,10 +86,10 @@ def require_same_sources(study: Study, results: Mapping[str, xr.Dataset]) -> Non
                 )
 
 
-def attributes(protocol: Protocol, seed: int, quick: bool, dtype: str) -> dict[str, object]:
-    """What systems of one study share; which models and texts they are stands in each one's results."""
+def attributes(protocol: Protocol, seed: int, quick: bool) -> dict[str, object]:
+    """What systems of one study share; which model, text and dtype each is stands in its results."""
     numbers = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(protocol).items()}
-    return {"seed": seed, "quick": quick, "dtype": dtype, "attention": "eager", **numbers}
+    return {"seed": seed, "quick": quick, "attention": "eager", **numbers}
 
 
 def run_piece(
@@ -97,14 +100,13 @@ def run_piece(
     tokenizer: Path | None,
     protocol: Protocol,
     device: str,
-    dtype: str,
 ) -> dict[str, xr.Dataset]:
     """Everything about one system."""
     collect(torch.device(device))
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        begin_peak(torch.device(device))
     try:
-        return {SETTING: measured(prepare(system, *grid[system.kind], tokenizer, protocol, device, dtype))}
+        return {SETTING: measured(prepare(system, *grid[system.kind], tokenizer, protocol, device))}
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"{system.kind} does not fit on {device} ({str(error).splitlines()[0]}). What would fit: a smaller model, "
@@ -122,7 +124,7 @@ def measured(scene: Scene) -> xr.Dataset:
     change = scene.path.replace(scene.candidates)
     with clock.part("exact"):
         found = theory.logit_tangent(
-            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.room()
+            change, scene.probe, logits_of, steps=protocol.steps, scales=protocol.scales, memory=scene.memory
         )
     with clock.part("noise"):
         watch = scene.path.watch(0, scene.probe)
@@ -152,12 +154,13 @@ def described(scene: Scene) -> dict[str, object]:
     """What the system is, and what it took."""
     import xarray as xr
 
-    peak = torch.cuda.max_memory_allocated(scene.device) if scene.device.type == "cuda" else 0
+    peak = peak_held(scene.device) if scene.device.type == "cuda" else 0
     return {
         "model": scene.model.name,
         "domain": scene.text.name,
         "parameters": scene.point.loss.layout.size,
         "weights": scene.model.weights,
+        "dtype": scene.dtype,
         "note": scene.model.note,
         "text_digest": scene.text.digest or scene.text.place,
         "peak_bytes": peak,
@@ -174,9 +177,9 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
     watch = scene.path.watch(0, scene.probe)
     with scene.clock.part(answer):
         if answer == "semilinear":
-            runs = [change.numbers(watch, answer, scale=scale, memory=scene.room()) for scale in scales]
+            runs = [change.numbers(watch, answer, scale=scale, memory=scene.memory) for scale in scales]
         else:
-            one = change.numbers(watch, answer, memory=scene.room())
+            one = change.numbers(watch, answer, memory=scene.memory)
             runs = [scale * one for scale in scales]
     values = torch.stack(runs).numpy()
     return xr.DataArray(values, {"scale": list(scales), "horizon": watch.range}, ("scale", "change", "horizon"))
@@ -185,7 +188,7 @@ def _predicted(scene: Scene, answer: str) -> xr.DataArray:
 def _hybrids(scene: Scene) -> xr.DataArray:
     """Exact responses to the eight hybrids of one candidate; channels as bits of (θ, m, v)."""
     change = scene.path.replace([scene.candidates[HYBRID]])
-    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.room())["response"]
+    found = theory.channel_responses(change, scene.probe, answers=("exact",), memory=scene.memory)["response"]
     names = ["".join("01"[c in str(name).split("+")] for c in CHANNELS) for name in found["channel"].values]
     return found.isel({"answer": 0, "change": 0}, drop=True).assign_coords(channel=names)
 

@@ -20,8 +20,9 @@ from ...api.path import Path as Run
 from ...api.point import TrainingPoint, capture
 from ...core.batches import Batch
 from ...core.lifting import lifting
-from ...core.memory import free, readable
-from ...errors import InvalidInput, OutOfMemory
+from ...core.memory import left_on_card
+from ...core.path_plans import require_fit
+from ...errors import InvalidInput
 from ...theory.finite_difference import STEPS
 from ..study import System
 from .models import ModelSource, build_model, load_encoder, require_length
@@ -29,7 +30,6 @@ from .text import TextSource, token_sequences
 
 RATE, BETAS, EPSILON, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
 LIMIT = 75 * 2**30  # bytes of a card that a system may take: one of 80 GB does
-SLACK = 2**30  # of which the libraries take this
 ONE_STATE, TWO_STATES = 4, 8  # in states: the memory with which a path keeps its first, and its last too
 LEAST_VECTORS = 14  # copies of the parameters that a system holds at once, at the least
 SAME_LOGITS = 1e-2  # of the largest: bfloat16 rounds by less, and another mask changes more
@@ -99,6 +99,7 @@ class Scene:
     system: System
     model: ModelSource
     text: TextSource
+    dtype: str
     protocol: Protocol
     device: torch.device
     tokens: Int64[Tensor, "sequence token"]
@@ -136,25 +137,22 @@ class Scene:
         if self.device.type != "cuda":
             return self.point.follow(batches)
         path = self.point.follow(batches, keep="checkpoints", memory=ONE_STATE * self.point.captured.state.nbytes)
-        return Run(self.point, path.trajectory, self.room())
+        return Run(self.point, path.trajectory, self.memory)
 
-    def room(self) -> int | None:
+    @property
+    def memory(self) -> int | None:
         """What may be used on a card beside the model and the path; on a CPU, what is free."""
-        if self.device.type != "cuda":
-            return None
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        there = torch.cuda.memory_allocated(self.device) - self.point.loss.player.nbytes
-        return min(LIMIT, int(0.95 * total)) - SLACK - there
+        return left_on_card(self.device, LIMIT, self.point.loss.player.nbytes)
 
 
 def prepare(
     system: System,
     model: ModelSource,
     text: TextSource,
+    dtype: str,
     tokenizer: Path | None,
     protocol: Protocol,
     device: str,
-    dtype: str,
 ) -> Scene:
     """The system after its continuation: 500 g."""
     place = torch.device(device)
@@ -168,7 +166,8 @@ def prepare(
         network = build_model(model, place, DTYPES[dtype], system.seed)
         require_length(network, protocol.length - 1)
         require_vocabulary(network, tokens, model.name)
-        require_room(model.name, sum(p.numel() for p in network.parameters()), DTYPES[dtype].itemsize, place)
+        parameters = sum(p.numel() for p in network.parameters())
+        require_fit(model.name, parameters, DTYPES[dtype].itemsize, LEAST_VECTORS, place)
         require_causal(network, tokens[:1, :-1], model.name)
         mask = causal_mask(network, tokens[:1, :-1])
     with clock.part("continuation"):
@@ -176,7 +175,7 @@ def prepare(
         point = continued(network, batches)
         del network
         collect(place)
-    return Scene(system, model, text, protocol, place, tokens, mask, point, clock)
+    return Scene(system, model, text, dtype, protocol, place, tokens, mask, point, clock)
 
 
 def continued(network: nn.Module, batches: Sequence[Batch]) -> TrainingPoint:
@@ -232,19 +231,6 @@ def require_vocabulary(network: Any, tokens: Int64[Tensor, "sequence token"], na
             f"the text holds token {padding}, which {name} takes for padding: its embedding gets no gradient, so that "
             "second derivatives through it are wrong; take it out of the text, or set pad_token_id to null in the "
             "model's config.json"
-        )
-
-
-def require_room(name: str, parameters: int, itemsize: int, device: torch.device) -> None:
-    """Refuse a model of which not even one rerun fits, before anything is run."""
-    there = free(device) + parameters * itemsize  # the model is there already
-    needed = LEAST_VECTORS * parameters * max(itemsize, 4)
-    if needed > there:
-        largest = there / (LEAST_VECTORS * max(itemsize, 4))
-        raise OutOfMemory(
-            f"{name} has {parameters / 1e6:,.0f} million parameters: the study holds {LEAST_VECTORS} copies of them at "
-            f"once, {readable(needed)}, and {readable(there)} are free on {device}. What would fit: a model of up to "
-            f"{largest / 1e6:,.0f} million parameters, or a device with more memory"
         )
 
 
