@@ -28,7 +28,7 @@ import aftershock as ak
 from aftershock.api.ranking import Ranking
 from aftershock.core.footprint import measured as metered
 from aftershock.core.graphs import GradientGraph
-from aftershock.core.memory import free, keep_freed, readable
+from aftershock.core.memory import begin_peak, free, keep_freed, peak_held, readable
 from aftershock.core.planning import Plan
 from aftershock.core.playback import Player
 from aftershock.core.responses import ANSWERS
@@ -423,10 +423,10 @@ def peak_of(work: Callable[[], object], device: torch.device) -> int:
         return metered(work)[0]
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    begin_peak(device)
     work()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak_held(device) - before
 
 
 # --- small models ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 import aftershock as ak
 from aftershock.core import fused
+from aftershock.core.reductions import TotalNorm
 from aftershock.core.state import Cotangent, Tangent
 from aftershock.recorder.store import open_flight
 from aftershock.recorder.triggers import AtStep
@@ -223,6 +224,51 @@ def test_a_recorded_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
         assert recorder.recording
     assert open_flight(tmp_path).last == 6
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)])
+def test_the_norm_of_a_gradient_has_the_bits_of_torchs(dtypes: tuple[torch.dtype, ...]) -> None:
+    """From memory that is kept: an earlier norm stays what it was, and fewer gradients may come."""
+    total = TotalNorm()
+    torch.manual_seed(0)
+    found, expected = [], []
+    for count in (300, 300, 299, 1):
+        grads = [torch.randn(5 + i, device="cuda").to(dtypes[i % len(dtypes)]) for i in range(count)]
+        found.append(total(grads))
+        expected.append(torch.nn.utils.get_total_norm(grads))
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert len({x.item() for x in found}) == 4
+
+
+def test_micro_batches_of_one_buffer_are_recorded_on_the_gpu(tmp_path: Path) -> None:
+    """Batch and loss lie in buffers that are overwritten before the GPU has come that far; their dtypes differ."""
+    model = torch.nn.Linear(8, 1).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x, held = torch.empty(4, 8, device="cuda"), torch.empty((), device="cuda", dtype=torch.float64)
+
+    def loss_fn(m: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return m(batch).square().mean()
+
+    losses, norms = [], []
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=4) as recorder:
+        for step in range(6):
+            total = torch.zeros((), device="cuda", dtype=torch.float64)
+            for micro in range(3):
+                x.fill_(3.0 * step + micro)
+                loss = loss_fn(model, x) / 3
+                loss.backward()
+                held.copy_(loss.detach())
+                total += held
+                recorder.micro(x, held) if micro < 2 else None
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(x, held)
+            losses.append(total)
+    for record in recorder.recent:
+        assert [fed.tensors[0].unique().tolist() for fed in record.fed] == [[3.0 * record.step + i] for i in range(3)]
+        assert (record.loss, record.norm) == (losses[record.step].item(), norms[record.step].item())
+    assert [record.step for record in recorder.recent] == [2, 3, 4, 5]
 
 
 def test_a_state_takes_its_own_size_of_gpu_memory_and_no_more(tmp_path: Path) -> None:

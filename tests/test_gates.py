@@ -311,7 +311,7 @@ def test_layers_are_named_and_switches_counted() -> None:
     patterns = []
     for theta in (state.theta, other):
         patterns.append(Pattern())
-        point.loss.within(recording(patterns[-1])).gradient(theta, state.buffers, batch, random, "here")
+        point.loss.within(recording(patterns[-1], values=True)).gradient(theta, state.buffers, batch, random, "here")
     assert patterns[0].labels == [
         "1 relu",
         "2.1 hardtanh",

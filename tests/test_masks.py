@@ -84,7 +84,7 @@ def test_predictions_of_other_masks_go_on_from_trainings_gradient(clip: float | 
 
 def test_the_check_is_made_with_one_set_of_masks_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a copy in float64 does not fit, products were compared with gradients of training's masks, and refused."""
-    monkeypatch.setattr("aftershock.api.point.LIFTED_VECTORS", 2**60)
+    monkeypatch.setattr("aftershock.core.path_plans.LIFTED_VECTORS", 2**60)
     found = trained(fused=True).check(batches(1, 6)[0])
     assert found.dtype == torch.float32
     assert found.error < 0.05

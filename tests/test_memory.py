@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
-import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
-from aftershock.core.memory import budget, free, in_smaller_pieces, readable
+from aftershock.core.memory import budget, free, in_smaller_pieces, left_on_card, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
 from aftershock.core.sweeps import adjoint_sweep
@@ -21,15 +23,38 @@ from aftershock.errors import InvalidInput, OutOfMemory
 
 from .cases import make
 
+HOME = Path(aftershock.__file__).parent
+# where it is decided what may be used, and how work is cut to fit
+PLANS = {f"core/{name}.py" for name in ("memory", "footprint", "path_plans", "planning", "sweep_plans")}
+DECIDES = {"budget", "free", "room"}  # functions of `memory` and `footprint`
+SOURCES = ("memory", "footprint")
+ASKS = {"mem_get_info", "total_memory", "memory_allocated", "memory_reserved", "sysconf"}  # of torch and of the system
+MEASURES = {"core/recordings.py"}  # what a recording has reserved, which decides nothing
 
-def test_free_memory_is_asked_for_where_the_plan_says() -> None:
-    home = Path(aftershock.__file__).parent
-    asks = re.compile(r"(?<!def )((?<![.\w])(free|budget|room)|mem_get_info)\(")
-    found = {str(path.relative_to(home)) for path in home.rglob("*.py") if asks.search(path.read_text())}
-    named = {"core/footprint.py", "api/point.py", "studies/language/scene.py", "core/rows.py"}  # as planning's words do
-    named |= {"theory/finite_difference.py", "core/sweep_plans.py", "recorder/kept.py"}
-    passed_on = {"recorder/sweep.py", "recorder/reruns.py"}  # to a plan
-    assert found == {"core/memory.py", "core/planning.py", *named, *passed_on}
+
+def test_what_may_be_used_is_decided_in_the_planning_modules_alone() -> None:
+    sources = {str(path.relative_to(HOME)): ast.parse(path.read_text()) for path in HOME.rglob("*.py")}
+    assert {file for file, tree in sources.items() if any(_memory_asked(tree))} == PLANS | MEASURES
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from ..core.memory import budget, readable", "from .footprint import room as left", "memory.budget(None, device)",
+     "torch.cuda.mem_get_info()", "torch.cuda.get_device_properties(0).total_memory"],
+)  # fmt: skip
+def test_a_question_for_memory_is_seen(line: str) -> None:
+    assert list(_memory_asked(ast.parse(line)))
+    assert not list(_memory_asked(ast.parse("from .memory import readable\nroom = plan.spare\nplans.room = free")))
+
+
+def _memory_asked(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (a.name for a in node.names if a.name in DECIDES and (node.module or "").endswith(SOURCES))
+        elif isinstance(node, ast.Attribute) and node.attr in ASKS:
+            yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DECIDES:
+            yield node.func.attr
 
 
 def test_budgets() -> None:
@@ -42,6 +67,16 @@ def test_budgets() -> None:
         with pytest.raises(InvalidInput):
             budget(bad, cpu)
     assert readable(1536) == "1.5 KiB"
+
+
+def test_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, gib = torch.device("cuda", 0), 2**30
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * gib)
+    for total, limit, left in ((80, 75, 75 - 1 - 8), (40, 75, 38 - 1 - 8)):  # 95 % of a card that is smaller
+        found = SimpleNamespace(total_memory=total * gib)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        assert left_on_card(card, limit * gib, ours=2 * gib) == left * gib
+    assert left_on_card(torch.device("cpu"), gib, ours=0) is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemory])

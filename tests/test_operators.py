@@ -170,6 +170,17 @@ def test_transposes_and_views(system: System) -> None:
     assert not c.v.any()
 
 
+@pytest.mark.parametrize("system", ["tanh_mlp", "clipped"], indirect=True)
+def test_powers_of_a_transition(system: System) -> None:
+    operator, dense = OPERATORS["transition"](system)
+    start = random_like(operator.domain_basis(), 2, 5)
+    before = as_rows(system.layout, start).clone()
+    for k, power in zip(range(4), operator.powers(start)):
+        expected = before @ torch.linalg.matrix_power(dense, k).mT
+        assert (as_rows(system.layout, power) - expected).norm() < 4 * system.tolerance * expected.norm()
+    assert torch.equal(as_rows(system.layout, start), before)
+
+
 def test_write_in_at_zero_v_is_the_closed_slope() -> None:
     """Where no gradient ever came the write-in's slope is −η(1−β1)/(ρ1 ε); autograd gives NaN there."""
     system = System("untouched_rows")

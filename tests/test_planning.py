@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import xarray as xr
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,7 +26,8 @@ from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
 from aftershock.core.noise import noise_floor
-from aftershock.core.planning import Work, pass_bytes, plan_responses, plan_states
+from aftershock.core.path_plans import plan_states
+from aftershock.core.planning import Work, pass_bytes, plan_responses
 from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
 from aftershock.core.trajectory import Trajectory
@@ -80,6 +82,20 @@ class LM(nn.Module):
 
 def images(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randn(*shape), torch.randint(0, 10, shape[:1]))
+
+
+class Unused(nn.Module):
+    """A layer that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 8, 3), nn.Flatten(), nn.Linear(1152, 10)
+        )
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
 
 
 @functools.cache
@@ -140,6 +156,21 @@ def test_estimates_are_what_is_used(name: str, keep: str, together: bool) -> Non
         real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
         assert real > 10 * vector
         assert_close(change.estimate(probe, **options).memory, real, answers)
+
+
+def test_gradients_of_changes_in_rows_are_counted_where_exact_rows_run_alone() -> None:
+    """As of a transformer of torch's modules: its gradients at several θ do not map, those of several batches do."""
+    path, pool, probe = with_pool("conv", 1)
+    path.point.loss.sharing = Sharing(True)
+    path.point.loss.sharing.settle("gradient", agreed=False)
+    path = path.point.follow([step.batch for step in path.steps])
+    change, f = path.replace(pool, at=1), Footprint.of(path.trajectory)
+    assert not f.together
+    assert f.pooled is not None
+    change.response(probe, answers=("exact",), horizon=2)
+    real, _ = measured(lambda: change.response(probe, answers=("exact",), horizon=2))
+    assert real > 10 * f.gradient
+    assert_close(change.estimate(probe, answers=("exact",), horizon=2).memory, real, "exact")
 
 
 @TOGETHER
@@ -476,6 +507,78 @@ def test_pairs_that_wait_stay_within_the_budget_and_are_no_more_than_can_come() 
     assert waiting[-1] == 12 * path.point.loss.layout.size
 
 
+@pytest.mark.parametrize(("name", "trained"), [("conv", 1), ("mlp", 40), ("lm", 1)])
+def test_sweeps_in_rows_take_what_their_estimates_say(name: str, trained: int) -> None:
+    """Products of all outcomes and gradients of the pool are computed together there."""
+    path, pool, probe = with_pool(name, trained)
+    path.point.loss.sharing = Sharing(True)
+    path = path.point.follow([step.batch for step in path.steps])
+    path.rank(pool, probe, verify=0)
+    for count, by in ((3, "peak"), (12, "peak"), (12, "response")):
+        real, _ = measured(lambda: path.rank(pool[:count], probe, by=by, verify=2))  # noqa: B023
+        assert_close(path.estimate_rank(pool[:count], probe, by=by, verify=2).memory, real, (count, by))
+    for count in (3, 12):
+        real, _ = measured(lambda: path.rank_examples(pool[:count], probe, verify=2))  # noqa: B023
+        assert_close(path.estimate_rank_examples(pool[:count], probe, verify=2).memory, real, count)
+    real, _ = measured(lambda: path.explain(probe, verify=1))
+    assert_close(path.estimate_explain(probe, verify=1).memory, real, "explain")
+
+
+def test_a_sweep_in_rows_is_cut_to_fit() -> None:
+    """As many of a step's products at once as fit, and as many of the sample that the midpoint is of."""
+    path, pool, probe = with_pool("conv", 1)
+    path.point.loss.sharing = Sharing(True)
+    path = path.point.follow(4 * [step.batch for step in path.steps])
+    for batches in (pool[:1], pool):
+        whole = path.rank(batches, probe, verify=0)
+        need = path.estimate_rank(batches, probe, verify=0).memory
+        with pytest.raises(OutOfMemory) as refused:
+            path.rank(batches, probe, verify=0, memory="1KiB")
+        least = budget(re.search(r'memory="([^"]+)"', str(refused.value))[1], CPU)
+        assert least < 0.7 * need
+        for limit in (least, (least + need) // 2):
+            assert path.estimate_rank(batches, probe, verify=0, memory=limit).memory <= limit
+            found: list[ak.Ranking] = []
+            real, _ = measured(lambda: found.append(path.rank(batches, probe, verify=0, memory=limit)))  # noqa: B023
+            assert real <= (1 + WITHIN) * limit, (len(batches), limit / need)
+            again = found[0].data["predicted"].sel(change=whole.order).values
+            expected = whole.data["predicted"].sel(change=whole.order).values
+            np.testing.assert_allclose(again, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_pool_is_counted_as_it_runs() -> None:
+    """In rows beside steps that are made of micro-batches; alone where the batches leave a parameter unused."""
+    path, pool, probe = with_pool("conv", 1)
+    steps = [ak.accumulate([step.batch, step.batch]) for step in path.steps]
+    point = path.point
+    point.loss.sharing = Sharing(True)
+    accumulated = point.follow(steps)
+    model = Unused()
+    case = Case("unused", model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy, images(16, 3, 16, 16))
+    case.train(case.batches(1))
+    unused = case.point()
+    unused.loss.sharing = Sharing(True)
+    for made in (accumulated, unused.follow(case.batches(4))):
+        made.rank(pool, probe, verify=0)
+        real, _ = measured(lambda: made.rank(pool, probe, verify=2))  # noqa: B023
+        assert_close(made.estimate_rank(pool, probe, verify=2).memory, real, made)
+
+
+@pytest.mark.parametrize("share", [60, 120])
+@pytest.mark.parametrize("what", ["switch_fraction", "error_shares"])
+def test_gates_of_rows_stay_within_the_budget(what: str, share: int) -> None:
+    """Every row's choices of a step are there at once: changes are followed a few at a time, with the same numbers."""
+    path, others, probe = ready("cnn", together=False)
+    change = path.replace(8 * others)
+    options = {"scales": [0.5, 1.0]} if what == "switch_fraction" else {"probe": probe}
+    whole, limit = getattr(theory, what)(change, **options), share * Footprint.of(path.trajectory).vector
+    found: list = []
+    all_at_once, _ = measured(lambda: getattr(theory, what)(change, **options))
+    real, _ = measured(lambda: found.append(getattr(theory, what)(change, memory=limit, **options)))
+    assert real <= (1 + WITHIN) * limit < all_at_once
+    xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
+
+
 def nothing_fits(*work: object) -> int:
     raise OutOfMemory("no rerun")
 
@@ -510,6 +613,17 @@ def test_a_ranking_of_examples_takes_what_its_estimate_says(name: str, trained: 
         real, _ = measured(lambda: path.rank_examples(pool[:count], probe, verify=verify))  # noqa: B023
         estimate = path.estimate_rank_examples(pool[:count], probe, verify=verify)
         assert_close(estimate.memory, real, (count, verify))
+
+
+def test_what_examples_hold_is_measured_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pool, probe = with_pool("mlp", 1)
+    path.rank_examples(pool, probe, verify=0)
+    seen, work = list[int](), sweep_plans.example_derivatives
+    monkeypatch.setattr(sweep_plans, "example_derivatives", lambda *given: (seen.append(1), work(*given))[1])
+    path.rank_examples(pool[3:], probe, verify=0)
+    assert not seen
+    path.rank_examples([(x[:4], y[:4]) for x, y in pool[3:]], probe, verify=0)  # fewer than are looked at
+    assert len(seen) == 2
 
 
 def test_a_ranking_of_examples_is_cut_to_fit() -> None:

@@ -20,10 +20,11 @@ from aftershock.core.graphs import GradientGraph
 from aftershock.core.lanes import LANES, Lanes
 from aftershock.core.loss import LossFunction
 from aftershock.core.noise import noise_floor
-from aftershock.core.planning import Load, Work, pass_bytes, plan_history, plan_lanes, plan_responses, rollout_bytes
+from aftershock.core.planning import Work, pass_bytes, plan_history, plan_lanes, plan_responses
 from aftershock.core.playback import Player
 from aftershock.core.recordings import Played
 from aftershock.core.responses import ANSWERS, Pass
+from aftershock.core.row_costs import Load, rollout_bytes
 from aftershock.core.structure import flatten
 from aftershock.core.trajectory import Trajectory
 

@@ -116,3 +116,35 @@ def test_rows_that_are_zero_are_told_from_those_that_are_not_quite() -> None:
     rows[1, -1], rows[2, 0], rows[3, reductions.GLANCE] = 1e-38, -1.0, torch.nan
     assert reductions.nonzero(rows).tolist() == rows.any(dim=1).tolist() == [False, True, True, True, False]
     assert reductions.nonzero(rows[:0]).shape == (0,)
+
+
+GRADIENTS = {
+    "one dtype": [torch.float32] * 40,
+    "bfloat16": [torch.bfloat16] * 40,
+    "two dtypes": [torch.float32, torch.bfloat16, torch.float64] * 13,
+    "one parameter": [torch.float64],
+}
+
+
+@pytest.mark.parametrize("name", list(GRADIENTS))
+def test_the_norm_of_a_gradient_has_the_bits_of_torchs(name: str) -> None:
+    """Also from memory that is kept, which on a CPU is not taken, and where fewer parameters have a gradient."""
+    draw = torch.Generator().manual_seed(0)
+    total = reductions.TotalNorm()
+    for count in (len(GRADIENTS[name]), len(GRADIENTS[name]), 1):
+        dtypes = GRADIENTS[name][:count]
+        grads = [torch.randn(7 + i, 3, generator=draw).to(dtype) * 10.0 ** (i % 5) for i, dtype in enumerate(dtypes)]
+        grads[0] = grads[0][:0] if count > 1 else grads[0]
+        expected = torch.nn.utils.get_total_norm(grads)
+        assert float(expected) > 0
+        assert torch.equal(total(grads), expected)
+        assert total(grads).dtype == expected.dtype
+        if name != "two dtypes":
+            kept = total._together(torch._foreach_norm(grads))
+            assert torch.equal(torch.linalg.vector_norm(kept), expected)
+
+
+def test_the_norm_of_parameters_and_of_nothing_is_torchs() -> None:
+    weights = [torch.nn.Parameter(torch.tensor([3.0])), torch.tensor([4.0])]
+    assert float(reductions.TotalNorm()(weights)) == 5.0
+    assert float(reductions.TotalNorm()([])) == 0.0

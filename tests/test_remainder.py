@@ -22,7 +22,7 @@ from aftershock.core.state import JointState, Tangent, difference
 from aftershock.errors import HiddenState, InvalidInput, UnfrozenGate
 from aftershock.theory import envelopes
 from aftershock.theory.envelopes import curvature_bound, error_bounds, operator_norm, write_in_bound
-from aftershock.theory.remainder import PARTS, decompose, joint
+from aftershock.theory.remainder import PARTS, ROWS, decompose, joint
 from aftershock.theory.switching import (
     SmoothExtension,
     activation_margin,
@@ -36,6 +36,7 @@ from aftershock.theory.switching import (
 
 from .cases import make, mlp
 from .oracles import StepOracle
+from .test_baselines import counters
 
 IDENTITY = 1e-14  # relative to the state deviation: rounding of a few additions
 READABLE = ("relu_cnn", "tanh_mlp", "quadratic", "clipped", "two_groups", "adam_coupled", "dropout", "accumulated")
@@ -475,6 +476,26 @@ def test_the_error_of_a_skip_is_that_of_its_tangent() -> None:
     error = (response.exact - response.tangent).values[0, 0]
     assert abs(error).max() > 1e-6
     np.testing.assert_allclose(data["output_error"].values, error, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep", ["states", "checkpoints"])
+def test_what_a_decomposition_costs(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per step three gradients (both sides with their gates, and f̃), and a graph with five products, whose gradient
+    takes the control on where its states are not kept."""
+    case = make("tanh_mlp")
+    path, counts = case.path(7, keep=keep), []
+    change = path.skip(1)
+    path.check()
+    path.control(1)
+    for horizon in (2, 6):  # one step and five
+        with monkeypatch.context() as patched:
+            count = counters(patched)
+            decompose(change, horizon=horizon)
+        counts.append(count)
+    assert counts[0]["products"] > 0
+    assert {name: counts[1][name] - counts[0][name] for name in count} == {
+        "products": 4 * len(ROWS), "gradient": 4 * 3, "__init__": 4, "value": 0,
+    }  # fmt: skip
 
 
 def test_changes_without_xi_start_exactly() -> None:

@@ -116,7 +116,7 @@ def test_one_linear_step_with_other_counts(name: str) -> None:
     assert shift.theta.norm() > 1e-3 * slope.theta.norm() > 0
     found, alone, semilinear = dx[None].clone(), dx[None].clone(), dx[None].clone()
     transit_(at, found, [lag])
-    transit_(at, alone, [lag], shifted=False)
+    transit_(at, alone, [lag], shifted=[False])
     transit_semilinear_(at, semilinear, [lag])
     for channel in ("theta", "m", "v"):
         a, b = getattr(shift, channel), getattr(slope, channel)

@@ -18,7 +18,7 @@ from ..core.examples import EXAMPLES_AT_ONCE, SPREAD, example_scores, example_we
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.scores import SAMPLE, adjoint, example_direction
-from ..core.sweep_plans import ExampleFootprint, SweepPlan, examples_at_once, plan_examples, rerun_room
+from ..core.sweep_plans import ExampleFootprint, SweepPlan, examples_at_once, left_for_reruns, plan_examples
 from ..results.certificate import TRUST, Certificate, Finding
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
@@ -118,7 +118,7 @@ def rank_examples(
     rerun = torch.cat([top, spread])
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
     measured[rerun] = _measure_examples(
-        path, control, batches, watch, chosen, weight, rerun_room(path.trajectory, len(chosen), limit)
+        path, control, batches, watch, chosen, weight, left_for_reruns(path.trajectory, len(chosen), limit)
     )
     return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
 

@@ -22,8 +22,7 @@ from ..core.hooks import Hooks
 from ..core.lifting import lifting
 from ..core.live_loop import Unused
 from ..core.loss import Gradient, LossFunction
-from ..core.memory import budget
-from ..core.planning import plan_states
+from ..core.path_plans import fits_lifted, plan_states
 from ..core.randomness import RandomState
 from ..core.structure import map_leaves
 from ..core.trajectory import Keep, Trajectory
@@ -39,8 +38,6 @@ from .schedule import Betas, LearningRate, Number, schedule
 
 if TYPE_CHECKING:
     from .path import Path
-
-LIFTED_VECTORS = 16  # float64 copies of the parameters that `check` holds at once, with room to spare
 
 
 @dataclass(frozen=True)
@@ -202,8 +199,7 @@ class TrainingPoint:
 
     def _lifted(self, memory: str | int | None) -> TrainingPoint:
         """A copy in float64, or itself where there is no memory for one."""
-        needed = LIFTED_VECTORS * 8 * self.loss.layout.size
-        return self if needed > budget(memory, self.loss.layout.device) else self.to(dtype=torch.float64)
+        return self.to(dtype=torch.float64) if fits_lifted(self.loss.layout, memory) else self
 
     def _check_lifted(self, batch: Batch, memory: str | int | None) -> Check:
         lifted = self._lifted(memory)

@@ -247,8 +247,8 @@ def sweep_back(
     """The adjoint of some outcomes, with the probe read half way along the mean displacement of a sample."""
 
     def swept(plan: SweepPlan) -> Adjoint:
-        slopes = midpoint_slopes(watch, mean_write(control, sample), horizons)
-        return adjoint(watch, slopes.pop, horizons, plan.place, tick)
+        slopes = midpoint_slopes(watch, mean_write(control, sample, plan.at_once.gradients), horizons)
+        return adjoint(watch, slopes.pop, horizons, plan.place, tick, plan.products)
 
     return in_smaller_pieces(plan, swept, SweepPlan.elsewhere, "the adjoint sweep")
 

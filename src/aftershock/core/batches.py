@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ def accumulate(
     if weights is not None and len(weights) != len(taken):
         raise InvalidInput(f"{len(weights)} weights for {len(taken)} batches")
     return Accumulated(taken, None if weights is None else tuple(float(w) for w in weights))
+
+
+def undrawn(batch: Batch) -> Batch:
+    """A batch without the random states that were recorded with its micro-batches."""
+    return replace(batch, random=None) if isinstance(batch, Accumulated) else batch
 
 
 def micro_batches(batch: Batch, device: torch.device) -> Iterator[tuple[Batch, Callable[[Tensor], Tensor]]]:

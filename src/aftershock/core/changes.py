@@ -98,7 +98,8 @@ class ControlStep:
 
 @dataclass(frozen=True)
 class Shock:
-    """One change, ready to use: its endpoint x^s_{t+1}(α), and ξ where it is a gradient's difference."""
+    """One change, ready to use: its endpoint x^s_{t+1}(α), which belongs to whoever asks for it, and ξ where it is a
+    gradient's difference."""
 
     endpoint: Callable[[float], tuple[JointState, Clip]]
     xi: Float[Tensor, " param"] | None = None
@@ -188,7 +189,7 @@ class Skip(Edit):
     scalable = False
 
     def shock(self, control: ControlStep) -> Shock:
-        return Shock(lambda scale: (control.before, control.step.clip))
+        return Shock(lambda scale: (control.before.clone(), control.step.clip))
 
 
 @dataclass(frozen=True)

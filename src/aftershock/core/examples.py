@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import AftershockError, ExamplesCouple
 from .batches import Batch, example_count, take_examples
@@ -19,6 +21,7 @@ from .randomness import RandomState
 from .reductions import each_with, norm
 from .structure import flatten
 
+COUPLED = "batch normalization in training mode couples them, and dropout draws one mask for the whole batch"
 TESTED = 8  # examples on which independence is tested before anything is computed
 SPREAD = 32  # and of every thousand further ones
 EXAMPLES_AT_ONCE = 1024  # half as many take 6 % longer each on the benchmarks' MLP, and 1 % on their CNN
@@ -137,9 +140,21 @@ def example_derivatives(
     except (AftershockError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        layer = _coupling(function.model)
+        eval_mode = ", or train and capture with that layer in eval mode" if layer else ""
         raise ExamplesCouple(
-            f"the examples of {where} cannot be told apart: {first_line(error)}. Batch normalization in "
-            "training mode couples examples, and dropout draws one mask per batch; rank whole batches, "
-            "or rank with those layers in eval mode"
+            f"the examples of {where} cannot be told apart: {layer or COUPLED}; rank whole batches (path.rank)"
+            f"{eval_mode}. As single examples the model fails with: {first_line(error)}"
         ) from error
     return losses, slopes
+
+
+def _coupling(model: nn.Module) -> str | None:
+    """The first module because of which an example may be another one beside others, in words."""
+    for name, module in model.named_modules():
+        called = f"{name or 'the model'} is {type(module).__name__} in training mode"
+        if module.training and isinstance(module, _BatchNorm):
+            return f"{called}, which normalizes an example by the others of its batch"
+        if module.training and isinstance(module, _DropoutNd) and module.p > 0:
+            return f"{called}, which draws one mask for the whole batch"
+    return None

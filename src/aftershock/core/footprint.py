@@ -1,4 +1,5 @@
-"""What the passes of a model hold in memory: measured once, by counting the tensors that are alive."""
+"""What the passes of a model hold in memory: measured once, by counting the tensors that are alive, and on a GPU what
+kernels take besides, which its allocator sees."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import AftershockError
+from ..errors import AftershockError, OutOfMemory
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
+from .batches import Accumulated
 from .fused import available
+from .gates import Pattern, recording
 from .graphs import GradientGraph
-from .memory import budget, free
+from .memory import budget, free, note_peak
+from .pools import Pool
 from .rehearsals import rehearse_products
 from .rows import row_gradients
 from .trajectory import Trajectory
@@ -81,6 +85,23 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
     return meter.peak, held
 
 
+def measured_on(device: torch.device, work: Callable[[], object]) -> tuple[int, int, int]:
+    """The same, and what kernels took besides at the peak: workspaces of convolutions, which are no tensors. Those are
+    read off torch's statistics of the device, whose peak is reset."""
+    if device.type != "cuda":
+        return *measured(work), 0
+    note_peak(device)
+    before = torch.cuda.memory_allocated(device)
+    peak, held = measured(work)
+    return peak, held, max(0, torch.cuda.max_memory_allocated(device) - before - peak)
+
+
+def peak_on(device: torch.device, work: Callable[[], object]) -> int:
+    """All that a piece of work takes at its peak."""
+    peak, _, besides = measured_on(device, work)
+    return peak + besides
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What the model's passes hold at their peak beside θ, in bytes; gradients, of the size of θ, are included."""
@@ -89,6 +110,8 @@ class Footprint:
     value: int  # of one forward pass
     gradient: int  # of one row alone
     row: int  # of each row, where rows run together
+    pooled: int | None  # of each batch of a pool, where they run together at one θ
+    kernels: int  # what kernels take besides where rows or batches run together
     update: int  # of AdamW's own arithmetic
     step: int  # of a row's gradient and AdamW's arithmetic with it
     together: bool
@@ -97,7 +120,7 @@ class Footprint:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 4 g, and 7 where rows run together."""
+        """Measured once on the first step: about 4 g, and 10 where rows and pools run together."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _footprint(trajectory))
 
     @property
@@ -122,28 +145,55 @@ class Footprint:
 
 def _footprint(trajectory: Trajectory) -> Footprint:
     loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    vector = loss.layout.padded_size * loss.layout.dtype.itemsize
+    vector, device = loss.layout.padded_size * loss.layout.dtype.itemsize, loss.layout.device
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
     if loss.player.pays and _recordable(trajectory) >= ROOM * vector:
         record_gradient(trajectory)
-    value, _ = measured(lambda: loss.value(*at))
-    gradient, _ = measured(lambda: loss.gradient(*at))
-    few = state.theta[None].expand(FEW, -1)
-
-    def rows() -> object:
-        return row_gradients(loss, few, [state.buffers] * FEW, *given, step.present)
-
-    if trajectory.together("gradient", FEW):
-        rows()  # now it is known whether they run together
-    together = trajectory.together("gradient", FEW)
-    row = measured(rows)[0] // FEW if together else gradient
+    value, gradient = (peak_on(device, work) for work in (lambda: loss.value(*at), lambda: loss.gradient(*at)))
+    row, besides = _row(trajectory)
+    pooled, further = _pooled(trajectory, gradient)
     zeros = [torch.zeros_like(view) for view in loss.layout.typed_views(state.theta)]
     update = measured(lambda: adamw_step(loss.layout, state, zeros, step.hypers))[0] - 3 * vector
     own = state.clone()
-    stepped, _ = measured(lambda: trajectory.dynamics.launch(step, own, consume=True))
-    cpu, fused = loss.layout.device.type == "cpu", available(state.theta)
-    return Footprint(vector, value, gradient, row, update, stepped, together, cpu, fused)
+    stepped = peak_on(device, lambda: trajectory.dynamics.launch(step, own, consume=True))
+    together, kernels = row is not None, max(besides, further)
+    cpu, fused = device.type == "cpu", available(state.theta)
+    return Footprint(vector, value, gradient, row or gradient, pooled, kernels, update, stepped, together, cpu, fused)
+
+
+def _row(trajectory: Trajectory) -> tuple[int | None, int]:
+    """Of each of a few rows that run together, and what kernels take besides; None where they do not."""
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    few = state.theta[None].expand(FEW, -1)
+
+    def rows() -> object:
+        return row_gradients(loss, few, [state.buffers] * FEW, step.batch, step.random, step.where, step.present)
+
+    if trajectory.together("gradient", FEW):
+        rows()  # now it is known whether they run together
+    if not trajectory.together("gradient", FEW):
+        return None, 0
+    peak, _, besides = measured_on(trajectory.device, rows)
+    return peak // FEW, besides
+
+
+def _pooled(trajectory: Trajectory, gradient: int) -> tuple[int | None, int]:
+    """The same of the gradients of a batch at one θ, one of which alone takes so much. Whether they agree with one
+    alone is seen with other batches."""
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    if not (step.present and all(step.present) and trajectory.together("pool", FEW)):
+        return None, 0
+    first = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
+    batches = [first if trajectory.typical is None else trajectory.typical[0]] * FEW
+    pool = Pool(loss, state.theta, state.buffers, batches, step.random, lambda _: step.where, step.present)
+    try:
+        peak, _, besides = measured_on(trajectory.device, pool.mapped)
+    except (OutOfMemory, torch.OutOfMemoryError):  # a few of them are too much already
+        return gradient, 0
+    except Exception:  # whatever cannot be mapped runs alone
+        return None, 0
+    return peak // FEW, besides
 
 
 @dataclass(frozen=True)
@@ -164,7 +214,7 @@ class Curvature:
 
 def _curvature(trajectory: Trajectory) -> Curvature:
     loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
-    f = Footprint.of(trajectory)
+    f, device = Footprint.of(trajectory), loss.layout.device
     if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
     if loss.player.pays and loss.player.has("gradient"):
@@ -173,17 +223,44 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     few, made = state.theta[None].expand(FEW, -1), list[GradientGraph]()
     at = (state.theta, state.buffers, step.batch, step.random, step.where)
     try:
-        build, graph = measured(lambda: made.append(GradientGraph(loss, *at)))
+        build, graph, besides = measured_on(device, lambda: made.append(GradientGraph(loss, *at)))
+        build += besides
         if trajectory.together("product", FEW):
             made[0].products(few)
-        product = measured(lambda: made[0].products(few[:1]))[0] - f.vector
+        product, _, besides = measured_on(device, lambda: made[0].products(few[:1]))
         many = measured(lambda: made[0].products(few))[0] - FEW * f.vector
-        products = max(many - product, 0) // (FEW - 1)
+        products = max(many - (product - f.vector), 0) // (FEW - 1)
+        product += besides - f.vector
     except AftershockError:  # a model without second derivatives has exact answers only
         build, graph, product, products = f.gradient, f.gradient, f.gradient, f.gradient
     batch, _ = trajectory.typical or (step.batch, None)
     vectors = loss.player.vectors if loss.recorded("products", batch) is not None else None
     return Curvature(graph, build, product, products, 0 if vectors is None else len(vectors))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The same of a gradient whose gates are recorded."""
+
+    pattern: int  # its choices, which stay
+    gradient: int  # at the peak
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Watched:
+        """Measured once on the first step, where gates are recorded: about 1 g."""
+        return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _watched(trajectory))
+
+
+def _watched(trajectory: Trajectory) -> Watched:
+    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    at, made = (state.theta, state.buffers, step.batch, step.random, step.where), list[Pattern]()
+
+    def work() -> None:
+        made.append(Pattern())
+        loss.within(recording(made[0])).gradient(*at)
+
+    peak, held, besides = measured_on(trajectory.device, work)
+    return Watched(held, peak + besides)
 
 
 def room(trajectory: Trajectory, memory: str | int | None) -> int:

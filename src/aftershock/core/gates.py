@@ -47,8 +47,9 @@ LEAVING = {"tolist", "numpy", "__array__", "__dlpack__"}  # a tensor's numbers g
 class Gate:
     """One call of an operation with a kink: what it chose, element by element.
 
-    `pattern` is the piece, index or truth of every element. Gates between two pieces also carry the `value`
-    that chose (the pre-activation a), its `margin` |a| from the nearest kink, and the piece `across` that kink.
+    `pattern` is the piece, index or truth of every element. Where they are recorded with their values, gates between
+    two pieces also carry the `value` that chose (the pre-activation a), its `margin` |a| from the nearest kink, and the
+    piece `across` that kink.
     """
 
     kind: str
@@ -109,12 +110,15 @@ def _another_path(gate: Gate, found: str) -> str:
     return f"at {gate.kind} in {gate.layer!r} the other pass has {found}: {CONTROL_FLOW}"
 
 
-def recording(pattern: Pattern) -> Surroundings:
-    """Around a loss: writes its gates into `pattern`, which must be empty. Changes no bit of the pass."""
+def recording(pattern: Pattern, *, values: bool = False) -> Surroundings:
+    """Around a loss: writes its gates into `pattern`, which must be empty. Changes no bit of the pass.
+
+    values: with what chose; a choice alone takes a byte an element, its values twice the size of the activations.
+    """
 
     def around(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         pattern.calls.append([])
-        return _watching(model, lambda gate: pattern.calls[-1].append(gate))
+        return _watching(model, lambda gate: pattern.calls[-1].append(gate), values=values)
 
     return around
 
@@ -148,8 +152,9 @@ Settle = Callable[[Gate], Tensor | None]  # the choice to hold instead of the ga
 
 
 @contextlib.contextmanager
-def _watching(model: nn.Module, settle: Settle) -> Iterator[None]:
-    watch = _Watch(settle, {module: name or ROOT for name, module in model.named_modules()}, Dependence(model))
+def _watching(model: nn.Module, settle: Settle, *, values: bool = False) -> Iterator[None]:
+    names = {module: name or ROOT for name, module in model.named_modules()}
+    watch = _Watch(settle, names, Dependence(model), values)
     before = register_module_forward_pre_hook(watch.enter)
     after = register_module_forward_hook(watch.leave, always_call=True)
     try:
@@ -168,9 +173,9 @@ def _watching(model: nn.Module, settle: Settle) -> Iterator[None]:
 class _Watch(TorchFunctionMode):
     """Sees every torch function that Python calls, and lets `settle` decide the choices of gates."""
 
-    def __init__(self, settle: Settle, names: dict[nn.Module, str], dependence: Dependence) -> None:
+    def __init__(self, settle: Settle, names: dict[nn.Module, str], dependence: Dependence, values: bool) -> None:
         super().__init__()
-        self.settle, self.names, self.dependence = settle, names, dependence
+        self.settle, self.names, self.dependence, self.values = settle, names, dependence, values
         self.layers: list[str] = []
         self.refusal: UnfrozenGate | None = None
         # aten kinks that the function being run takes care of; None: all of them
@@ -235,8 +240,11 @@ def _piecewise(watch: _Watch, name: str, func: Any, args: Any, kwargs: Any) -> A
     except TypeError as error:
         raise UnfrozenGate(f"{name} in {watch.layer!r} is called in a way that cannot be held: {error}") from error
     in_place = kink.in_place or _in_place(func)
-    seen = kink.x.detach().clone() if in_place else kink.x.detach()
-    held = watch.settle(Gate(name, watch.layer, kink.pieces(), seen, kink.margin(), kink.across()))
+    gate = Gate(name, watch.layer, kink.pieces())
+    if watch.values:
+        seen = kink.x.detach().clone() if in_place else kink.x.detach()
+        gate = replace(gate, value=seen, margin=kink.margin(), across=kink.across())
+    held = watch.settle(gate)
     if held is None:
         return func(*args, **kwargs)
     if not in_place:

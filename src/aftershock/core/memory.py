@@ -20,6 +20,7 @@ Result = TypeVar("Result")
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
+CARD_SHARE, LIBRARIES = 0.95, 2**30  # of a card's memory, what may be used; bytes of it that libraries take
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
 
 
@@ -57,6 +58,46 @@ def free(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux: half of what is installed
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def free_of_all() -> str:
+    """Such as 1.0 GiB of 8.0 GiB: of the GPU that is in use, for an error."""
+    return " of ".join(map(readable, torch.cuda.mem_get_info()))
+
+
+def left_on_card(device: torch.device, limit: int, ours: int) -> int | None:
+    """What work that may take so much of a whole card has beside what is there; None on a CPU: what is free.
+
+    ours: bytes there that are a part of the work.
+    """
+    if device.type != "cuda":
+        return None
+    whole = min(limit, int(CARD_SHARE * torch.cuda.get_device_properties(device).total_memory))
+    return whole - LIBRARIES - (torch.cuda.memory_allocated(device) - ours)
+
+
+_highest: dict[int, int] = {}  # by GPU: its peak before torch's own was last reset
+
+
+def begin_peak(device: torch.device) -> None:
+    """Count the peak of what torch holds on a GPU from here on."""
+    _highest[_number(device)] = 0
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def note_peak(device: torch.device) -> None:
+    """Torch's peak is reset, to see that of a single piece of work; the one so far counts on."""
+    _highest[_number(device)] = peak_held(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_held(device: torch.device) -> int:
+    """Bytes at the peak since `begin_peak`, or since torch's statistics began."""
+    return max(_highest.get(_number(device), 0), torch.cuda.max_memory_allocated(device))
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def in_smaller_pieces(

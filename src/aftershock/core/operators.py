@@ -8,7 +8,7 @@ Every product takes one vector or a batch of rows. `as_matrix` is for systems sm
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,20 @@ class Transition(LinearOperator):
         out = _batched(c.clone())
         retreat_(self.linearized, out)
         return _like(c, out)
+
+    def powers(self, dx: Tangent) -> Iterator[Tangent]:
+        """δx, A δx, A² δx, … for as long as they are asked for; each is overwritten by the next.
+
+        >>> from itertools import islice
+        >>> step, start = path.transition(1), change.difference()[0]
+        >>> *_, last = islice(step.powers(start), 3)
+        >>> torch.allclose(last.theta, step.mv(step.mv(start)).theta)
+        True
+        """
+        out = _batched(dx.clone())
+        while True:
+            yield _like(dx, out)
+            transit_(self.linearized, out)
 
     def domain_basis(self) -> Tangent:
         return state_basis(self.layout)

@@ -1,19 +1,16 @@
 """What a piece of work needs in memory, known before it starts, and how it is cut to fit.
 
-How work is cut to fit is decided here, but for `sweep_plans`, which cuts rankings and explanations, for
-`recorder.kept`, which says how much of a recorded window stays in memory, and for `theory.logit_tangent`, whose reader
-holds logits beside the rows; they count with the functions of this module. Memory
-is counted in copies of the flat vector and in what the model's own passes hold, which is measured once. What else
-depends on free memory is a yes or no: `footprint` records passes where there is room for it, `TrainingPoint.check`
-works in float64 where a copy of the model fits, and the language study refuses a model of which not one rerun fits.
-Work that runs out in spite of its plan is halved where it runs (`Sharing.in_pieces`, `respond`).
+What may be used (`memory`) and how work is cut to fit is decided in five modules and nowhere else: `path_plans` before
+there is a path, `footprint` for recorded passes, `sweep_plans` for rankings and explanations, this one for rows. Memory
+is counted in copies of the flat vector and in what the model's own passes hold, which is measured once. Work that runs
+out in spite of its plan is halved where it runs (`Sharing.in_pieces`, `respond`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,14 +21,15 @@ from .lanes import LANES
 from .memory import budget, free, readable
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
-from .rows import AT_ONCE
-from .trajectory import Keep, Trajectory
+from .row_costs import Load, pool_bytes, rollout_bytes
+from .trajectory import Trajectory
 
 # of the room, for lanes: of 1.4B two then fit, and fewer rows at once, which together take less time and less memory
 LANE_SHARE = 0.6
 # rows × steps from which lanes are recorded: by an estimate for 0.4B three more pay after about 90, but later work
 # finds them there
 LANE_STEPS = 48
+READING_HOLDS = 3  # vectors beside rows that are read: the control's raw gradient, the change's, and ξ
 
 
 def _record_probe(trajectory: Trajectory, probe: Probe) -> None:
@@ -59,16 +57,9 @@ def plan_lanes(trajectory: Trajectory, rows: int, steps: int, available: int) ->
         record_gradient(trajectory, lanes)
 
 
-def plan_states(
-    steps: int, state: int, keep: Keep | None, memory: str | int | None, device: torch.device
-) -> tuple[Keep, int]:
-    """How a path of so many steps is kept, and one of how many states: all where a quarter of the memory holds them,
-    else about √H, or as few as fit; the rest are recomputed. Rows gain more from memory than the path does."""
-    room = budget(memory, device) // 4
-    if keep == "graphs" or (keep != "checkpoints" and (keep == "states" or (steps + 1) * state <= room)):
-        return keep or "states", 1
-    fit = room // state - 1  # beside the first, which is always there
-    return "checkpoints", max(math.isqrt(steps), -(-steps // fit) if fit > 0 else steps + 1)
+def plan_rerun_lanes(trajectory: Trajectory, rows: int, steps: int, memory: str | int | None) -> None:
+    """The same before reruns, in all that may be used."""
+    plan_lanes(trajectory, rows, steps, room(trajectory, memory))
 
 
 @dataclass(frozen=True)
@@ -110,20 +101,6 @@ class Work:
         return Load(exact, rows * ("semilinear" in have), tangents * ("tangent" in have), each.parked)
 
 
-@dataclass(frozen=True)
-class Load:
-    """Rows that are carried at once."""
-
-    exact: int = 0
-    semilinear: int = 0
-    linear: int = 0
-    parked: bool = False
-
-    @property
-    def predicted(self) -> int:
-        return self.semilinear + self.linear
-
-
 def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan:
     """The fewest passes that fit: all answers at once, else the truth apart from predictions, else each alone.
 
@@ -154,7 +131,7 @@ def plan_responses(work: Work, answers: Sequence[str], memory: str | int | None)
 def _plan_work_lanes(work: Work, answers: Sequence[str], memory: str | int | None) -> None:
     if "exact" in answers:
         trajectory, rows = work.watch.trajectory, work.changes * work.scales + work.rounding
-        plan_lanes(trajectory, rows, work.watch.horizons, room(trajectory, memory))
+        plan_rerun_lanes(trajectory, rows, work.watch.horizons, memory)
 
 
 def _plan_in_turn(work: Work, answers: Sequence[str], memory: str | int | None) -> Plan | None:
@@ -207,29 +184,64 @@ def _plan(work: Work, answers: Sequence[str], memory: str | int | None, *, park:
     raise OutOfMemory(_advice(work, wanted, memory, available))
 
 
-def at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int:
+def at_once(
+    trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None, *, gates: bool = False
+) -> int:
     """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one, for which
-    recorded passes give their memory back."""
+    recorded passes give their memory back.
+
+    gates: those of exact rows are recorded.
+    """
     player = trajectory.dynamics.loss.player
     if predicted:
         player.narrow()
     else:
-        plan_lanes(trajectory, count * exact, len(trajectory), room(trajectory, memory))
+        plan_rerun_lanes(trajectory, count * exact, len(trajectory), memory)
     for give_back in (player.narrow, player.give_back):
-        found = _at_once(trajectory, count, exact, predicted, memory)
+        found = _at_once(trajectory, count, exact, predicted, memory, gates)
         if found is not None or not player.recordings:
             return found or 1
         give_back()
-    return _at_once(trajectory, count, exact, predicted, memory) or 1
+    return _at_once(trajectory, count, exact, predicted, memory, gates) or 1
 
 
-def _at_once(trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None) -> int | None:
+def _at_once(
+    trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None, gates: bool
+) -> int | None:
     start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
     if predicted:
         Curvature.of(trajectory)  # what it records is in memory before the rest is planned
     available = room(trajectory, memory)
-    loads = ((n, Load(n * exact, linear=n * predicted)) for n in _sizes(count))
+    loads = ((n, Load(n * exact, linear=n * predicted, gates=gates)) for n in _sizes(count))
     return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
+
+
+def plan_readings(watch: Watch, rows: int, reading: Callable[[int], int], memory: str | int | None) -> int:
+    """How many of so many reruns of one change are carried together: all that fit, and where they run alone one for
+    each lane.
+
+    reading: the bytes on the way while so many of them are read.
+    """
+    trajectory = watch.trajectory
+    vector = Footprint.of(trajectory).vector
+    available = room(trajectory, memory)
+    idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
+
+    def needed(n: int) -> int:
+        together = trajectory.together("gradient", n + 1)
+        copied = 3 * (together and trajectory.kept(watch.first) is None)  # together the control is copied
+        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
+        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (not together)
+        return (READING_HOLDS + copied) * vector + max(started, carried) + reading(n)
+
+    if needed(1) > available:
+        raise OutOfMemory(
+            f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
+            f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
+        )
+    lanes = len(trajectory.dynamics.loss.player.lanes)
+    sizes = (n for n in range(rows, 1, -1) if n <= lanes or trajectory.together("gradient", n + 1))
+    return next((n for n in sizes if needed(n) <= available), 1)
 
 
 def plan_history(trajectory: Trajectory, cotangents: int, memory: str | int | None, *, sums: int = 0) -> torch.device:
@@ -273,9 +285,11 @@ def pass_bytes(work: Work, each: Pass) -> int:
     waiting = (min(each.at_once, work.changes, lanes) + 2) * Footprint.of(trajectory).vector * each.shocks_in_rows
     before = replace(load, exact=min(load.exact, work.changes * work.scales))  # the row of rounding starts last
     v = Footprint.of(trajectory).vector
+    pool = pool_bytes(trajectory, 1 + min(each.at_once, work.changes)) if each.shocks_in_rows else None
+    pooled = _control_bytes(work, apart=each.apart) + (pool or 0)
     jittered = v * (each.apart and work.rounding)  # the last row takes the control's place, but for a θ of its own
     started = _control_bytes(work, apart=each.apart) + 3 * v * (_held(load) + load.predicted) + jittered
-    return max(_start_bytes(work, before, each.apart) + waiting, started, carried)
+    return max(pooled, _start_bytes(work, before, each.apart) + waiting, started, carried)
 
 
 def _start_bytes(work: Work, load: Load, apart: bool) -> int:
@@ -309,59 +323,6 @@ def _control_bytes(work: Work, *, apart: bool) -> int:
 def _held(load: Load) -> int:
     """Exact rows on the device."""
     return min(load.exact, 1) if load.parked else load.exact
-
-
-def rollout_bytes(
-    trajectory: Trajectory,
-    load: Load,
-    *,
-    own: bool = False,
-    rounding: bool = False,
-    late: bool = False,
-    replayed: bool | None = None,
-) -> int:
-    """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
-
-    own: each step's own loss is watched, so that all gradients of a step are there before the first row takes it.
-    rounding: the probe is read near the control, too.
-    late: predicted rows may have other step counts than the control.
-    replayed: the control's states are computed on the way; default: as the path keeps them.
-    """
-    f = Footprint.of(trajectory)
-    v, predicted = f.vector, load.predicted
-    lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
-    together = f.together and not load.parked and trajectory.together("gradient", load.exact + 1)
-    carried = 3 * v * predicted
-    work = [f.value + v * rounding]
-    replayed = (trajectory.spacing > 1 if replayed is None else replayed) and bool(predicted or not together)
-    if replayed:
-        carried += 3 * v
-        work.append(max(f.gradient, v + f.update))
-    if load.exact:
-        count = load.exact + 1
-        carried += 0 if load.parked else 3 * v * (load.exact + bool(together))
-        shared = count * v + min(AT_ONCE, count) * (f.row - v)
-        stepping = f.gradient + v * (load.exact - 1) if own else f.step * min(lanes, load.exact + replayed)
-        alone = max(stepping, v * load.exact * own + f.update) + 3 * v * load.parked
-        work.append(shared if together else alone)
-    if load.linear:
-        work.append(f.gradient + v)
-    if load.semilinear:
-        count = load.semilinear + 1  # a step's own loss, or a probe that is not recorded, is read in rows
-        together = trajectory.dynamics.loss.sharing.tries("value", count)
-        work.append(min(AT_ONCE, count) * (v + f.value) if together else lanes * v + f.value)
-    if predicted:
-        c = Curvature.of(trajectory)
-        most = min(max(load.semilinear, load.linear), c.played or predicted)
-        pieces = min(AT_ONCE, most) if trajectory.together("product", most) else 1
-        # clipping takes two more copies of linear rows, and one of a semilinear one
-        clipped = v * max(2 * load.linear, load.semilinear > 0) * any(step.clip.binds for step in trajectory.steps)
-        closed = f.plain_piece if late else f.piece if load.linear else f.piece * 2 // 3
-        work += [
-            c.build,
-            c.graph + v * most + max(c.product + (pieces - 1) * c.products, closed, clipped),
-        ]
-    return carried + max(work)
 
 
 def _fitting(work: Work, answers: tuple[str, ...], available: int) -> Pass | None:

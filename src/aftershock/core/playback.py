@@ -35,7 +35,8 @@ LAUNCHING = 0.7  # of a pass's time, from which it pays to record it
 LONG = 32  # steps of a path from which it pays to record its gradient
 
 T = TypeVar("T")
-Measured = WeakKeyDictionary[object, dict[type, Any]]  # by path
+Key = type | tuple[Any, ...]  # what is measured, and of what shape
+Measured = WeakKeyDictionary[object, dict[Key, Any]]  # by path
 
 
 def typical(batches: Iterable[Batch]) -> tuple[Batch, Batch] | None:
@@ -90,12 +91,12 @@ class Player:
         kept = [recording.nbytes for known in self._looked for recording in known.recordings]
         return sum(kept) + self.lanes.nbytes + (0 if self.vectors is None else self.vectors.nbytes)
 
-    def measured(self, path: object, kind: type[T], measure: Callable[[], T]) -> T:
+    def measured(self, path: object, what: Key, measure: Callable[[], T]) -> T:
         """What passes along a path hold in memory: measured once, and anew after recordings were given back."""
         known = self._measured.setdefault(path, {})
-        if kind not in known:
-            known[kind] = measure()
-        found: T = known[kind]
+        if what not in known:
+            known[what] = measure()
+        found: T = known[what]
         return found
 
     def give_back(self) -> None:

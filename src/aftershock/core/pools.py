@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .batches import Accumulated, Batch, same_value
+from .batches import Accumulated, Batch, same_batch, same_value
 from .mapping import mapped_over
 from .randomness import RandomState
 from .reductions import equal
@@ -88,21 +88,34 @@ class Pool:
         stackable = bool(batches) and self.present is not None and all(self.present) and _alike(batches)
         if not stackable or not loss.together("pool", batches[0], len(batches)):
             return None
+        if not loss.sharing.compared("pool") and self._pair is None:
+            return None  # not known yet
         pieces = tried(loss, "pool", self._agrees, self._mapped, len(batches))
         if pieces is None:
             return None
         norms = torch.cat([piece.norms(self._everything) for piece in pieces])
         return (pieces, norms) if all_finite(norms + torch.cat([piece.losses for piece in pieces])) else None
 
-    def _agrees(self) -> bool:
+    @property
+    def _pair(self) -> tuple[int, int] | None:
+        """A batch, and the last one where it is another: of equal ones nothing shows that one leaks into the other."""
         last = len(self.batches) - 1
-        together = self._mapped(slice(last - 1, last + 1)).split(self._everything)[1]
-        return same_gradient(self.loss, together, finite([self._one(last)])[0])
+        return next(((i, last) for i in range(last) if not same_batch(self.batches[i], self.batches[last])), None)
+
+    def _agrees(self) -> bool:
+        assert self._pair is not None
+        together = self._mapped_of([self.batches[i] for i in self._pair], 0).split(self._everything)[1]
+        return same_gradient(self.loss, together, finite([self._one(self._pair[1])])[0])
+
+    def mapped(self) -> object:
+        """In rows, whether or not they agree with batches alone: what that takes."""
+        return self._mapped(slice(0, len(self.batches))).split(self._everything)
 
     def _mapped(self, some: slice) -> Mapped:
-        return _mapped_pool(
-            self.loss, self.theta, self.buffers, self.batches[some], self.random, self.where(some.start)
-        )
+        return self._mapped_of(self.batches[some], some.start)
+
+    def _mapped_of(self, batches: Sequence[Batch], first: int) -> Mapped:
+        return _mapped_pool(self.loss, self.theta, self.buffers, batches, self.random, self.where(first))
 
     def _one(self, i: int) -> Gradient:
         return self.loss.gradient(self.theta, self.buffers, self.batches[i], self.random, self.where(i), wait=False)

@@ -57,6 +57,34 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(tensors)
 
 
+class TotalNorm:
+    """`total_norm` of one gradient after another, the same bits in fewer calls.
+
+    On a GPU torch makes a tensor for the norm of each parameter, and putting hundreds of them together one by one costs
+    the CPU as much as taking them: here they are copied at once into memory that is kept.
+    """
+
+    def __init__(self) -> None:
+        self._norms = torch.empty(0)
+        self._places: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        if set(map(type, tensors)) != {Tensor} or len({tensor.dtype for tensor in tensors}) > 1:
+            return total_norm(tensors)  # in which their order is another
+        norms = torch._foreach_norm(list(tensors))
+        return norm(self._together(norms) if norms[0].is_cuda else torch.stack(norms))  # a CPU copies one by one
+
+    def _together(self, norms: tuple[Tensor, ...]) -> Tensor:
+        """As `torch.stack` has them, until the next time."""
+        first = norms[0]
+        if (len(norms), first.dtype, first.device) != (len(self._places), self._norms.dtype, self._norms.device):
+            self._norms = torch.empty(len(norms), dtype=first.dtype, device=first.device)
+            self._places = list(self._norms.unbind())
+        torch._foreach_copy_(self._places, norms)
+        return self._norms
+
+
 def row_norms(tensors: Sequence[Float[Tensor, "row ..."]]) -> Float[Tensor, " row"]:
     """The same for many gradients at once, one tensor `[row, *shape]` per parameter."""
     return torch.stack([torch.linalg.vector_norm(t.flatten(1), dim=1) for t in tensors]).norm(dim=0)

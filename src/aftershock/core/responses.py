@@ -245,9 +245,9 @@ class _Starts:
             if "tangent" in self._answers and shock.xi is None:
                 self._linear.add_difference(end, control.after, count, spend=False)
             if "exact" in self._answers:
-                self._add_exact(end.clone() if end is control.before else end)
+                self._add_exact(end)
             if "semilinear" in self._answers:
-                spend = "exact" not in self._answers and end is not control.before
+                spend = "exact" not in self._answers
                 self._semilinear.add_difference(end, control.after, count, spend=spend)
             del end
         if shock.xi is not None:

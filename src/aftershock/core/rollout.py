@@ -31,6 +31,8 @@ class Rows:
         no step at all); None for a row that takes the path's own.
     semilinear_lags, linear_lags: of every predicted row, by how many steps each parameter's count is behind the
         control's; zeros where it is not, and empty where none is.
+    linear_shifted: of every linear row, whether it is shifted by what its counts do at the control's moments
+        (`recount_`), as the tangent of a run is; what is a difference of two runs is not. Empty where all are.
     control: the control's state at which they start, where it is known.
     distinct: every exact row is known to start elsewhere than the control, so that nobody needs to compare.
     owned: the states belong to nobody else and may be written to.
@@ -43,6 +45,7 @@ class Rows:
     linear: Tangent | None = None
     semilinear_lags: Sequence[Lag] = ()
     linear_lags: Sequence[Lag] = ()
+    linear_shifted: Sequence[bool] = ()
     steps: Sequence[Steps | None] | None = None
     control: JointState | None = None
     distinct: bool = False
@@ -97,7 +100,7 @@ def _predict(trajectory: Trajectory, time: int, controls: _Controls, rows: Rows)
     """One step of the predicted rows; the step's graph goes with this call."""
     at = trajectory.linearize(trajectory.steps[time], controls.at(time))
     if rows.linear is not None:
-        transit_(at, rows.linear, rows.linear_lags)
+        transit_(at, rows.linear, rows.linear_lags, rows.linear_shifted)
     if rows.semilinear is not None:
         transit_semilinear_(at, rows.semilinear, rows.semilinear_lags)
     controls.advance(at)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import OutOfMemory
 from .batches import Batch, added, micro_batches
 from .mapping import mapped_over
-from .memory import readable
+from .memory import free_of_all
 from .randomness import RandomState
 from .reductions import equal, joint_norm, row_norms
 
@@ -70,10 +70,9 @@ class Sharing:
                 continue
             torch.cuda.empty_cache()
             if size == 1:
-                free, total = torch.cuda.mem_get_info()
                 raise OutOfMemory(
-                    f"one row alone does not fit into the GPU's memory ({readable(free)} of {readable(total)} are "
-                    "free); ask for fewer changes, scales or answers at once, or use a smaller batch"
+                    f"one row alone does not fit into the GPU's memory ({free_of_all()} are free); ask for fewer "
+                    "changes, scales or answers at once, or use a smaller batch"
                 )
             self.at_once = (size + 1) // 2
         return out

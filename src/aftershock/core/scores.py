@@ -7,6 +7,7 @@ candidates share (`midpoint_slopes`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,12 +39,16 @@ SAMPLE = 8  # candidates whose mean displacement is followed
 # --- where the probe is read
 
 
-def mean_write(control: ControlStep, pool: Sequence[Batch]) -> Tangent:
-    """The mean over a sample of candidates of the exact difference after the step: 1 g for each of the sample."""
+def mean_write(control: ControlStep, pool: Sequence[Batch], at_once: int = SAMPLE) -> Tangent:
+    """The mean over a sample of candidates of the exact difference after the step: 1 g for each of the sample.
+
+    at_once: gradients of the sample that are computed together at most, for less memory.
+    """
     every = max(1, len(pool) // SAMPLE)
     some = list(pool[::every])[:SAMPLE]
+    pieces = (_pool(control, some[first : first + at_once], first) for first in range(0, len(some), at_once))
     total: Tangent | None = None
-    for gradient in _pool(control, some).gradients():
+    for gradient in itertools.chain.from_iterable(piece.gradients() for piece in pieces):
         dx = _written(control, gradient)
         total = dx if total is None else Tangent(*(getattr(total, c).add_(getattr(dx, c)) for c in CHANNELS))
         del dx
@@ -96,10 +101,12 @@ def adjoint(
     horizons: Sequence[int],
     place: torch.device,
     tick: Callable[[], None] = lambda: None,
+    at_once: int | None = None,
 ) -> Adjoint:
     """Φ(t+h, t+1)ᵀ c_{t+h} for every horizon, as rows at the state after the changed step. eq:adjoint
 
     Outcomes join the sweep when their time comes: H horizons cost H²/2 Hessian products.
+    at_once: products that are computed together at most; default: all of a step's.
     """
     order = sorted(horizons, reverse=True)
     history = History(place)
@@ -115,7 +122,7 @@ def adjoint(
         history.keep(at.step.index, c.theta)
 
     c = readout(watch.trajectory.dynamics.layout.zeros(len(order)))
-    first = adjoint_sweep(watch.trajectory, watch.at + order[0], watch.first, c, inject, visit)
+    first = adjoint_sweep(watch.trajectory, watch.at + order[0], watch.first, c, inject, visit, at_once)
     return Adjoint(tuple(order), first, history)
 
 

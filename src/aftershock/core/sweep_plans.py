@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..errors import OutOfMemory
 from .batches import Accumulated, Batch, example_count, take_examples
 from .contributions import LANCZOS
 from .examples import EXAMPLES_AT_ONCE, TESTED, example_derivatives
-from .footprint import Curvature, Footprint, measured, room
+from .footprint import Curvature, Footprint, peak_on, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import budget, readable
-from .planning import LANE_SHARE, Load, Work, plan_history, plan_lanes, plan_reruns, plan_responses, rollout_bytes
+from .planning import LANE_SHARE, Work, plan_history, plan_lanes, plan_reruns, plan_responses
 from .probe import Watch
-from .scores import AtOnce
+from .row_costs import Load, pool_bytes, product_bytes, rollout_bytes
+from .scores import SAMPLE, AtOnce
+from .structure import flatten
 from .trajectory import Trajectory
 from .waiting import SUMS
 
@@ -38,12 +41,14 @@ class SweepPlan:
     peak: without pairs beyond their curves that wait for a replay of the path, or on a GPU: how many there will be is
         not known before the gradients are, and they have at most a part of `spare`.
     spare: what the budget leaves while the pool is read.
+    products: Hessian products of a step of the sweep that are computed together; None for all.
     """
 
     place: torch.device
     at_once: AtOnce
     peak: int
     spare: int = 0
+    products: int | None = None
 
     def __str__(self) -> str:
         size = self.at_once
@@ -76,25 +81,31 @@ class ExampleFootprint:
 
     @classmethod
     def of(cls, trajectory: Trajectory, batch: Batch) -> ExampleFootprint:
-        """Measured on a few examples of a batch: about a gradient of it."""
-        loss, state, random = trajectory.dynamics.loss, trajectory.state(0), trajectory.steps[0].random
-        zero, vector = loss.layout.zeros(), Footprint.of(trajectory).vector
-        count = min(TESTED, example_count(batch))
-
-        def held(n: int) -> tuple[int, int]:
-            some = take_examples(batch, slice(0, n))
-            at = (state.theta, state.buffers, some, random)
-            slopes, _ = measured(lambda: example_derivatives(loss, *at, zero, "the pool"))
-            return slopes, measured(lambda: loss.gradient(*at, "the pool"))[0]
-
-        whole, half = held(count), held(max(1, count // 2))
-        apart = count - max(1, count // 2)
-        further = (whole[1] - half[1]) // apart if apart else whole[1] - vector
-        return cls(vector, -(-whole[0] // count), max(further, 0))
+        """Measured once on a few examples of a batch of this shape: about a gradient of it."""
+        few = take_examples(batch, slice(0, TESTED))
+        shapes = tuple((x.shape, x.dtype) for x in flatten(few)[0] if isinstance(x, Tensor))
+        player = trajectory.dynamics.loss.player
+        return player.measured(trajectory, (cls, shapes), lambda: _example_footprint(trajectory, few))
 
     def nbytes(self, count: int) -> int:
         """While so many pass at once: the control's gradient, the direction, and the larger of the two."""
         return 2 * self.vector + max(count * self.slopes, self.vector + max(self.vector, count * self.gradient))
+
+
+def _example_footprint(trajectory: Trajectory, few: Batch) -> ExampleFootprint:
+    loss, state, random = trajectory.dynamics.loss, trajectory.state(0), trajectory.steps[0].random
+    zero, vector, device = loss.layout.zeros(), Footprint.of(trajectory).vector, trajectory.device
+    count = example_count(few)
+
+    def held(n: int) -> tuple[int, int]:
+        at = (state.theta, state.buffers, take_examples(few, slice(0, n)), random)
+        slopes = peak_on(device, lambda: example_derivatives(loss, *at, zero, "the pool"))
+        return slopes, peak_on(device, lambda: loss.gradient(*at, "the pool"))
+
+    whole, half = held(count), held(max(1, count // 2))
+    apart = count - max(1, count // 2)
+    further = (whole[1] - half[1]) // apart if apart else whole[1] - vector
+    return ExampleFootprint(vector, -(-whole[0] // count), max(further, 0))
 
 
 def examples_at_once(trajectory: Trajectory, each: ExampleFootprint, examples: int, memory: str | int | None) -> int:
@@ -111,7 +122,7 @@ def examples_at_once(trajectory: Trajectory, each: ExampleFootprint, examples: i
     return size
 
 
-def rerun_room(trajectory: Trajectory, few: int, memory: str | int | None) -> int | None:
+def left_for_reruns(trajectory: Trajectory, few: int, memory: str | int | None) -> int | None:
     """What is left of a budget beside the gradients of so many examples and the control's; what is free does not hold
     them."""
     held = (few + 1) * Footprint.of(trajectory).vector
@@ -123,13 +134,13 @@ def plan_examples(watch: Watch, sample: int, few: int, memory: str | int | None)
     trajectory, horizons = watch.trajectory, [watch.horizons]
     held, rerun, lacking = (few + 1) * Footprint.of(trajectory).vector, 0, None
     try:
-        left = rerun_room(trajectory, few, memory)
+        left = left_for_reruns(trajectory, few, memory)
         rerun = held + plan_responses(Work(watch, few, 1), ("exact",), left).peak if few else 0
     except OutOfMemory as error:
         lacking = OutOfMemory(f"beside the gradients of {few} examples ({readable(held)} of the memory), {error}")
     place = plan_history(trajectory, 3 * watch.horizons, memory)
     needs, available = _Needs(watch, place), room(trajectory, memory)
-    swept = needs.swept(horizons) - needs.control + needs.begun  # the state after the step is not used
+    swept = needs.swept(horizons, 1) - needs.control + needs.begun  # the state after the step is not used
     peak = max(swept, needs.sloped(horizons, sample))
     if peak > available:
         raise OutOfMemory(_advice(needs, watch, horizons, available, sample, peak))
@@ -167,7 +178,9 @@ def plan_ranking(
     if count is None:
         raise OutOfMemory(_advice(needs, watch, horizons, available, least, needs.peak(horizons, least)))
     spare = max(0, available - needs.held(horizons, count) - needs.gradients(count))
-    return SweepPlan(place, needs.at_once(horizons, count, pool, spare), needs.peak(horizons, count), spare)
+    products = next(n for n in range(len(horizons), 0, -1) if n == 1 or needs.swept(horizons, n) <= available)
+    peak = max(needs.peak(horizons, count), needs.swept(horizons, products))
+    return SweepPlan(place, needs.at_once(horizons, count, pool, spare), peak, spare, products)
 
 
 def widen(plan: SweepPlan, trajectory: Trajectory) -> None:
@@ -191,11 +204,12 @@ class _Needs:
         """With so many gradients of the pool at once."""
         pairs = self.pairs(horizons, count) * self.per_pair(horizons)
         pool = self.held(horizons, count) + max(self.gradients(count), pairs)
-        return max(self.started(len(horizons)), self.swept(horizons), self.curves(horizons), pool)
+        return max(self.started(len(horizons), count), self.swept(horizons, 1), self.curves(horizons), pool)
 
     def gradients(self, count: int) -> int:
         """While so many are computed."""
-        return count * (self.f.row + self.f.vector) if self.f.together else self.f.gradient
+        together = pool_bytes(self.trajectory, count)
+        return self.f.gradient if together is None else together
 
     def sloped(self, horizons: Sequence[int], count: int) -> int:
         """While slopes of examples are fitted to so many gradients: cotangents, how far curves reach, the slopes."""
@@ -206,17 +220,18 @@ class _Needs:
         replayed = max(f.gradient, 3 * v) * states
         return max(start, held + self.gradients(count), held + v + beyond + replayed)
 
-    def started(self, outcomes: int) -> int:
+    def started(self, outcomes: int, count: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
         row, f = rollout_bytes(self.trajectory, Load(semilinear=1)), self.f
-        mean = 8 * f.vector + f.gradient + f.update
+        mean = 8 * f.vector + self.gradients(min(SAMPLE, count)) + f.update
         return self.control + max(mean, (3 + outcomes) * f.vector + max(row, f.gradient + 3 * f.vector))
 
-    def swept(self, horizons: Sequence[int]) -> int:
-        """The end of the sweep: cotangents, their history, and what their products are of."""
+    def swept(self, horizons: Sequence[int], products: int) -> int:
+        """The end of the sweep: cotangents, their history, and what so many products at once are of."""
         f, c, rows = self.f, self.c, len(horizons)
         states = 0 if self.trajectory.spacing == 1 else 6 * f.vector
-        work = c.graph + f.vector * rows * (1 + self.clips) + max(c.product, f.piece)
+        together = product_bytes(self.trajectory, products)
+        work = c.graph + f.vector * rows * (1 + self.clips) + max(together, f.piece)
         return self.control + states + 3 * rows * f.vector + self.history(horizons) + max(c.build, work)
 
     def history(self, horizons: Sequence[int]) -> int:
@@ -263,7 +278,8 @@ def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> S
     states = 0 if trajectory.spacing == 1 else 9 * v
     clipped = outcomes * v * any(step.clip.binds for step in trajectory.steps)
     held = (4 + SUMS) * outcomes * v + outcomes * steps * v * beside + states
-    step = max(c.build, c.graph + outcomes * v + clipped + c.product, c.graph + 3 * v + f.update, c.graph + 4 * v)
+    products = c.graph + outcomes * v + clipped + product_bytes(trajectory, outcomes)
+    step = max(c.build, products, c.graph + 3 * v + f.update, c.graph + 4 * v)
     pairs = max(FEWEST_PAIRS, min(int(PAIRS_SHARE * held) // (120 + 8 * outcomes), PAIRS_AT_ONCE))
     peak = max(readout, held + step + int(PAIRS_SHARE * held) // 2)
     if peak > available and trajectory.device.type == "cpu":
@@ -273,6 +289,20 @@ def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> S
             f'memory="{readable(math.ceil(1.02 * peak))}"'
         )
     return SweepPlan(place, AtOnce(1, pairs, pairs), peak)
+
+
+def plan_window_sweep(trajectory: Trajectory, cotangents: int, *, sums: int) -> torch.device:
+    """Where the sweep over a recorded window is kept, as `plan_history` says. On a CPU its cotangents may take half of
+    what was given; where nothing was, they may take what is free."""
+    memory, layout = trajectory.memory, trajectory.dynamics.layout
+    if memory is not None and trajectory.device.type == "cpu":
+        needed, limit = cotangents * layout.padded_size * layout.dtype.itemsize, budget(memory, trajectory.device)
+        if 2 * needed > limit:
+            raise OutOfMemory(
+                f"the sweep keeps {cotangents} vectors of all weights, {readable(needed)}, and may use half of "
+                f"memory={readable(limit)}; pass more, or a shorter window="
+            )
+    return plan_history(trajectory, cotangents, memory, sums=sums)
 
 
 def _earlier(peak: int, available: int, step: int, steps: int) -> str:

@@ -17,14 +17,14 @@ from .state import Cotangent, JointState, Lag, Tangent
 from .trajectory import Trajectory
 
 
-def transit_(at: Linearized, dx: Tangent, lags: Sequence[Lag] = (), *, shifted: bool = True) -> None:
+def transit_(at: Linearized, dx: Tangent, lags: Sequence[Lag] = (), shifted: Sequence[bool] = ()) -> None:
     """δx ← A δx in place: carry(δx) + write_in(H δθ).
 
     lags, shifted: as in `recount_`.
     """
     for some in at.graph.pieces(dx.rows):
         transit_with_(at, dx[some], at.graph.products(dx.theta[some]))
-    recount_(at, dx, lags, shifted=shifted)
+    recount_(at, dx, lags, shifted)
 
 
 def transit_with_(at: Linearized, dx: Tangent, products: Float[Tensor, "change param"]) -> None:
@@ -47,31 +47,30 @@ def transit_semilinear_(at: Linearized, dx: Tangent, lags: Sequence[Lag] = ()) -
     recount_exactly_(at, dx, lags)
 
 
-def recount_(at: Linearized, dx: Tangent, lags: Sequence[Lag], *, shifted: bool = True) -> None:
+def recount_(at: Linearized, dx: Tangent, lags: Sequence[Lag], shifted: Sequence[bool] = ()) -> None:
     """After one linear step, in place: rows whose counts are not the control's take their own bias corrections.
 
     δθ += (M' − M) δm + (V' − V) δv + q' − q: the derivative of the row's own step, and what its counts do at the
-    control's moments, which is no part of δx and known exactly. Without `shifted` the derivative alone.
+    control's moments, which is no part of δx and known exactly. Rows that are not `shifted` (empty: all are) take the
+    derivative alone.
     """
-    for row, now, late, w, control in _late_pieces(at, dx, lags):
-        theta, m, v = row.theta[w], row.m[w], row.v[w]
+    for i, now, late, w, control in _late_pieces(at, dx, lags):
+        theta, m, v = dx.theta[i, w], dx.m[i, w], dx.v[i, w]
         for sign, run in ((1, late), (-1, now)):
             dq_dm, dq_dv = sensitivities(run, control.m, control.v)
             theta.addcmul_(dq_dm, m, value=sign).addcmul_(dq_dv, v, value=sign)
-        if shifted:
+        if not shifted or shifted[i]:
             theta.add_(recounted(now, late, control.m, control.v))
 
 
 def recount_exactly_(at: Linearized, dx: Tangent, lags: Sequence[Lag]) -> None:
     """The same after one semilinear step: q' − q at the row's own moments. eq:recounted"""
-    for row, now, late, w, control in _late_pieces(at, dx, lags):
-        m, v = control.m.add_(row.m[w]), control.v.add_(row.v[w]).clamp_(min=0)
-        row.theta[w].add_(recounted(now, late, m, v))
+    for i, now, late, w, control in _late_pieces(at, dx, lags):
+        m, v = control.m.add_(dx.m[i, w]), control.v.add_(dx.v[i, w]).clamp_(min=0)
+        dx.theta[i, w].add_(recounted(now, late, m, v))
 
 
-def _late_pieces(
-    at: Linearized, dx: Tangent, lags: Sequence[Lag]
-) -> Iterator[tuple[Tangent, Run, Run, slice, Control]]:
+def _late_pieces(at: Linearized, dx: Tangent, lags: Sequence[Lag]) -> Iterator[tuple[int, Run, Run, slice, Control]]:
     """Each row that is behind, in pieces, with the control's scalars and its own.
 
     Row by row and in plain arithmetic on every device: a kernel has one set of scalars for all of its rows, and rows
@@ -81,16 +80,20 @@ def _late_pieces(
     for i, lag in enumerate(lags):
         if not any(lag):
             continue
-        row = dx[i]
         for now, late in late_runs_of(layout, hypers, counts, present, lag):
-            for w in blocks(now.where, row.theta):
-                yield row, now, late, w, at.linear.control(now, w)
+            for w in blocks(now.where, dx.theta[i]):
+                yield i, now, late, w, at.linear.control(now, w)
 
 
-def retreat_(at: Linearized, c: Cotangent) -> None:
-    """c ← Aᵀ c in place: carryᵀ(c) + P_θᵀ H write_inᵀ(c)."""
+def retreat_(at: Linearized, c: Cotangent, at_once: int | None = None) -> None:
+    """c ← Aᵀ c in place: carryᵀ(c) + P_θᵀ H write_inᵀ(c).
+
+    at_once: rows whose products are computed together at most, for less memory; default: all.
+    """
     w = at.linear.absorb_transposed_(c)
-    at.graph.add_products_(c.theta, at.linear.gradient_variation(w))
+    vectors, size = at.linear.gradient_variation(w), at_once or max(c.rows, 1)
+    for some in (slice(first, first + size) for first in range(0, c.rows, size)):
+        at.graph.add_products_(c.theta[some], vectors[some])
     at.linear.add_coupled_decay_(c.theta, w)
 
 
@@ -101,18 +104,19 @@ def adjoint_sweep(
     c: Cotangent,
     inject: Callable[[int, Cotangent], int] = lambda time, c: c.rows,
     visit: Callable[[Linearized, JointState, Cotangent], None] = lambda at, before, c: None,
+    at_once: int | None = None,
 ) -> Cotangent:
     """Carry cotangents from state `top` back to state `bottom`, in place.
 
     At each state `inject(time, c)` may add readouts, and says how many leading rows are alive: rows of
     outcomes that lie further back cost nothing until their time has come. `visit` sees each step with the
-    state before it and the cotangents after it.
+    state before it and the cotangents after it. at_once: as in `retreat_`.
     """
 
     def back(step: Step, before: JointState, alive: int) -> None:  # its graph is gone before the next one is built
         at = trajectory.linearize(step, before)
         visit(at, before, c[:alive])
-        retreat_(at, c[:alive])
+        retreat_(at, c[:alive], at_once)
 
     alive = inject(top, c)
     for step, before in trajectory.backward(bottom, top):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
 
-# the best share of the others' mean residual from which the whole is added, which then helps what is held out, and
-# below which nothing is; between them more and more, so that a rounding does not decide
-WHOLE, NOTHING = 0.5, 0.25
+
+@dataclass(frozen=True)
+class Shared:
+    """The numbers that decide how much of the others' mean residual is added, by its best share; between the two more
+    and more, so that a rounding does not decide."""
+
+    whole: float = 0.5  # from here on all of it, which then helps what is held out
+    nothing: float = 0.25  # below it nothing
+
+
+SHARED = Shared()
 
 
 def shared_offset(predicted: np.ndarray, measured: np.ndarray) -> tuple[np.ndarray, float]:
@@ -32,7 +41,7 @@ def shared_offset(predicted: np.ndarray, measured: np.ndarray) -> tuple[np.ndarr
     weight = np.divide(seen, size, out=np.zeros_like(residual), where=size > 0)
     whole = (weight * others**2).sum()
     best = float((weight * others * residual).sum() / whole) if whole > 0 else 1.0
-    share = min(max((best - NOTHING) / (WHOLE - NOTHING), 0.0), 1.0)
+    share = min(max((best - SHARED.nothing) / (SHARED.whole - SHARED.nothing), 0.0), 1.0)
     return share * mean, share
 
 

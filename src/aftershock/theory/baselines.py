@@ -5,6 +5,7 @@ Every score of the table comes from one sweep; the readout permutations need not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ from torch import Tensor
 from ..core.changes import ControlStep, Shock, first_tangent, names_of, tangent_lag
 from ..core.dynamics import Linearized
 from ..core.graphs import GradientGraph
+from ..core.operators import Transition
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.randomness import Randomness, generator_of
 from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import Cotangent, Tangent, difference, lag_of, pair, stack
-from ..core.sweeps import recount_, recount_exactly_, transit_, transit_with_
+from ..core.sweeps import recount_, recount_exactly_, transit_with_
 from ..errors import InvalidInput
 from ..results.provenance import asked, provenance
 from ..results.statistics import rank_correlation
@@ -177,23 +179,19 @@ class _Sweep:
         for dx in kinds[:3]:
             transit_with_(at, dx, linear.clone())
         del linear
+        self._freeze(at, kinds[0])  # A alone, before a row behind in its counts takes its own bias corrections
         exact = at.graph.products(self.exact.theta)
         transit_with_(at, kinds[3], exact.clone())
-        frozen = kinds[0].clone()  # A alone, before a row behind in its counts takes its own bias corrections
         recount_(at, rows.linear, rows.linear_lags)
         at.linear.absorb_exactly_(rows.semilinear, exact, at.step.max_norm)
         recount_exactly_(at, rows.semilinear, rows.semilinear_lags)
-        del exact
-        self._freeze(at, frozen)
-        del at, moment, frozen
+        del at, moment, exact
         yield from rollout(trajectory, begin + 1, rows, self.watch.last)
 
     def _freeze(self, at: Linearized, dx: Tangent) -> None:
         """A_{t+1}^{h−1} δx_1, from A_{t+1} δx_1 on, through one graph."""
-        for h in range(1, self.watch.horizons):
-            self.found["frozen_dynamics"][:, h] = pair(self.readouts[h : h + 1], _seen(dx))[0]
-            if h + 1 < self.watch.horizons:
-                transit_(at, dx)
+        for h, power in enumerate(itertools.islice(Transition(at).powers(dx), self.watch.horizons - 1), 1):
+            self.found["frozen_dynamics"][:, h] = pair(self.readouts[h : h + 1], _seen(power))[0]
 
 
 def _seen(dx: Tangent) -> Tangent:

@@ -15,10 +15,11 @@ from torch import Tensor
 from ..core.changes import names_of
 from ..core.gates import Pattern, recording, replaying
 from ..core.operators import WriteIn
+from ..core.planning import at_once
 from ..core.probe import Watch
 from ..core.reductions import paired, products
 from ..core.rollout import Moment, Rows, rollout
-from ..core.state import CHANNELS, JointState, Tangent, difference, stack
+from ..core.state import CHANNELS, JointState, Tangent, difference
 from ..errors import InvalidInput
 from .remainder import PARTS, ROWS, minus
 from .switching import SmoothExtension, require_same_loss, start_pair
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     from ..api.change import Change
 
 
-def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Dataset:
+# predicted rows that a change carries: the five of `ROWS`, and as much for its smooth step
+CARRIED = 6
+
+
+def error_shares(change: Change, probe: Any, *, scale: float = 1.0, memory: str | int | None = None) -> xr.Dataset:
     """Shares of the tangent's error by source, `[change, horizon]`, along the exact pair of every change.
 
     `state_share_*` are ⟨part, e⟩/‖e‖² of the joint state's error e (eq:exact_multistep_error). `output_error` is
@@ -37,7 +42,7 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Datase
     its own switched gates under switching. Either kind sums to its whole; `identity_residual` is ‖e − Σ parts‖.
     Costs 2 g and five Hessian products per change and step, and two forward passes per change and horizon.
 
-    change: replaced batches or perturbations, which have a ξ. probe, scale: as in `change.response`.
+    change: replaced batches or perturbations, which have a ξ. probe, scale, memory: as in `change.response`.
 
     >>> found = theory.error_shares(change, probe).sel(change="replace 1", horizon=4)
     >>> {part: round(float(found[f"state_share_{part}"]), 2) for part in ("write_in", "smooth", "switching")}
@@ -46,32 +51,45 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0) -> xr.Datase
     import xarray as xr
 
     watch = change.path.watch(change.at, probe)
-    found = [_starts(change, scale, i) for i in range(len(change))]
-    shocked = [end for end, _, _ in found]
-    deviation, tangent = stack([dx for _, dx, _ in found]), stack([dx for _, _, dx in found])
-    nothing = deviation * 0.0
-    rows = _joined([deviation, tangent, minus(deviation, tangent), nothing, nothing])
-    tables: list[dict[str, Tensor]] = []
-    smooth_after: list[JointState] = []
-    for moment in rollout(watch.trajectory, watch.first, Rows(shocked, linear=rows, gates=True), watch.last):
-        if smooth_after:
-            _add_remainders_(rows, moment, smooth_after)
-        tables.append(_state_shares(rows) | _output_parts(watch, moment, rows))
-        if not moment.last:
-            smooth_after = _smooth_steps(moment)
-    values = {name: torch.stack([table[name] for table in tables], dim=1).double().cpu().numpy() for name in tables[0]}
+    limit = change.path.memory if memory is None else memory
+    size = at_once(watch.trajectory, len(change), 1, CARRIED, limit, gates=True)
+    parts = [_shares(watch, change, scale, range(len(change))[i : i + size]) for i in range(0, len(change), size)]
+    values = {name: torch.cat([part[name] for part in parts]).double().cpu().numpy() for name in parts[0]}
     return xr.Dataset(
         {name: (("change", "horizon"), value) for name, value in values.items()},
         {"change": names_of(change.edits), "horizon": watch.range},
     )
 
 
-def _starts(change: Change, scale: float, index: int) -> tuple[JointState, Tangent, Tangent]:
-    """The shocked state after the change, its deviation, and the tangent's B ξ."""
-    control, shock, shocked = start_pair(change, scale, index)
-    if shock.xi is None:
-        raise InvalidInput(f"a {change.kind} has no ξ and no linear write-in; replace batches or perturb")
-    return shocked, difference(shocked, control.after), WriteIn(control.linear).mv(shock.xi) * scale
+def _shares(watch: Watch, change: Change, scale: float, some: range) -> dict[str, Float[Tensor, "change horizon"]]:
+    """Of some of the changes, which travel together."""
+    shocked, rows = _starts(change, scale, some)
+    tables: list[dict[str, Tensor]] = []
+    smooth_after: list[JointState] = []
+    carried = Rows(shocked, linear=rows, gates=True, owned=True)
+    for moment in rollout(watch.trajectory, watch.first, carried, watch.last):
+        if smooth_after:
+            _add_remainders_(rows, moment, smooth_after)
+        tables.append(_state_shares(rows) | _output_parts(watch, moment, rows))
+        if not moment.last:
+            smooth_after = _smooth_steps(moment)
+    return {name: torch.stack([table[name] for table in tables], dim=1) for name in tables[0]}
+
+
+def _starts(change: Change, scale: float, some: range) -> tuple[list[JointState], Tangent]:
+    """The shocked states after the changes, and the rows of `ROWS`: the last two begin with zeros."""
+    layout, count, shocked = change.path.point.loss.layout, len(some), list[JointState]()
+    rows = Tangent(*(layout.zeros(len(ROWS) * count) for _ in CHANNELS))
+    for i, index in enumerate(some):
+        control, shock, end = start_pair(change, scale, index)
+        if shock.xi is None:
+            raise InvalidInput(f"a {change.kind} has no ξ and no linear write-in; replace batches or perturb")
+        deviation, tangent = difference(end, control.after), WriteIn(control.linear).mv(shock.xi) * scale
+        for place, dx in enumerate((deviation, tangent, minus(deviation, tangent))):
+            for name in CHANNELS:
+                getattr(rows, name)[place * count + i] = getattr(dx, name)
+        shocked.append(end)
+    return shocked, rows
 
 
 def _smooth_steps(moment: Moment) -> list[JointState]:

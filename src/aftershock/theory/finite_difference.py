@@ -18,16 +18,15 @@ from torch.nn.functional import cross_entropy
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.exact_rows import ExactRows
-from ..core.footprint import Footprint, room
-from ..core.memory import readable
-from ..core.planning import Load, plan_lanes, rollout_bytes
+from ..core.footprint import Footprint
+from ..core.planning import plan_readings, plan_rerun_lanes
 from ..core.probe import Watch
 from ..core.readings import row_readings
 from ..core.reductions import norms
 from ..core.rehearsals import rehearse_reading
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
-from ..errors import InvalidInput, InvalidLoss, OutOfMemory
+from ..errors import InvalidInput, InvalidLoss
 from ..results.provenance import asked, provenance
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 STEPS = (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
 READ_AT_ONCE = 8  # rows whose logits are in memory together
 READ_COPIES = 8  # of one row's logits, in float32, while they are read
-HELD = 3  # vectors beside the rows: the control's raw gradient, the change's, and ξ
 Logits = Callable[[nn.Module, Batch], tuple[Float[Tensor, "*token kind"], Int[Tensor, "*token"]]]
 
 
@@ -172,9 +170,9 @@ class _Reruns:
     """Exact rows of changes at signed scales, as many at once as fit."""
 
     def __init__(self, watch: Watch, logits: Logits, ways: Sequence[float], memory: str | int | None) -> None:
-        plan_lanes(watch.trajectory, len(ways), watch.horizons, room(watch.trajectory, memory))
+        plan_rerun_lanes(watch.trajectory, len(ways), watch.horizons, memory)
         self.watch, self.ways, self.reader = watch, ways, LogitReader(watch, logits)
-        self.size = _at_once(watch, len(ways), self.reader, memory)
+        self.size = plan_readings(watch, len(ways), self.reader.nbytes, memory)
         self.gradient_norm: list[float] = []
         self.write_norm: list[float] = []
         self.values: Float[Tensor, "change way 2 horizon"]
@@ -198,30 +196,6 @@ class _Reruns:
     def _write_norm(self, shock: Shock) -> float:
         theta = self.watch.trajectory.state(self.watch.first).theta  # of both states nothing else is held
         return float(norms(shock.endpoint(1.0)[0].theta.sub_(theta)))
-
-
-def _at_once(watch: Watch, rows: int, reader: LogitReader, memory: str | int | None) -> int:
-    """How many reruns are carried together: all that fit, and where they run alone one for each lane."""
-    trajectory = watch.trajectory
-    vector = Footprint.of(trajectory).vector
-    available = room(trajectory, memory)
-    idle = 3 * vector * (trajectory.spacing > 1)  # a control that nobody asks for is not carried
-
-    def needed(n: int) -> int:
-        together = trajectory.together("gradient", n + 1)
-        held = HELD + 3 * (together and trajectory.kept(watch.first) is None)  # together the control is copied
-        started = (3 * n + 2) * vector  # a gradient and its copy are on the way to the last row
-        carried = rollout_bytes(trajectory, Load(exact=n)) - idle * (not together)
-        return held * vector + max(started, carried) + reader.nbytes(n)
-
-    if needed(1) > available:
-        raise OutOfMemory(
-            f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
-            f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
-        )
-    lanes = len(trajectory.dynamics.loss.player.lanes)
-    sizes = (n for n in range(rows, 1, -1) if n <= lanes or trajectory.together("gradient", n + 1))
-    return next((n for n in sizes if needed(n) <= available), 1)
 
 
 def _labelled(

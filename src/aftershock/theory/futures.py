@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.batches import Batch
 from ..core.changes import names_of
-from ..core.operators import WriteIn, readout
+from ..core.operators import Transition, WriteIn, readout
 from ..core.probe import Probe
 from ..core.randomness import Randomness
-from ..core.state import pair, stack
-from ..core.sweeps import transit_
+from ..core.state import Tangent, pair, stack
 from ..errors import InvalidInput
 from ..results.provenance import provenance
 from ..results.statistics import FEWEST, spearman
@@ -174,12 +173,10 @@ def present_frozen(
     trajectory, control = change.path.trajectory, change.path.control(change.at)
     slope = readout(probe_slope(change, Probe.of(probe), control)[None])
     dx = stack([WriteIn(control.linear).mv(gradient_difference(e.shock(control).xi, e)) for e in change.edits])
-    curve = [pair(slope, dx)[0]]
+    powers: Iterable[Tangent] = [dx]
     if horizon > 1:
-        frozen = trajectory.linearize(trajectory.steps[1], control.after)
-        for _ in range(horizon - 1):
-            transit_(frozen, dx)
-            curve.append(pair(slope, dx)[0])
+        powers = Transition(trajectory.linearize(trajectory.steps[1], control.after)).powers(dx)
+    curve = [pair(slope, power)[0] for power in itertools.islice(powers, horizon)]
     values = torch.stack(curve, dim=1).double().cpu().numpy()
     response = xr.DataArray(
         values, dims=("change", "horizon"), coords={"change": names_of(change.edits), "horizon": range(1, horizon + 1)}

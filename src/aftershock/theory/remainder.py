@@ -25,8 +25,8 @@ from ..core.guards import hidden_buffers
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe, horizon_of
 from ..core.reductions import count, norms
+from ..core.rollout import Rows
 from ..core.state import CHANNELS, Cotangent, JointState, Tangent, difference, pair, stack
-from ..core.sweeps import transit_
 from ..core.trajectory import Trajectory
 from ..errors import HiddenState
 from ..results.labelled import LabelledResult
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 # rows that travel together: the exact deviation, the tangent, and the three parts of their difference
 ROWS = ("deviation", "tangent", "write_in", "smooth", "switching")
 PARTS = ROWS[2:]
+# step counts of its own, as after a skip, shift deviation and tangent alike, and so no part of their difference
+SHIFTED = tuple(row not in PARTS for row in ROWS)
 
 
 class Decomposition(LabelledResult):
@@ -116,15 +118,11 @@ def decompose(
     tangent = deviation if shock.xi is None else WriteIn(control.linear).mv(shock.xi) * scale
     nothing = deviation * 0.0
     rows = stack([deviation, tangent, minus(deviation, tangent), nothing, nothing])
-    # the tangent of a change without ξ has its own step counts; errors go on by the same derivative, unshifted
-    lag = [tangent_lag(control, shock, shocked)]
+    lags = len(ROWS) * [tangent_lag(control, shock, shocked)]
     table = _Table(path.trajectory, watched)
     table.read(change.at + 1, control.after, shocked, rows)
-    # not rows of the rollout, whose linear rows all take the bias corrections of their own counts: errors do not
-    for step in paired_steps(change, shocked, horizon):
-        at = path.trajectory.linearize(step.step, step.control)
-        transit_(at, rows[:2], 2 * lag)
-        transit_(at, rows[2:], 3 * lag, shifted=False)
+    carried = Rows(linear=rows, linear_lags=lags, linear_shifted=SHIFTED)
+    for step in paired_steps(change, shocked, horizon, carried):  # rows[0] is A δx now, of the deviation before it
         smooth = minus(difference(step.smooth_after, step.control_after), rows[0])
         switching = step.switching_defect
         _add_(rows[3], smooth)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..core import reductions
@@ -20,8 +21,9 @@ from ..core.adamw import adamw_step
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.clipping import TORCH_EPSILON, Clip, clip_
 from ..core.dynamics import Dynamics, Linearized, Step
-from ..core.gates import Pattern, replaying
+from ..core.gates import Gate, Pattern, recording, replaying
 from ..core.graphs import GradientGraph
+from ..core.planning import at_once
 from ..core.rollout import Rows, rollout
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
@@ -109,6 +111,13 @@ class PairStep:
     def deviation(self) -> Tangent:
         return difference(self.shocked, self.control)
 
+    def gates_with_values(self, state: JointState) -> list[Gate]:
+        """This step's gates at one of the two states, with what chose: 1 g."""
+        pattern, step = Pattern(), self.step
+        loss = self.extension.dynamics.loss.within(recording(pattern, values=True))
+        loss.gradient(state.theta, state.buffers, step.batch, step.random, step.where)
+        return pattern.gates
+
     @property
     def switching_defect(self) -> Tangent:
         """r^sw_s = f_s(x^s) − f̃_s(x^s)."""
@@ -132,12 +141,15 @@ def start_pair(change: Change, scale: float, index: int) -> tuple[ControlStep, S
     return control, shock, shock.endpoint(scale)[0]
 
 
-def paired_steps(change: Change, shocked: JointState, horizon: int) -> Iterator[PairStep]:
-    """Both sides through the steps after the change, up to state t + horizon. 2 g a step, 3 with f̃."""
+def paired_steps(change: Change, shocked: JointState, horizon: int, beside: Rows | None = None) -> Iterator[PairStep]:
+    """Both sides through the steps after the change, up to state t + horizon. 2 g a step, 3 with f̃.
+
+    beside: predicted rows that are carried with them; at each step they are those after it, and may be added to.
+    """
     trajectory, first = change.path.trajectory, change.at + 1
     before: tuple[SmoothExtension, JointState, JointState, Pattern] | None = None
-    switches = 0
-    for moment in rollout(trajectory, first, Rows([shocked], gates=True), first + horizon - 1):
+    switches, rows = 0, replace(beside or Rows(), exact=[shocked], gates=True)
+    for moment in rollout(trajectory, first, rows, first + horizon - 1):
         control, row = moment.control.clone(), moment.states[0].clone()
         if before is not None:
             extension, was, other, pattern = before
@@ -169,12 +181,17 @@ def pair_at(change: Change, step: int, *, scale: float = 1.0, index: int = 0) ->
 
 
 def switch_fraction(
-    change: Change, *, scales: Sequence[float] = (1.0,), kinds: Sequence[str] | None = None
+    change: Change,
+    *,
+    scales: Sequence[float] = (1.0,),
+    kinds: Sequence[str] | None = None,
+    memory: str | int | None = None,
 ) -> xr.DataArray:
     """Share of the gates that chose differently from the control, `[change, scale, horizon]`, along exact pairs.
 
     The gates at horizon h are those of the pass that step t + h makes over its batch; the last state of a path has
-    no step after it: NaN. kinds: the operations that are counted, such as ("relu",); default: all.
+    no step after it: NaN. kinds: the operations that are counted, such as ("relu",); default: all. memory: as in
+    `change.response`.
     Costs a gradient per change, scale and horizon.
 
     >>> theory.switch_fraction(path.set(at=0, lr=0.3)).values[0, 0].round(2).tolist()
@@ -182,17 +199,12 @@ def switch_fraction(
     """
     import xarray as xr
 
-    trajectory, last = change.path.trajectory, len(change.path)
-    control = change.path.control(change.at)
-    ends = [edit.shock(control).endpoint(scale)[0] for edit in change.edits for scale in scales]
+    path, last = change.path, len(change.path)
+    limit = path.memory if memory is None else memory
+    size = at_once(path.trajectory, len(change), len(scales), 0, limit, gates=True)
     found = torch.full((len(change), len(scales), last - change.at), torch.nan, dtype=torch.float64)
-    for moment in rollout(trajectory, change.at + 1, Rows(ends, gates=True), last):
-        if not moment.last:
-            gates = moment.gates
-            shares = [_switched_share(gates.control, row, kinds) for row in gates.rows]
-            found[:, :, moment.time - change.at - 1] = torch.tensor(shares, dtype=torch.float64).view(
-                len(change), len(scales)
-            )
+    for first in range(0, len(change), size):
+        _switched_shares_(found[first : first + size], change, first, scales, kinds)
     return xr.DataArray(
         found.numpy(),
         dims=("change", "scale", "horizon"),
@@ -200,6 +212,24 @@ def switch_fraction(
             "change": names_of(change.edits), "scale": list(scales), "horizon": range(1, last - change.at + 1),
         },
     )  # fmt: skip
+
+
+def _switched_shares_(
+    found: Float[Tensor, "change scale horizon"],
+    change: Change,
+    first: int,
+    scales: Sequence[float],
+    kinds: Sequence[str] | None,
+) -> None:
+    """Of so many changes from the first on, into `found`."""
+    control, edits = change.path.control(change.at), change.edits[first : first + len(found)]
+    ends = (shock.endpoint(scale)[0] for shock in (edit.shock(control) for edit in edits) for scale in scales)
+    rows = Rows(ends, gates=True, owned=True)
+    for moment in rollout(change.path.trajectory, change.at + 1, rows, len(change.path)):
+        if not moment.last:
+            gates = moment.gates
+            shares = [_switched_share(gates.control, row, kinds) for row in gates.rows]
+            found[:, :, moment.time - change.at - 1] = torch.tensor(shares, dtype=torch.float64).view(found.shape[:2])
 
 
 def _switched_share(control: Pattern, other: Pattern, kinds: Sequence[str] | None) -> float:
@@ -247,7 +277,7 @@ def activation_margin(change: Change, step: int, *, scale: float = 1.0, index: i
     and by switching j alone at x^s where it only could have (|a_j| ≤ L̄_a ‖δx‖); ρ = max_u Σ_{|a_j| ≤ u} K_j / u.
     These are the constants of this pair, exact for it; for other pairs they are estimates. Choices between
     more than two inputs (pooling, max along a dimension, comparisons) have no pre-activation: where one
-    switched, the constant is NaN and `reason` says so. Costs 1 g per gate in the strip: small systems.
+    switched, the constant is NaN and `reason` says so. Costs 2 g, and 1 g per gate in the strip: small systems.
 
     step: of the path, after the changed one. index: which of the changes, at `scale`.
 
@@ -264,15 +294,15 @@ def margin_of(pair: PairStep) -> xr.Dataset:
 
     size = joint_norm(pair.deviation)
     defect = joint_norm(pair.switching_defect)
-    control, shocked = pair.extension.pattern.gates, pair.shocked_pattern.gates
-    reason = _no_margin(pair)
+    control, shocked = (pair.gates_with_values(state) for state in (pair.control, pair.shocked))
+    reason = _no_margin(pair, control)
     values = {"deviation": size, "switching_defect": defect, "switched": sum(int(s.sum()) for s in pair.switches)}
     names = ("preactivation_slope", "strip", "margin_mass", "switching_constant", "bound")
     values |= dict.fromkeys(names, float("nan"))
     if not reason:
         moves = [reductions.largest(b.value - a.value) for a, b in zip(control, shocked) if a.value is not None]  # type: ignore[operator]
         slope = max(moves, default=0.0) / size if size else 0.0
-        places, weights = _weights(pair, slope * size, size)
+        places, weights = _weights(pair, control, slope * size, size)
         margins = [float(control[g].margin.reshape(-1)[e]) for g, e in places]  # type: ignore[union-attr]
         mass = margin_mass(margins, weights)
         constant = mass * slope if weights else 0.0
@@ -300,21 +330,23 @@ def margin_mass(margins: list[float], weights: list[float]) -> float:
     return mass
 
 
-def _no_margin(pair: PairStep) -> str:
+def _no_margin(pair: PairStep, control: Sequence[Gate]) -> str:
     if pair.clip_switched:
         return "clipping switched"
-    for gate, switched in zip(pair.extension.pattern.gates, pair.switches):
+    for gate, switched in zip(control, pair.switches):
         if gate.value is None and bool(switched.any()):
             return f"{gate.kind} in {gate.layer!r} switched, which has no single pre-activation"
     return ""
 
 
-def _weights(pair: PairStep, strip: float, size: float) -> tuple[list[tuple[int, int]], list[float]]:
+def _weights(
+    pair: PairStep, control: Sequence[Gate], strip: float, size: float
+) -> tuple[list[tuple[int, int]], list[float]]:
     """K_j of every gate that switched or lies in the strip |a| ≤ L̄_a ‖δx‖."""
     switched, defects = telescoped_defects(pair)
     weights = {place: joint_norm(defect) / size for place, defect in zip(switched, defects)}
-    choices = [gate.pattern for gate in pair.extension.pattern.gates]
-    for g, gate in enumerate(pair.extension.pattern.gates):
+    choices = [gate.pattern for gate in control]
+    for g, gate in enumerate(control):
         if gate.margin is None or gate.across is None:
             continue
         for e in map(int, (gate.margin.reshape(-1) <= strip).nonzero()):
