@@ -136,9 +136,9 @@ def _held(lock: Path) -> bool | None:
     """Whether a process holds it; None where the disk does not tell."""
     if fcntl is None:
         return None
-    with open(lock, "r+") as file:  # on a network disk only a file that may be written to can be locked
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(lock) as file:
+        try:  # shared: those who ask at the same time do not hold it
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         except OSError:
