@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.core.memory import begin_peak, peak_held
 
 from .recording import Language, next_token, recording
 from .table import Row, bars
@@ -122,11 +123,11 @@ def _explained(
 ) -> tuple[Cost, ak.FlightExplanation]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)
     began = time.perf_counter()
     found = ak.explain(recorder, **options)
     times = (time.perf_counter() - began) / (each * found.data.sizes["place"])
-    peak = f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.0f} GiB" if device.type == "cuda" else ""
+    peak = f"peak {peak_held(device) / 2**30:.0f} GiB" if device.type == "cuda" else ""
     return Cost(times, peak), found
 
 

@@ -18,14 +18,20 @@ from .table import Row
 WINDOW = 64
 SENTENCES, TOKENS = 16, 1024
 OVERHEAD_BAR, EXPLAIN_BAR = 1.03, 5.0
+PARTS = {
+    "_before_forward": "before the forward pass",
+    "_after_optimizer": "after the optimizer's step",
+    "_feed": "the batch",
+    "finish": "its numbers",
+}  # what the recorder does in the loop, by the method that does it
 
 
 def recording(device: torch.device, full: bool) -> list[Row]:
     """Steps of two twins in turn, one of them recorded; then the window explained without references and proofs."""
     if device.type == "cuda":
-        return [_language_overhead(device, 8 if full else 4), _explain(cnn_system(device))]
+        return [_language_overhead(device, 8 if full else 4), _loop_thread(device), _explain(cnn_system(device))]
     explained = [_explain(cnn_system(device)), _explain(mlp_system(device))]
-    return [_overhead(cnn_system(device), 4 * WINDOW if full else WINDOW), *explained]
+    return [_overhead(cnn_system(device), 4 * WINDOW if full else WINDOW), _loop_thread(device), *explained]
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> torch.Tensor:
@@ -117,6 +123,46 @@ def _language_overhead(device: torch.device, rounds: int) -> Row:
     usual = statistics.median(plain for plain, _ in pairs) / WINDOW
     note = f"steps of {1e3 * usual:.0f} ms, bfloat16, a state per {WINDOW} steps included"
     return Row("recording, GPT-2 124M", ratio, OVERHEAD_BAR, "× a step without it", "a norm and a batch per step", note)
+
+
+def _loop_thread(device: torch.device) -> Row:
+    """What a step costs the loop's own thread: its CPU time in each call of the recorder, the median over steps.
+
+    Of a transformer with 292 parameters that are so small that their arithmetic is nothing: calls are all.
+    """
+    model = Language(width=8, layers=24, words=64, places=16).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = [torch.randint(0, 64, (2, 16), device=device) for _ in range(8)]
+    parts = {name: [0.0] * (3 * WINDOW) for name in PARTS}
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = ak.FlightRecorder(model, optimizer, next_token, folder, window=WINDOW)
+        step = 0
+
+        def timed(name: str, work: Callable[..., object]) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                began = time.thread_time()
+                try:
+                    return work(*arguments)
+                finally:
+                    parts[name][step] += time.thread_time() - began
+
+            return call
+
+        for name in PARTS:
+            setattr(recorder, name, timed(name, getattr(recorder, name)))
+        with recorder:
+            for step in range(3 * WINDOW):
+                batch = tokens[step % len(tokens)]
+                loss = next_token(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(batch, loss)
+            assert recorder.recording, "the recorder stopped"
+    cost = {said: 1e3 * statistics.median(parts[name][WINDOW:]) for name, said in PARTS.items()}
+    note = ", ".join(f"{said} {value:.2f}" for said, value in cost.items())
+    grows = "parameters, for a norm of each; calls"
+    return Row("recording, of the loop's own thread", sum(cost.values()), None, "ms a step", grows, note)
 
 
 def _timed(work: Callable[[], object]) -> float:

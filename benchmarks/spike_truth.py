@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.stats import theilslopes
 from torch import Tensor, nn
 
 from .spike_runs import Loop, Window
@@ -92,8 +93,13 @@ class Event:
 
 
 def _usual(losses: Sequence[float]) -> tuple[float, float]:
-    middle = statistics.median(losses)
-    return middle, 1.4826 * statistics.median(abs(x - middle) for x in losses)
+    """The median of the last quarter, and the robust spread around a straight line through all (Theil and Sen's): what
+    a run has learnt before the event is no spread, and the loss that it began with not its usual one."""
+    slope = float(theilslopes(losses).slope)
+    level = [x - slope * i for i, x in enumerate(losses)]
+    middle = statistics.median(level)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in level)
+    return statistics.median(losses[-max(1, len(losses) // 4) :]), spread
 
 
 # --- the run without some steps

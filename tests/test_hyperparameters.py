@@ -137,6 +137,19 @@ def test_groups_that_change_together_are_one_change_and_holding_it_is_a_run_with
     assert [found.hold(step).hypers for step in bumped] == [step.hypers for step in path.steps]
 
 
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([[0.0] * 4 + [0.3] * 4, [1e-3] * 8], "lr of parameter group 0 changed from 0 to 0.3 at step 104"),
+        ([[1e-3] * 8, [0.1] * 4 + [0.3] * 4, [0.1] * 4 + [0.3] * 4], "lr of parameter groups 1 and 2 changed from 0.1"),
+        ([[0.1 * g] * 4 + [g] * 4 for g in (1, 2, 3, 4)], "lr of parameter groups 0 and 1 (and 2 more) changed"),
+        ([[0.1] * 4 + [0.3] * 4] * 3, "lr changed from 0.1 to 0.3 at step 104"),
+    ],
+)
+def test_groups_that_changed_are_named_where_not_all_did_so_alike(rates: list[list[float]], said: str) -> None:
+    assert only(hyperparameters(records(lr=rates))).sentence.startswith(said)
+
+
 def _with_rates(step: Any, rates: list[float]) -> Any:
     return dataclasses.replace(step, hypers=tuple(h.with_lr(rate) for h, rate in zip(step.hypers, rates)))
 

@@ -431,6 +431,17 @@ def test_nobody_is_blamed_where_leaving_out_any_step_moves_the_event(monkeypatch
     assert (found.blamed, found.changing) == ((), len(found.placebos))
 
 
+def test_a_step_whose_own_loss_is_the_peak_has_not_raised_the_explained_one() -> None:
+    """Steps 19 and 21 are high; without step 19, 21 is as high as ever, and without 18 neither is."""
+    event = Event.of([*LOSSES[:19], 1.0 + 3 * SPIKE, 1.5, 1.0 + SPIKE, *LOSSES[22:]], 21)
+    assert (event.onset, event.highest) == (19, 19)
+    usual = dict(enumerate(LOSSES))
+    assert event.left({**usual, 20: 1.5, 21: 1.0 + SPIKE}, frozenset({19})) == pytest.approx(1.0)
+    assert event.left({**usual, 20: 1.0, 21: 1.0 + SPIKE / 2}, frozenset({19})) == pytest.approx(0.5, abs=0.03)
+    assert event.left({**usual, 20: 1.0, 21: 1.0}, frozenset({18})) < 0.05
+    assert event.left({**usual, 19: 1.0 + 3 * SPIKE, 20: 1.5}, frozenset({21})) == pytest.approx(1.0)  # the explained
+
+
 def test_an_event_that_came_sooner_is_not_gone() -> None:
     sooner = dict.fromkeys(range(5, len(LOSSES)), 1.0) | {STEP - 4: 1.0 + 0.8 * SPIKE}
     assert EVENT.left(sooner) == pytest.approx(0.8, abs=0.01)
@@ -492,9 +503,8 @@ def test_a_run_that_does_not_end_as_usual_has_not_prevented_the_event() -> None:
 
 
 def test_the_judge_measures_an_event_without_area_by_its_peak() -> None:
-    """A high loss after losses that fell from as high: it is within their spread, which is all that the judge knows."""
-    falling = [2.6 - 0.1 * i for i in range(24)]
-    path = dict(enumerate([*falling, 2.6, *[0.2] * 8]))
+    """A high loss after losses that scatter widely: it is within their spread, which is all that the judge knows."""
+    path = dict(enumerate([*[0.6, 1.4] * 12, 2.2, *[1.0] * 8]))
     event = TrueEvent.of(path, 24)
     assert (event.area, event.onset) == (0.0, 24)
     assert event.peak > 1
@@ -590,14 +600,24 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
     removing: tuple[int, ...], kind: str, wanted: str
 ) -> None:
     kept = [Trial((i,), {}, 1.0) for i in range(8)]
-    inquiry = Inquiry([Trial((i,), {}, 0.1) for i in removing], kept)
+    findings = found_of(kind, Inquiry([Trial((i,), {}, 0.1) for i in removing], kept))
+    assert findings.kind == wanted
+    assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
+
+
+@pytest.mark.parametrize(("gone", "wanted"), [(0, "draw"), (1, "draw"), (2, "instability"), (8, "instability")])
+def test_what_was_drawn_is_the_spike_only_where_other_runs_have_it_too(gone: int, wanted: str) -> None:
+    placebos = [Trial((i,), {}, 0.1 if i < gone else 1.0) for i in range(8)]
+    assert found_of("draw", Inquiry([Trial((9,), {}, 0.9)], placebos)).kind == wanted
+    assert found_of("draw", Inquiry([Trial((9,), {}, 0.9)], [])).kind == "unknown"
+
+
+def found_of(data: str, inquiry: Inquiry) -> Findings:
     replayed: Any = SimpleNamespace(
         last=STEP, records=[SimpleNamespace(step=i) for i in range(len(LOSSES))], runs=lambda quantity: [LOSSES]
     )
-    data: Any = SimpleNamespace(kind=kind)
-    findings = Findings(None, replayed, EVENT, None, STEP, EVENT, data=data, inquiry=inquiry)  # type: ignore[arg-type]
-    assert findings.kind == wanted
-    assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
+    kind: Any = SimpleNamespace(kind=data)
+    return Findings(None, replayed, EVENT, None, STEP, EVENT, data=kind, inquiry=inquiry)  # type: ignore[arg-type]
 
 
 # --- a run ends where it is decided

@@ -299,6 +299,17 @@ def test_own_batch_shift_and_weights_are_told_apart(
     assert found.own == pytest.approx(path.losses[24])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_of_data_of_one_kind_none_is_of_a_harder_source(seed: int) -> None:
+    """A third of the batches before it have wrong targets, too; which inputs are most like its own is chance."""
+    torch.manual_seed(seed)
+    model, optimizer, loss_fn, feed = regression()
+    batches = [feed(3.0 if i % 3 == 0 else 0.0) for i in range(24)] + [feed(3.0)]
+    path = ak.capture(model, optimizer, loss_fn).follow(batches, lr=1e-4)
+    found = data(path.trajectory, 24, batches[16:24])
+    assert found.kind in ("own batch", "both"), found  # or nobody can tell
+
+
 def test_a_batch_that_is_high_on_these_weights_alone_is_not_bad_by_itself() -> None:
     """Step 23 spoils the weight of a feature that only the batch of step 24 has as well."""
     model = nn.ModuleDict({"common": nn.Linear(3, 1), "rare": nn.Linear(1, 1, bias=False)})

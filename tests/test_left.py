@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.recorder.event import TAIL, Event
+from aftershock.recorder.event import BARS, Event
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.findings import AFTER
 from aftershock.recorder.other_runs import other_runs
@@ -254,5 +254,5 @@ def test_what_comes_after_an_event_that_is_left_out_is_what_a_plain_loop_has(tmp
     run = other_runs(found)[0]
     end = found.facts.event.end
     losses = trained(without=found.blamed)
-    assert run.after == pytest.approx(sum(losses[end - TAIL + 1 : end + 1]) / TAIL, rel=1e-4)
+    assert run.after == pytest.approx(sum(losses[end - BARS.tail + 1 : end + 1]) / BARS.tail, rel=1e-4)
     assert f"loss after it {run.after:.4g}" in str(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,19 +25,20 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def recorded(folder: Path, bad: set[int]) -> tuple[ak.FlightRecorder, list[float]]:
-    """A classifier; where a batch is bad its labels are those of other classes."""
+def recorded(folder: Path, bad: Mapping[int, float], rate: float = 2e-3) -> tuple[ak.FlightRecorder, list[float]]:
+    """A classifier; where a batch is bad its labels, or this share of them, are those of other classes."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, KINDS)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     centres = torch.randn(KINDS, 16, generator=generator).double()
     losses = []
     recorder = ak.FlightRecorder(model, optimizer, loss_fn, folder, window=40, triggers=())
     for step in range(STEPS):
         y = torch.randint(KINDS, (32,), generator=generator)
         x = centres[y] + 0.5 * torch.randn(32, 16, generator=generator).double()
-        batch = (x, (y + 5) % KINDS if step in bad else y)
+        wrong = torch.arange(32) < 32 * bad.get(step, 0)
+        batch = (x, torch.where(wrong, (y + 5) % KINDS, y))
         if step == WARM:
             recorder.__enter__()
         loss = loss_fn(model, batch)
@@ -52,7 +54,7 @@ def recorded(folder: Path, bad: set[int]) -> tuple[ak.FlightRecorder, list[float
 
 @pytest.mark.parametrize("explained", [BAD, BAD + 1])
 def test_batches_that_are_bad_one_after_the_other_are_named_together(tmp_path: Path, explained: int) -> None:
-    bad = {BAD, BAD + 1}
+    bad = {BAD: 1.0, BAD + 1: 1.0}
     recorder, losses = recorded(tmp_path, bad)
     assert min(losses[i] for i in bad) > 10 * max(losses[WARM:BAD])
     found = ak.explain(recorder, step=explained)
@@ -62,21 +64,44 @@ def test_batches_that_are_bad_one_after_the_other_are_named_together(tmp_path: P
     assert f"the batches of steps {BAD}, {BAD + 1} left out together  prevents it" in str(found)
     assert f"the batch of step {explained} left out" not in str(found)
     assert found.report(tmp_path / "page.html").exists()
-    _, clean = recorded(tmp_path / "clean", set())  # the truth: the same batches with their own labels
+    _, clean = recorded(tmp_path / "clean", {})  # the truth: the same batches with their own labels
     assert max(clean[BAD:]) < 0.1 * losses[BAD]
+
+
+def test_a_bad_batch_that_is_lower_because_its_like_was_trained_on_is_named_with_the_first(tmp_path: Path) -> None:
+    bad = (BAD, BAD + 6, BAD + 12)
+    recorder, losses = recorded(tmp_path, dict.fromkeys(bad, 1.0), rate=2e-2)
+    assert losses[bad[2]] < 0.25 * losses[BAD]
+    _, others = recorded(tmp_path / "last", {bad[2]: 1.0}, rate=2e-2)  # the last alone: it is as bad as the first
+    assert others[bad[2]] > 0.8 * losses[BAD]
+    found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", bad)
 
 
 def test_a_bad_shard_that_ends_is_no_shift_of_the_data(tmp_path: Path) -> None:
     bad = range(BAD, BAD + 6)
-    recorder, losses = recorded(tmp_path, set(bad))
+    recorder, losses = recorded(tmp_path, dict.fromkeys(bad, 1.0))
     assert max(losses[BAD + 6 :]) < 0.5 * min(losses[i] for i in bad)  # what follows is not like it
     found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
     assert (found.kind, found.blamed) == ("own batch", tuple(bad))
     assert "The data changed" not in found.verdict
 
 
+def test_of_data_that_change_slowly_it_is_not_said_that_they_change_at_the_explained_step(tmp_path: Path) -> None:
+    recorder, losses = recorded(tmp_path, {step: (step - BAD + 1) / 8 for step in range(BAD, STEPS)})
+    assert losses[BAD + 4] > losses[BAD + 2] > 10 * max(losses[WARM:BAD])  # it is there before the explained step
+    found = ak.explain(recorder, step=BAD + 4, verify=2, treatments=False)
+    assert found.kind == "shift"
+    onset = found.facts.event.onset
+    assert BAD <= onset <= BAD + 2
+    assert found.verdict.startswith(
+        f"The data changed by step {BAD + 4} (the loss is high from step {onset} on): its loss is {losses[BAD + 4]:.3g}"
+    )
+    assert "the data changed here" not in found.verdict
+
+
 def test_one_bad_batch_is_named_alone(tmp_path: Path) -> None:
-    recorder, _ = recorded(tmp_path, {BAD})
+    recorder, _ = recorded(tmp_path, {BAD: 1.0})
     found = ak.explain(recorder, step=BAD)
     assert (found.kind, found.blamed) == ("own batch", (BAD,))
 
@@ -86,15 +111,19 @@ EVERY, WRONG = 8, 117  # a second source comes every so often; this one of its b
 
 @pytest.fixture(scope="module")
 def two_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ak.FlightRecorder, list[float]]:
-    """A classifier of two sources, of which the one that comes every 8 steps is never learnt as well as the other."""
+    return with_a_harder_source(tmp_path_factory.mktemp("flight"), EVERY)
+
+
+def with_a_harder_source(folder: Path, every: int, **options: int) -> tuple[ak.FlightRecorder, list[float]]:
+    """A classifier of two sources, of which the one that comes every so often is never learnt as well as the other."""
     generator = torch.Generator().manual_seed(81)
     centres, losses = torch.randn(2, 4, 10, generator=generator), []
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path_factory.mktemp("flight"), triggers=()) as recorder:
+    with ak.FlightRecorder(model, optimizer, loss_fn, folder, triggers=(), **options) as recorder:
         for step in range(150):
-            hard = int(step % EVERY == WRONG % EVERY)
+            hard = int(step % every == WRONG % every)
             y, x = torch.randint(4, (32,), generator=generator), torch.zeros(32, 20)
             noise = 0.6 * torch.randn(32, 10, generator=generator)
             x[:, 10 * hard : 10 * hard + 10] = (0.7 if hard else 1.5) * centres[hard, y] + noise
@@ -132,6 +161,20 @@ def likelihood(model: nn.Module, batch: Batch) -> Tensor:
     """−log of a normal density, whose spread is learnt: the scale of this loss grows as it shrinks."""
     mean, log_spread = model(batch[0]).chunk(2, dim=1)
     return (0.5 * ((batch[1] - mean) / log_spread.exp()).square() + log_spread).sum(1).mean()
+
+
+def test_of_a_kind_that_came_once_before_and_was_as_high_it_is_said_that_the_kind_may_be(tmp_path: Path) -> None:
+    """Every 30 steps: a window of 40 holds one of them before the explained one, which is fewer than make a kind."""
+    recorder, losses = with_a_harder_source(tmp_path, 30, window=40)
+    sound, before = WRONG - 30, WRONG - 60
+    assert min(losses[before], losses[sound]) > 100 * statistics.median(losses[before + 1 : sound])
+    found = ak.explain(recorder, step=sound, verify=2, treatments=False)
+    assert found.kind == "own batch"
+    said = f"the earlier batch whose inputs are most like its own had {losses[before]:.3g} when it came"
+    assert f"it is this batch, or all of a kind that is rare here: {said}." in found.verdict
+    wrong = ak.explain(recorder, step=WRONG, verify=2, treatments=False)
+    assert wrong.blamed == (WRONG,)
+    assert ": it is this batch. " in wrong.verdict
 
 
 def test_bad_targets_of_a_likelihood_are_bad_by_themselves(tmp_path: Path) -> None:

@@ -19,15 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import aftershock as ak
 from aftershock.api.contributions import EDITS
-from aftershock.core import kicks
+from aftershock.core import kicks, path_plans
 from aftershock.core.contributions import BentReadout, contributions
 from aftershock.core.scores import adjoint
 from aftershock.core.state import pair, stack
 from aftershock.errors import AftershockError, InvalidInput, Nondeterministic, ReplayMismatch, UnsupportedClipping
-from aftershock.recorder import kept as kept_in_memory
 from aftershock.recorder import opening
 from aftershock.recorder import replay as replaying
-from aftershock.recorder.event import TAIL
+from aftershock.recorder.event import BARS
 from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
 from aftershock.recorder.other_runs import other_runs
@@ -219,7 +218,7 @@ def test_the_culprit_is_named_beside_its_placebos(run: Run, found: Any) -> None:
 
 def test_batches_that_stand_in_for_the_culprits_are_said(found: Any) -> None:
     given = {"replaced": (CULPRIT,), "replaced_left": (0.43,), "replaced_left_spread": (math.nan,)}
-    given["replaced_after"] = (0.5,)
+    given["replaced_after"], given["replaced_after_spread"] = (0.5,), (math.nan,)
     replaced = with_facts(found, **given, replaced_placebos=8, replaced_placebos_change=1)
     said = replaced.verdict
     assert said.startswith(
@@ -407,10 +406,12 @@ def test_a_batch_that_is_itself_the_spike(run: Run) -> None:
     assert found.blamed == (CULPRIT,)
     assert found.skip == [CULPRIT - WARM]
     end = found.facts.event.end
-    losses = [run.again(CULPRIT, last, lambda step, *_: step == CULPRIT) for last in range(end - TAIL + 1, end + 1)]
+    losses = [
+        run.again(CULPRIT, last, lambda step, *_: step == CULPRIT) for last in range(end - BARS.tail + 1, end + 1)
+    ]
     (without, *_) = other_runs(found)
     assert without.name == f"the batch of step {CULPRIT} left out"
-    assert without.after == pytest.approx(sum(losses) / TAIL, rel=1e-9)
+    assert without.after == pytest.approx(sum(losses) / BARS.tail, rel=1e-9)
 
 
 def one_sided(directory: Path, **options: Any) -> ak.FlightRecorder:
@@ -601,7 +602,7 @@ def test_a_windows_states_are_kept_where_they_fit(run: Run, found: Any, monkeypa
     assert kept(needed) == ("states", count)
     assert kept(needed - 1)[0] == "checkpoints"
     assert kept(count * state // 2)[1] <= count // 2
-    monkeypatch.setattr(kept_in_memory, "LEAST", 0)  # a model as large as others: three times what training holds
+    monkeypatch.setattr(path_plans, "LEAST", 0)  # a model as large as others: three times what training holds
     mode, some = kept(None)
     assert mode == "checkpoints"
     assert some * state < 3 * (state + 20 * vector)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,17 +38,17 @@ class Event:
 class Slow(Transfer):
     """Every landing takes a while."""
 
-    takes, made = 6, 0  # two landings a step
+    takes, made = 3, 0  # one landing a step
     waited: ClassVar[list[Event]] = []
 
-    def carry(self, values: Sequence[Any]) -> Landing:
+    def carry(self, owned: Sequence[torch.Tensor], numbers: Sequence[Any] = ()) -> Landing:
         Slow.made += 1
-        return Landing(super().carry(values).values, Event(Slow))  # type: ignore[arg-type]
+        return replace(super().carry(owned, numbers), event=Event(Slow))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
-    Slow.waited, Slow.takes, Slow.made = [], 6, 0
+    Slow.waited, Slow.takes, Slow.made = [], 3, 0
     monkeypatch.setattr(recording, "Transfer", Slow)
     return Slow
 
@@ -94,11 +96,49 @@ def test_a_skipped_step_is_known_late_too(name: str, tmp_path: Path, slow: type[
     assert "to the bit" in str(found.certificate)
 
 
-def test_what_is_carried_is_a_copy(tmp_path: Path) -> None:
+def test_what_is_owned_is_a_copy() -> None:
     x = torch.arange(6.0).reshape(2, 3).mT
-    landing = Transfer(torch.device("cpu")).carry([x, 3, None])
+    transfer = Transfer(torch.device("cpu"))
+    landing = transfer.carry(transfer.own([x]), [x[2, 1], 3, None])
     x.zero_()
-    copied, three, none = landing.values
+    (copied,) = landing.tensors
     assert copied.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert copied.stride() == (1, 3)
-    assert (three, none, landing.ready) == (3, None, True)
+    five, three, none = landing.numbers()
+    assert (five, three, landing.ready) == (5, 3, True)
+    assert math.isnan(none)
+
+
+def test_numbers_that_were_sent_together_are_told_apart() -> None:
+    sent = torch.stack([torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(0.1, dtype=torch.float32)])
+    landing = Landing((), (math.nan, 7.0, math.nan, math.nan), sent, (0, 3))
+    first, second, third, last = landing.numbers()
+    assert (first, second, last) == (1.5, 7.0, float(torch.tensor(0.1)))
+    assert math.isnan(third)
+
+
+def test_a_micro_batch_and_its_loss_are_recorded_as_they_were(tmp_path: Path) -> None:
+    """A loop that keeps them in buffers of its own overwrites them before the update."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, held = torch.empty(4, 2), torch.empty(())
+
+    def loss_fn(m: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return m(batch).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path) as recorder:
+        losses = []
+        for micro in range(2):
+            x.fill_(micro + 1.0)
+            loss = loss_fn(model, x) / 2
+            loss.backward()
+            losses.append(float(loss.detach()))
+            held.copy_(loss.detach())
+            if micro == 0:
+                recorder.micro(x, held)
+        optimizer.step()
+        recorder.step(x, held)
+    (record,) = recorder.recent
+    assert [fed.tensors[0].unique().tolist() for fed in record.fed] == [[1.0], [2.0]]
+    assert losses[0] != losses[1]
+    assert record.loss == pytest.approx(sum(losses), rel=1e-6)

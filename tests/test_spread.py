@@ -25,7 +25,7 @@ from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.other_runs import other_runs
 from aftershock.recorder.reruns import Run
 from aftershock.recorder.triggers import AtStep
-from aftershock.report.flight_figures import trial_figure
+from aftershock.report.flight_figures import treatment_figure, trial_figure
 
 from .cases import mlp
 from .test_report import Tags
@@ -159,6 +159,12 @@ def test_the_spread_is_that_of_the_same_reruns_by_plain_torch(loop: Loop, found:
         told, spread = float(treated[f"treatment_{name}"]), float(treated[f"treatment_{name}_spread"])
         assert near(spread, true, [number(run) for run in plain]), name
         assert abs(told - statistics.fmean(true)) < spread + statistics.stdev(true), name
+    own = found.data.sel(step=CULPRIT)
+    ends = [at_the_end(run) for run in bare]
+    assert near(float(own["tail_without_spread"]), ends, [at_the_end(run) for run in plain])
+    assert abs(float(own["tail_without"]) - statistics.fmean(ends)) < own["tail_without_spread"] + statistics.stdev(
+        ends
+    )
     kept = [c for c in found.culprits if c.role == "placebo"]
     assert len(kept) == 8
     assert near(statistics.median(c.left_spread for c in kept), [event.left(run) for run in plain])
@@ -170,7 +176,9 @@ def test_every_measured_number_is_told_with_its_spread(found: FlightExplanation,
     raised = f"by {best.measured:.3g} ± {best.measured_spread:.2g} (the spike is {event.size:.3g} ± "
     assert f"It raised the loss at step {SPIKE} {raised}{event.value_spread:.2g} above the usual)." in found.verdict
     assert f"The event is the spike of {event.peak:.3g} ± {event.peak_spread:.2g} (steps" in found.verdict
-    assert f"the loss of step {SPIKE}: {event.value_spread:.2g}), or, where that is more, two runs" in str(found)
+    assert f"the loss of step {SPIKE}: {event.value_spread:.2g}). A run with something changed was made once, and" in (
+        found.certificate.findings[1].sentence
+    )
     steps = [line for line in str(found).splitlines() if " suspect " in line or " placebo " in line]
     assert len(steps) == 10
     assert all(line.count(" ± ") == 2 for line in steps)
@@ -178,12 +186,37 @@ def test_every_measured_number_is_told_with_its_spread(found: FlightExplanation,
     text = Tags.of(found.report(tmp_path / "page.html")).text
     for c in (c for c in found.culprits if c.role):
         assert f"{c.measured:+.3g} ± {c.measured_spread:.2g}" in text
-        assert f"{c.left:.0%} ± {100 * c.left_spread:.2g}%" in text
+        left = math.floor(100 * c.left) / 100 if c.left_so_far else c.left  # at least so much is rounded down
+        assert f"{left:.0%} ± {100 * c.left_spread:.2g}%" in text
     for run in (run for run in other_runs(found) if math.isfinite(run.after)):
         assert f"{run.after:.4g} ± {run.after_spread:.2g}" in text
     drawn = {trace.name: trace.error_y.array for trace in trial_figure(found, found.culprits, []).data}
     assert list(drawn["without a blamed step"]) == [best.left_spread]
     assert set(drawn["measured"]) == {c.measured_spread for c in found.culprits if c.role}
+    (shown,) = (trace for trace in treatment_figure(found, other_runs(found)[:1]).data if trace.name == "as it was")
+    assert shown.error_y.array[-1] == found.data["spread"].values[-1] > 0
+    assert list(shown.customdata)[-1] == f" ± {shown.error_y.array[-1]:.2g}"
+    assert text.count("Upright lines: the ± of each") == 2
+    assert "Upright lines: the ± of the run as it was." in text
+
+
+def test_two_runs_with_one_change_that_end_apart_are_no_nearer_than_that(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the second run, which begins a rounding away, is 0.03 higher at its end, in the mean of the last four."""
+    plain = trials.run_again
+
+    def run_again(trajectory: Any, some: list[Run], last: int, *args: Any) -> Any:
+        (values,) = plain(trajectory, some, last, *args)
+        return [{**values, last: values[last] + 0.03} if some[0].jittered else values]
+
+    monkeypatch.setattr(trials, "run_again", run_again)
+    found = explained(loop, Noisy(4), tmp_path / "flight")
+    tail = float(found.data["tail_without_spread"].sel(step=CULPRIT))
+    assert tail == pytest.approx(0.03 / 4, abs=0.002)
+    assert found.facts.event.tail_spread < 0.004
+    (own,) = (run for run in other_runs(found) if str(CULPRIT) in run.name and "left out" in run.name)
+    assert own.after_spread == tail
 
 
 def test_numbers_of_a_scattering_run_are_in_its_file(found: FlightExplanation, tmp_path: Path) -> None:
@@ -193,7 +226,7 @@ def test_numbers_of_a_scattering_run_are_in_its_file(found: FlightExplanation, t
     pages = [one.report(tmp_path / "page.html").read_text() for one in (found, loaded)]
     assert pages[0] == pages[1]
     tried = found.data.sel(step=[c.step for c in found.culprits if c.role], change="skip")
-    for name in ("measured_spread", "left_spread", "spread", "treatment_left_spread"):
+    for name in ("measured_spread", "left_spread", "tail_without_spread", "spread", "treatment_left_spread"):
         assert (tried[name] > 0).all(), name
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
+from ..core.reductions import TotalNorm
 from ..errors import InvalidInput, UnsupportedClipping
 from ..extras import require
 from ..recorder.recorder import FlightRecorder
@@ -81,6 +82,7 @@ class FlightCallback(lightning.Callback):
         self.recorder: FlightRecorder | RankRecorder | None = None
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
+        self._total_norm = TotalNorm()
         self._clip: float | None = None
         self._updated = self._clips = False
 
@@ -126,7 +128,7 @@ class FlightCallback(lightning.Callback):
         self._clip = _clip(trainer)  # as it is right now; another callback may change it
         self._clips = self._clips or self._clip is not None  # norms are told from then on
         if self._clips:  # the last look at gradients before clipping
-            self._norm = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
+            self._norm = self._total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.batches import Batch
-from ..core.reductions import total_norm
+from ..core.reductions import TotalNorm
 from ..errors import InvalidInput
 from ..extras import require
 from ..recorder.observing import Observer, guarded
@@ -82,6 +82,7 @@ class FlightCallback(TrainerCallback):
         self._losses: list[Tensor] = []
         self._clip: float | None = None
         self._norm: Tensor | None = None  # of the gradient before clipping
+        self._total_norm = TotalNorm()
 
     # --- what `guarded` asks of a recorder
 
@@ -164,7 +165,7 @@ class FlightCallback(TrainerCallback):
     def _after_backward(self) -> None:
         """All gradients at once, in few kernels; with accumulation the last time has those of all micro-batches."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        self._norm = total_norm(grads)
+        self._norm = self._total_norm(grads)
 
     @guarded
     def _before_step(self, scaler: torch.amp.GradScaler | None) -> None:

@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from ..results.certificate import TRUST, Certificate, Finding
+from .event import BARS
 from .facts import Facts
 from .stability import TOO_FAST
-from .unrecorded import ENOUGH, after
+from .unrecorded import after
 from .verdict import CALM
 
 if TYPE_CHECKING:
@@ -45,14 +46,14 @@ def _scatter(facts: Facts) -> list[Finding]:
         return []
     sentence = (
         f"± is how far apart the recording and {facts.replay.replays} replays of the unchanged run are in the same "
-        f"number (the {event.quantity} of step {event.explained}: {spread:.2g})"
+        f"number (the {event.quantity} of step {event.explained}: {spread:.2g})."
     )
     if event.kind not in CALM:
         sentence += (
-            ", or, where that is more, two runs with the same change, which start a rounding apart: what the verdict "
-            "names was run twice, and holds in both"
+            " A run with something changed was made once, and is taken to scatter as much. What the verdict names was "
+            "run twice, from starts a rounding apart, and holds in both: its ± is no less than these two are apart."
         )
-    return [Finding("care", "scatter", event.quantity, spread, 0.0, f"{sentence}.")]
+    return [Finding("care", "scatter", event.quantity, spread, 0.0, sentence)]
 
 
 def _after(facts: Facts) -> list[Finding]:
@@ -66,13 +67,13 @@ def _after(facts: Facts) -> list[Finding]:
 def _placebos(facts: Facts) -> list[Finding]:
     """Where steps were run without beside fewer others than tell chance apart, because no more were asked for."""
     asked = facts.blame.placebos_asked
-    if facts.event.kind in CALM or asked >= ENOUGH:
+    if facts.event.kind in CALM or asked >= BARS.enough:
         return []
     sentence = (
         f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do not "
-        f"do, of which so few cannot tell; pass placebos={ENOUGH} or more."
+        f"do, of which so few cannot tell; pass placebos={BARS.enough} or more."
     )
-    return [Finding("care", "placebos", "asked for", asked, ENOUGH, sentence)]
+    return [Finding("care", "placebos", "asked for", asked, BARS.enough, sentence)]
 
 
 def _predictions(found: FlightExplanation) -> list[Finding]:

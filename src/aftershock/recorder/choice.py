@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InvalidInput
-from .event import SETTLED, Event
+from .event import BARS, Event
 from .instruments import HEIGHTS
 from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
@@ -66,7 +66,8 @@ def _largest(flight: Flight, trigger: int) -> int:
         return trigger
     highest = max(range(at, len(losses)), key=losses.__getitem__)
     height, own = losses[highest] - event.usual, losses[at] - event.usual
-    over = [all(loss <= event.level for loss in losses[i : i + SETTLED]) for i in range(at, highest - SETTLED + 1)]
+    places = range(at, highest - BARS.settled + 1)
+    over = [all(loss <= event.level for loss in losses[i : i + BARS.settled]) for i in places]
     another = height > ALARM.far * own or (any(over) and height > own)
     high = ALARM.threshold if event.is_one else HEIGHTS.ordinary
     return numbers[highest] if another and height > high * event.sigma else trigger

@@ -31,12 +31,18 @@ class Bars:
     unspecific: float = 1 / 3  # of the placebos: from here on no more of them are asked
     clear: float = 0.5  # of what the mildest placebo leaves: a culprit leaves less than that
     together: int = 3  # steps that may be blamed at once: more are no culprits but a run that anything changes
+    enough: int = 8  # placebos, below which a blame is weak: so few do not tell chance apart
+    kin: int = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
+    fewest: int = 3  # values before the event that say what is usual: of two the median is no value that came
+    settled: int = 4  # usual values in a row, after which an event is over: fewer may lie between two of its values
+    tail: int = 4  # last values of the event, whose mean is what comes after it: a single one scatters
+    as_it_is: float = 0.05  # of the event: what a treatment changes at most that leaves it as it is
+    # Other runs in which a treatment must remove it, too: where half of all lose it by luck, one in 64 is mistaken.
+    moved: int = 6
+    near: float = 0.5  # of a measured contribution, within which its prediction may speak of channels and examples
 
 
 BARS = Bars()
-FEWEST = 3  # values before the event that say what is usual
-SETTLED = 4  # usual values in a row, after which an event is over
-TAIL = 4  # last values of the event: what comes after it
 
 
 class Remains:
@@ -94,7 +100,7 @@ class Event:
             middle, spread = known or usual(values[:onset] or values[:1])
             spread = max(spread, ALARM.flattest * abs(middle))
             onset = step
-            while onset > FEWEST and values[onset - 1] > middle + BARS.gone * spread:
+            while onset > BARS.fewest and values[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
         return cls(step, onset, tuple(values), middle, spread, first, quantity)
 
@@ -136,7 +142,9 @@ class Event:
         """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
 
         run: its values by place in the path; where it has none, before it begins and after it was ended, it is the
-        path. without: steps that it did not take, or took with another batch, whose values it does not have.
+        path. without: steps that it did not take, or took with another batch, whose values it does not have. It is
+        compared with the event less these values, where any is left: a step whose own value is the peak has not raised
+        the explained one. But for that itself, without which there is none.
         """
         return self._share(run, without, self.last, self.last)
 
@@ -146,6 +154,14 @@ class Event:
 
     def _share(self, run: Mapping[int, float], without: frozenset[int], until: int, ours_until: int) -> float:
         theirs, ours = self._stretch(run, without, until), self._stretch({}, frozenset(), ours_until)
+        share = self._of(ours, theirs, run, without)
+        if share <= self.gone:  # whatever else of it was theirs
+            return share
+        return self._of(self._stretch({}, without - {self.step}, ours_until), theirs, run, without)
+
+    def _of(
+        self, ours: Sequence[float], theirs: Sequence[float], run: Mapping[int, float], without: frozenset[int]
+    ) -> float:
         peak = max(ours, default=self.usual) - self.usual
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, self.level), BARS.half * peak)
@@ -184,8 +200,9 @@ class Event:
     def prevented(self, run: Mapping[int, float]) -> bool:
         """No event is left anywhere in the stretch, nor a new one, nor one that came sooner; and where steps after it
         are recorded, it ends as usual: half as high at most."""
-        tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-TAIL:]
-        calm = len(tail) < TAIL or statistics.fmean(tail) - self.usual <= max(self._scatters, BARS.half * self._little)
+        tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-BARS.tail :]
+        most = max(self._scatters, BARS.half * self._little)
+        calm = len(tail) < BARS.tail or statistics.fmean(tail) - self.usual <= most
         return calm and self._low(run)
 
     @property
@@ -216,7 +233,7 @@ class Event:
     def after(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """The mean of a run's last values, from the explained one on, less steps that it did not take; NaN where it was
         ended before, or took none of them."""
-        places = range(max(self.step, self.last - TAIL + 1), self.last + 1)
+        places = range(max(self.step, self.last - BARS.tail + 1), self.last + 1)
         values = [run.get(i, math.nan) for i in places if i not in without]
         return statistics.fmean(values) if values else math.nan
 
@@ -247,7 +264,7 @@ class Event:
         """
         if max(run) < max(self.step, self.highest) or not self.stays(run, without):
             return False
-        calm = max(self._stretch(run, without, max(run))[-SETTLED:]) <= self.level
+        calm = max(self._stretch(run, without, max(run))[-BARS.settled :]) <= self.level
         return calm or self.so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:

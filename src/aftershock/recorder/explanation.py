@@ -108,7 +108,8 @@ class FlightExplanation(LabelledResult):
 
     wanted = (
         *("contribution", "layer_contribution", "measured", "measured_spread", "left", "left_spread"),
-        *("left_so_far", "lucky", "role", "emergence", "example_share", "example_note", "loss", "norm", "spread"),
+        *("left_so_far", "tail_without", "tail_without_spread", "lucky", "role", "emergence", "example_share"),
+        *("example_note", "loss", "norm", "spread"),
         *("clip_factor", "lr", "update_size"),
         *("layer_update_size", "batch_index", "batch_count", "described", "description", "description_is_image"),
         *(f"treatment_{name}" for name in ("left", "left_spread", "after", "after_spread", "prevents", "delays")),
@@ -132,8 +133,8 @@ class FlightExplanation(LabelledResult):
 
     @property
     def kind(self) -> str:  # type: ignore[override]  # of the event, which is what a reader asks for
-        """What kind of event: "batch", "group", "own batch", "shift", "source", "hyperparameter", "instability",
-        "not a number", "no spike" or "unknown"."""
+        """What kind of event: "batch", "group", "own batch", "shift", "source", "draw" (of random numbers),
+        "hyperparameter", "instability", "not a number", "no spike" or "unknown"."""
         return self.facts.event.kind
 
     @property

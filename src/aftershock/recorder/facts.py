@@ -103,12 +103,14 @@ class BlameFacts:
     own_left_spread: float
     own_left_so_far: bool  # that run ended once half of the event was there
     own_after: float  # the mean of the last values without it
+    own_after_spread: float
     replaced_placebos: int
     replaced_placebos_change: int
     kin: bool  # whoever was given batches like its own is of a rare kind of data, beside others of that kind
     group_left: float
     group_left_spread: float
     group_after: float
+    group_after_spread: float
     group_back: float  # with one of the group back, at least
     group_back_spread: float
     group_replaced: bool  # it was given batches like its own, and not left out
@@ -125,6 +127,7 @@ class BlameFacts:
     replaced_left: tuple[float, ...] = along("replaced")
     replaced_left_spread: tuple[float, ...] = along("replaced")
     replaced_after: tuple[float, ...] = along("replaced")
+    replaced_after_spread: tuple[float, ...] = along("replaced")
     cleared: tuple[int, ...] = along("cleared")  # half is gone without them, and not with batches like their own
     group: tuple[int, ...] = along("group")  # steps that were left out, or given such batches, together
 
@@ -151,6 +154,7 @@ class InstrumentFacts:
     """What the instruments saw, in words where that is all that is kept. NaN or nothing: not looked at."""
 
     data_said: str
+    kin_high: float  # of the earlier batch most like the explained one, when it came, where that was as high
     update_said: str
     update_large: bool
     growth: float  # of perturbations, over all of the steps

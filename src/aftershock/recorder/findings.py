@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from .descriptions import Kept
-from .event import BARS, FEWEST, Event
+from .event import BARS, Event
 from .hyperparameters import HyperChange
 from .instruments import DataFinding, UpdateSizes
 from .not_a_number import NotANumberFinding
@@ -60,7 +60,7 @@ class Findings:
         if self.nan is not None or self.asked != self.explained:
             return "not a number"
         if not self.is_event:
-            return "no spike" if self.event.onset >= FEWEST else "unknown"
+            return "no spike" if self.event.onset >= BARS.fewest else "unknown"
         if self.lost_in_scatter:
             return "unknown"
         if self.hyperparameter(ABRUPT) is not None:
@@ -78,6 +78,8 @@ class Findings:
         if not self.inquiry.suspects:
             return "unknown"
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
+        if self.data is not None and self.data.kind == "draw" and self.inquiry.placebos and not removed:
+            return "draw"  # else another run of it has no spike with the same draw either
         return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
 
     @property
@@ -107,7 +109,7 @@ class Findings:
     @property
     def rose_before(self) -> bool:
         """Was a loss that has risen slowly high already where the window begins?"""
-        before = self.event.values[: max(self.event.onset, FEWEST)]
+        before = self.event.values[: max(self.event.onset, BARS.fewest)]
         return self.rise is not None and statistics.median(before) > self.event.level
 
     @property

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from .event import BARS
-from .trials import KIN, Inquiry, Runs, Trial, changing
+from .trials import Inquiry, Runs, Trial, changing
 
 LARGEST = 4  # steps that may do it together
 
@@ -65,7 +65,7 @@ def _greedy(runs: Runs, alone: Sequence[Trial], least: float) -> Trial | None:
     if all(t.compared > least - BARS.slight for t in alone):
         known = {t.steps[0] for t in alone}
         kin = {i for step in known for i in runs.likeness.kin(step, runs.before)} - known
-        tried += [runs.accused((i,)) for i in sorted(kin, reverse=True)[:KIN] if runs.in_budget]
+        tried += [runs.accused((i,)) for i in sorted(kin, reverse=True)[: BARS.kin] if runs.in_budget]
     group = min(tried, key=lambda t: t.compared, default=None)
     if group is None or group.compared >= least:
         return None
@@ -90,7 +90,7 @@ def _gone_without(runs: Runs, found: Inquiry, group: Trial, innocent: Sequence[i
     suspected = {i for t in found.suspects for i in t.steps}
     alike = {i for some in runs.kin(group.steps, suspected).values() for i in some} - set(group.steps)
     others = [i for i in runs.before if i not in {*suspected, *group.steps}]
-    pool = sorted(alike) if math.comb(len(alike), len(group.steps)) >= KIN else others
+    pool = sorted(alike) if math.comb(len(alike), len(group.steps)) >= BARS.kin else others
     among = _other_groups(runs, runs.placebo, pool, len(group.steps), len(innocent), draw)
     if changing(among) > BARS.specific:
         return False
@@ -147,7 +147,9 @@ def _compare_group(
     if found.group is None:
         return
     size = len(found.group.steps)
-    among = _other_groups(runs, sound, alike if math.comb(len(alike), size) >= KIN else others, size, placebos, draw)
+    among = _other_groups(
+        runs, sound, alike if math.comb(len(alike), size) >= BARS.kin else others, size, placebos, draw
+    )
     if size > 1:
         found.group_placebos = among
     elif found.group_replaced:

@@ -21,6 +21,9 @@ class Schedule:
     ramp: float = 1.2  # the same over the window
     alike: float = 2.0  # increments of a smooth schedule differ by less from one step to the next
     equal: float = 1.05  # those of a linear warm-up
+    begun: float = 0.1  # of its last value: a warm-up that is seen from its beginning starts below
+    ahead: int = 2  # increments that a warm-up may have made beyond the run's steps, as where it starts with one
+    told: float = 0.5  # of the way to the new value, in the logarithm: from there on the change is told
     returned: float = 0.1  # of an excursion: what may be left of it where the schedule went on meanwhile
     most: float = 1e3  # ratios beyond it, such as from zero, are equally unusual
     harmless: float = 0.3  # weight of a change towards smaller steps, which seldom raise a loss
@@ -50,6 +53,7 @@ class HyperChange:
     now: tuple[float, ...]  # after the change; the most extreme value of an excursion
     ratio: float  # the largest, of rates, decay, eps, clip, and of the memory 1/(1−β) of a beta
     unusual: float  # by which changes are ordered
+    of: int  # how many groups there are
 
     @property
     def brief(self) -> bool:
@@ -71,11 +75,9 @@ class HyperChange:
     @property
     def sentence(self) -> str:
         first, last = self.steps
-        alike = self.groups[0] == 0 and len(set(zip(self.was, self.now))) == 1
-        shown = self.groups[:1] if alike else self.groups[:NAMED]
-        was, now = (" and ".join(map(_said, values[: len(shown)])) for values in (self.was, self.now))
-        several = "s" if len(shown) > 1 else ""
-        name = self.name if alike else f"{self.name} of parameter group{several} {' and '.join(map(str, shown))}"
+        alike = len(set(zip(self.was, self.now))) == 1
+        was, now = (" and ".join(map(_said, values[: 1 if alike else NAMED])) for values in (self.was, self.now))
+        name = self.name if alike and len(self.groups) == self.of else f"{self.name} of {self._groups}"
         if self.kind == "excursion":
             return f"{name} was {now} instead of {was} at {_span(*self.far)}"
         if self.kind == "restart":
@@ -85,18 +87,24 @@ class HyperChange:
         how = "was warming up" if self.kind == "warm-up" else "changed slowly"
         return f"{name} {how}, from {was} to {now} over {_span(first, last)}"
 
+    @property
+    def _groups(self) -> str:
+        shown, more = " and ".join(map(str, self.groups[:NAMED])), len(self.groups) - NAMED
+        several = "s" if len(self.groups) > 1 else ""
+        return f"parameter group{several} {shown}{f' (and {more} more)' if more > 0 else ''}"
+
 
 def hyperparameters(records: Sequence[Record]) -> list[HyperChange]:
     """Every change in a window, the most unusual first: how large, how abrupt, and whether towards larger steps."""
     numbers = [record.step for record in records]
     found: dict[tuple[str, str, int, int], list[_Member]] = {}
     for name in NAMES:
-        for group in range(1 if name == "clip" else len(records[0].hypers)):
+        for group in _groups(records[0], name):
             values = [_value(record, group, name) for record in records]
             for kind, at, until, now in _events(name, values, numbers):
                 member = _Member(group, values[at - 1], now, _far(name, values, at, until, now))
                 found.setdefault((name, kind, at, until), []).append(member)
-    changes = [_change(*key, members, numbers) for key, members in found.items()]
+    changes = [_change(*key, members, numbers, of=len(_groups(records[0], key[0]))) for key, members in found.items()]
     return sorted(changes, key=lambda change: -change.unusual)
 
 
@@ -118,7 +126,7 @@ class _Member(NamedTuple):
 
 
 def _change(
-    name: str, kind: str, at: int, until: int, members: Sequence[_Member], numbers: Sequence[int]
+    name: str, kind: str, at: int, until: int, members: Sequence[_Member], numbers: Sequence[int], *, of: int
 ) -> HyperChange:
     """The same change of several groups as one."""
     groups, was, now, far = zip(*members)
@@ -127,14 +135,18 @@ def _change(
     unusual = abs(_log(ratio)) * WEIGHTS[kind] * (SCHEDULE.harmless if smaller else 1.0)
     first, last = min(x for x, _ in far), max(x for _, x in far)
     steps, between = (numbers[at], numbers[until - 1]), (numbers[first], numbers[last])
-    return HyperChange(name, kind, at, until, steps, between, groups, was, now, ratio, unusual)
+    return HyperChange(name, kind, at, until, steps, between, groups, was, now, ratio, unusual, of)
 
 
 def _far(name: str, values: Sequence[float], at: int, until: int, now: float) -> tuple[int, int]:
     """The first and the last place of a change at which it is more than half of the way to `now`, in the logarithm."""
     way = [abs(_log(_ratio(name, values[at - 1], value))) for value in (*values[at:until], now)]
-    places = [at + i for i, part in enumerate(way[:-1]) if part >= way[-1] / 2]
+    places = [at + i for i, part in enumerate(way[:-1]) if part >= SCHEDULE.told * way[-1]]
     return places[0], places[-1]
+
+
+def _groups(record: Record, name: str) -> range:
+    return range(1 if name == "clip" else len(record.hypers))
 
 
 def _value(record: Record, group: int, name: str) -> float:
@@ -211,7 +223,7 @@ def _warms_up(values: Sequence[float], numbers: Sequence[int]) -> bool:
     steps = [y - x for x, y in pairwise(values) if y != x]
     if min(steps) <= 0 or max(steps) > SCHEDULE.equal * min(steps):
         return False
-    return values[0] <= 0.1 * values[-1] or values[0] / steps[0] <= numbers[0] + 2
+    return values[0] <= SCHEDULE.begun * values[-1] or values[0] / steps[0] <= numbers[0] + SCHEDULE.ahead
 
 
 def _ratio(name: str, was: float, now: float) -> float:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,7 +22,7 @@ from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .event import Event
 from .neighbours import Likeness
-from .quantity import Quantity, on_weights, seen
+from .quantity import Quantity, on_weights, seen, with_other_draws
 from .triggers import ALARM, usual
 
 
@@ -30,6 +31,7 @@ class Heights:
     """The numbers that decide what kind of event a spike was."""
 
     large_update: float = 2.0  # RMS of g/√v̂: ordinary steps have 0.5–1.2, the steps before spikes 3.6–6.2
+    unusual: float = 2.0  # times the usual RMS here: a run whose updates are always large has none that is
     # Robust σ above the usual value; beyond 3 σ of losses, whose tails are heavy, many a batch lies.
     ordinary: float = 5.0
     half: float = 0.5  # of the spike: a batch with less of it on the same weights is ordinary
@@ -38,12 +40,14 @@ class Heights:
     extreme: float = 100.0
     low: float = 0.2  # of the earlier weights: on so many a batch may be lower without being ordinary
     least_after: int = 2  # high batches after the spike that make a shift: one may be bad by itself
+    many: float = 0.5  # of the earlier half of the batches after it: if fewer are high, they are odd ones
     # Of the later half of the batches after it: if fewer are high, what came was a bad shard and has ended.
     staying: float = 0.25
 
 
 HEIGHTS = Heights()
 LEADERS = 3
+FEWEST_ALIKE = 2  # earlier batches of a rare kind, whose losses speak of it
 MOST_ALIKE = 3  # batches whose median stands for their kind: one of them may be bad itself
 NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
 LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
@@ -90,8 +94,8 @@ class UpdateSizes:
 
     def large(self, at: int = -1) -> bool:
         """Larger than a gradient that its memory knows: beyond any ordinary step, and twice what is usual here."""
-        usual = self.usual(at)
-        return float(self.whole[at]) > max(HEIGHTS.large_update, 2 * (0.0 if math.isnan(usual) else usual))
+        usual = HEIGHTS.unusual * self.usual(at)
+        return float(self.whole[at]) > max(HEIGHTS.large_update, 0.0 if math.isnan(usual) else usual)
 
     def sentence(self, at: int = -1) -> str:
         leaders = [f"{leader.name} ({leader.rms:.2g}, usual {leader.usual:.2g})" for leader in self.leaders(at)]
@@ -151,10 +155,10 @@ def _squares(
 class DataFinding:
     """The spike's batch beside others on the same weights, and on the weights of earlier steps.
 
-    kind: "own batch" (high on any weights, others are ordinary), "source" (the same, and earlier batches like it were
-    high at their own steps), "shift" (those that follow are as high, earlier ones ordinary), "weights" (other batches
-    are high too), "both" (this batch, and on these weights only, as far as is known), "ordinary" (the batch is not
-    high).
+    kind: "draw" (with the random numbers of other steps it is ordinary), "own batch" (high on any weights, others are
+    ordinary), "source" (the same, and earlier batches like it were high at their own steps), "shift" (those that
+    follow are as high, earlier ones ordinary), "weights" (other batches are high too), "both" (this batch, and on
+    these weights only, as far as is known), "ordinary" (the batch is not high).
     """
 
     kind: str
@@ -165,13 +169,26 @@ class DataFinding:
     after: tuple[float, ...]  # the following ones there
     elsewhere: tuple[float, ...]  # the batch itself on the weights of earlier steps at which the run was not high
     alike: tuple[float, ...]  # the earlier batches most like it, at their own steps
+    redrawn: tuple[float, ...]  # the batch there with the random numbers of earlier steps; nothing where none are drawn
     quantity: Quantity = "loss"
+
+    @property
+    def kin_high(self) -> float:
+        """What the one earlier batch most like it had when it came, where that was high, too: one alone does not make a
+        kind, as it may be near by chance, and may speak of one. NaN where it was not."""
+        high = bool(self.alike) and self.alike[0] - self.usual >= HEIGHTS.half * (self.own - self.usual)
+        return self.alike[0] if high else math.nan
 
     @property
     def sentence(self) -> str:
         high = f"its {self.quantity} is {self.own:.3g} (usual {self.usual:.3g})"
         if self.kind == "ordinary":
             return f"{high}, within the usual spread"
+        if self.kind == "draw":
+            return (
+                f"{high}; on the same weights, with the random numbers (noise, masks, dropout) of "
+                f"{len(self.redrawn)} earlier steps, it has {statistics.median(self.redrawn):.3g} (median)"
+            )
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
@@ -184,7 +201,7 @@ class DataFinding:
             if bad_for_all
             else "the data changed here, or the weights are bad for all that was not just trained on",
             "both": f"{before}, so that nobody can tell whether it is bad by itself",
-            "shift": f"{before}: the data changed here, and what follows is like it",
+            "shift": f"{before}, and what follows is like it",
             "own batch": before,  # that it is this batch is for the verdict to say: runs without it may show otherwise
             "source": f"{before}, and the {len(self.alike)} earlier batches whose inputs are most like its own had "
             f"{', '.join(f'{value:.3g}' for value in self.alike)} when they came",
@@ -206,7 +223,8 @@ def data(
     of it separates the two, and a median does not follow one odd batch. A shift takes at least two high batches after
     it, half of those that follow soon, and goes on: one may be bad by itself, and a bad shard ends. Where a run is
     unstable, weights are often bad for a batch that is ordinary on all others: data are to blame only if they are high
-    on earlier weights too, and higher than others of their kind (`_beside_its_kind`).
+    on earlier weights too, and higher than others of their kind (`_beside_its_kind`). Where the loss draws random
+    numbers, neither is, if the batch is ordinary with most other draws.
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
@@ -221,34 +239,43 @@ def data(
 
     elsewhere = _elsewhere(trajectory, _earlier_times(trajectory, at, high, quantity), batch, quantity)
     alike = _alike(trajectory, at, high, quantity)
+    redrawn = with_other_draws(quantity, trajectory, at, range(max(0, at - len(before)), at))
 
     soon, late = later[: len(later) // 2], later[len(later) // 2 :]
-    many, stay = sum(map(high, soon)) >= len(soon) / 2, sum(map(high, late)) >= HEIGHTS.staying * len(late)
+    many, stay = sum(map(high, soon)) >= HEIGHTS.many * len(soon), sum(map(high, late)) >= HEIGHTS.staying * len(late)
     follows = sum(map(high, later)) >= HEIGHTS.least_after and many and stay
     if own - middle <= HEIGHTS.ordinary * sigma:
         kind = "ordinary"
+    elif redrawn and not high(statistics.median(redrawn)):
+        kind = "draw"  # others were given the same draw, and are high with it, too
     elif high(statistics.median(earlier)):
         kind = "weights"
     else:
         kind = _beside_its_kind(trajectory, at, elsewhere, alike, middle, sigma, quantity)
         if follows:  # batches that were just trained on may still do well
             kind = "weights" if kind == "both" else "shift"
-    theirs = tuple(seen(quantity, trajectory.steps[time]) for time in alike)
-    return DataFinding(kind, own, middle, sigma, earlier, later, elsewhere, theirs, quantity)
+    theirs = tuple(seen(quantity, trajectory.steps[time]) for time in alike.times)
+    return DataFinding(kind, own, middle, sigma, earlier, later, elsewhere, theirs, redrawn, quantity)
 
 
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
-    explained step is not one of them."""
+    explained step is not one of them.
+
+    A bad batch whose like has been trained on is lower than the first, and as high on earlier weights: without the
+    first it would be, too.
+    """
 
     def high(value: float) -> bool:
         return value - event.usual >= HEIGHTS.half * (event.values[event.step] - event.usual)
 
-    loud = [i for i in range(event.onset, event.last + 1) if high(event.values[i])]
+    loud = [i for i in range(event.onset, event.last + 1) if event.values[i] > event.level]
     times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
 
     def bad(i: int) -> bool:
         there = _elsewhere(trajectory, times, steps[i].batch, event.quantity)
+        if not high(max(event.values[i], _low(there) if there else -math.inf)):
+            return False
         alike = _alike(trajectory, i, high, event.quantity)
         usual = (event.usual, event.sigma, event.quantity)
         return _beside_its_kind(trajectory, i, there, alike, *usual) == "own batch"
@@ -261,14 +288,14 @@ def _beside_its_kind(
     trajectory: Trajectory,
     at: int,
     elsewhere: Sequence[float],
-    alike: Sequence[int],
+    alike: _Alike,
     middle: float,
     sigma: float,
     quantity: Quantity,
 ) -> str:
     """Is a batch bad by itself ("own batch")? It is high on earlier weights too, with half of its height or extreme in
     any case, and the batches most like it are not: neither at their own steps, else all of their kind are harder
-    ("source"), nor on its own weights, else these may be bad for that kind ("both").
+    ("source", where they are one), nor on its own weights, else these may be bad for that kind ("both").
 
     The height itself may grow with the run: a likelihood's does as it learns its scale.
     """
@@ -276,10 +303,10 @@ def _beside_its_kind(
     there = _low(elsewhere) - middle if elsewhere else -math.inf
     if there < half and there <= HEIGHTS.extreme * max(ALARM.threshold * sigma, abs(middle)):
         return "both"
-    came = [seen(quantity, trajectory.steps[time]) for time in alike]
-    if came and statistics.median(came) - middle >= half:
+    came = [seen(quantity, trajectory.steps[time]) for time in alike.times]
+    if alike.a_kind and statistics.median(came) - middle >= half:
         return "source"
-    here = on_weights(quantity, trajectory, at, [trajectory.steps[time].batch for time in alike])
+    here = on_weights(quantity, trajectory, at, [trajectory.steps[time].batch for time in alike.times])
     return "both" if here and statistics.median(here) - middle >= half else "own batch"
 
 
@@ -303,10 +330,18 @@ def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool
     return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)}) if kept else []
 
 
-def _alike(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
-    """Those of them whose batches are most like that of step `at`."""
-    times = _settled(trajectory, at, high, quantity)
-    return Likeness(trajectory.steps[: at + 1]).nearest(at, times, MOST_ALIKE)
+class _Alike(NamedTuple):
+    """Earlier times whose batches are most like one, and whether some are of a kind with it that stands apart: where
+    all data are of one kind, some are most alike, too, and their losses say nothing of it."""
+
+    times: list[int]
+    a_kind: bool
+
+
+def _alike(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> _Alike:
+    """Those of the settled times that are so of the batch of step `at`."""
+    times, likeness = _settled(trajectory, at, high, quantity), Likeness(trajectory.steps[: at + 1])
+    return _Alike(likeness.nearest(at, times, MOST_ALIKE), bool(likeness.kin(at, times, least=FEWEST_ALIKE)))
 
 
 def _elsewhere(trajectory: Trajectory, times: Sequence[int], batch: Batch, quantity: Quantity) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from ..core.probe import own_loss
 from ..core.scores import adjoint
 from ..core.state import CHANNELS
 from ..results.provenance import provenance
+from .event import BARS
 from .examples import example_shares
 from .findings import Findings
 from .stated import facts, left_spread
@@ -23,7 +24,6 @@ from .treatments import sufficient
 if TYPE_CHECKING:
     import xarray as xr
 
-NEAR = 0.5  # of a measured contribution, within which a prediction of it may speak of channels, layers and examples
 Variables = dict[str, Any]
 
 
@@ -64,11 +64,11 @@ def _predicted(f: Findings) -> Variables:
 
 
 def _by_step(f: Findings) -> Variables:
-    """Of the runs without one step each: what it added to the explained value, what is left of the event, and what it
-    added to every later value."""
+    """Of the runs without one step each: what it added to the explained value, what is left of the event, the mean of
+    the last values, and what it added to every later value."""
     last, values, row = f.replayed.last, f.event.values, CHANGES.index(f.main)
     measured, measured_spread = np.full((2, len(CHANGES), last), math.nan)
-    left, left_spread = np.full((2, last), math.nan)
+    left, left_spread, tail, tail_spread = np.full((4, last), math.nan)
     emergence = np.full((last, len(values) - 1), math.nan)
     roles, (lucky, so_far) = np.full(last, "", dtype="<U7"), np.zeros((2, last), dtype=bool)
     for role, trials in (("suspect", f.inquiry.suspects), ("placebo", f.inquiry.placebos)):
@@ -78,6 +78,7 @@ def _by_step(f: Findings) -> Variables:
                 continue  # the explained step itself: its value is what is explained
             roles[at], lucky[at], so_far[at] = role, trial.lucky, trial.so_far
             left[at], left_spread[at] = trial.left, trial.left_spread
+            tail[at], tail_spread[at] = trial.after, trial.after_spread
             measured[row, at] = values[last] - trial.values[last]
             measured_spread[row, at] = trial.value_spread
             for i in range(at + 1, max(trial.values) + 1):
@@ -88,6 +89,8 @@ def _by_step(f: Findings) -> Variables:
         "left": ("step", left),
         "left_spread": ("step", left_spread),
         "left_so_far": ("step", so_far),
+        "tail_without": ("step", tail),
+        "tail_without_spread": ("step", tail_spread),
         "lucky": ("step", lucky),
         "role": ("step", roles),
         "emergence": (("step", "horizon"), emergence),
@@ -166,7 +169,7 @@ def _inside(f: Findings, measured: np.ndarray, examples: int) -> Variables:
     shares: dict[int, Tensor] = {}
     notes = [""] * last
     for at in [i for i in f.blamed if i < last][:examples]:
-        if abs(float(predicted[at]) - measured[at]) <= NEAR * abs(measured[at]):
+        if abs(float(predicted[at]) - measured[at]) <= BARS.near * abs(measured[at]):
             found, notes[at] = _shares(f, at)
             if found is not None:
                 shares[at] = found

@@ -78,9 +78,9 @@ class Likeness:
         near = self._near(step, among)
         return sorted(near, key=lambda i: -near[i])[:count]
 
-    def kin(self, step: int, among: Collection[int]) -> list[int]:
+    def kin(self, step: int, among: Collection[int], least: int = NEARNESS.a_kind) -> list[int]:
         """Those of other steps whose data are of the same rare kind, the most alike first; none where data are of one
-        kind, or where this kind is not the rarer one.
+        kind, where this kind is not the rarer one, or where there are fewer than `least` of it.
 
         The cut is that after which the likeness on both sides differs least from its mean there (Otsu).
         """
@@ -94,7 +94,7 @@ class Likeness:
         count = int((counts * (len(order) - counts) * apart**2).argmax()) + 1
         alike, other = values[:count], float(values[count])
         separate = float(alike.mean()) - other > NEARNESS.two_kinds * float(alike.std(correction=0))
-        return order[:count] if separate and NEARNESS.a_kind <= count < len(order) / 2 else []
+        return order[:count] if separate and least <= count < len(order) / 2 else []
 
     def same(self, some: Collection[int], among: Collection[int]) -> set[int]:
         """Steps among others that saw the inputs of one of `some`, and these."""

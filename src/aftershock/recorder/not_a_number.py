@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from ..core.batches import Batch, micro_batches
+from ..core.batches import Batch, micro_batches, undrawn
 from ..core.layout import Layout
 from ..core.loss import LossFunction
 from ..core.randomness import RandomState
@@ -27,7 +27,8 @@ NAMED = 3  # parameters in a sentence
 
 @dataclass(frozen=True)
 class NotANumberFinding:
-    """kind: "batch values" (the batch itself holds NaN), "batch" (other batches are finite on the same weights),
+    """kind: "batch values" (the batch itself holds NaN), "draw" (it is finite with the random numbers of most other
+    steps), "batch" (other batches are finite on the same weights),
     "weights" (others are not), "weights values" (a weight itself is NaN), "unknown" (nothing else was tried),
     "overflow" (every number is finite, and the norm of the gradient is more than its type holds), "finite" (the step is
     finite when it is run again)."""
@@ -39,6 +40,7 @@ class NotANumberFinding:
     parameters: tuple[str, ...]  # whose gradient is not finite; whose value is, for "weights values"
     others: tuple[bool, ...]  # for each other batch: are loss and gradient finite on the same weights?
     norm: float = math.nan  # of the gradient, in float64
+    redrawn: tuple[bool, ...] = ()  # for the random numbers of each other step: is it finite with them?
 
     @property
     def loss_finite(self) -> bool:
@@ -78,6 +80,8 @@ class NotANumberFinding:
         return {
             "batch values": f"The batch itself holds values that are not finite{beside}",
             "weights values": "The step before wrote them",
+            "draw": "It is what was drawn at random: on the same weights the batch is finite with the random numbers "
+            f"of {sum(self.redrawn)} of {len(self.redrawn)} other steps",
             "batch": f"It is the batch: {finite} of {count} other batches are finite on the same weights",
             "weights": f"It is not the batch alone: {finite} of {count} other batches are finite on the same weights",
             "unknown": "No other batch was tried on the same weights",
@@ -85,12 +89,18 @@ class NotANumberFinding:
 
 
 def not_a_number(
-    loss: LossFunction, state: JointState, batch: Batch, random: RandomState, others: Sequence[Batch] = ()
+    loss: LossFunction,
+    state: JointState,
+    batch: Batch,
+    random: RandomState,
+    others: Sequence[Batch] = (),
+    draws: Sequence[RandomState] = (),
 ) -> NotANumberFinding:
     """Run the step again from the last finite state, watching every module and every operation's gradient.
 
-    state: before the step. random: before its forward pass. others: batches to try on the same weights. One gradient
-    each; a module whose output is not finite with a finite batch either (a mask of −∞) is not blamed.
+    state: before the step. random: before its forward pass. others: batches to try on the same weights. draws: random
+    numbers of other steps, to try with this batch. One gradient each; a module whose output is not finite with a finite
+    batch either (a mask of −∞) is not blamed.
     """
     bad = _not_finite(loss.layout, loss.layout.views(state.theta))
     if bad:
@@ -98,10 +108,13 @@ def not_a_number(
     seen = _watched(loss, state, batch, random)
     beside = [_watched(loss, state, other, random) for other in others]
     sound = [other for other in beside if other.finite]
+    redrawn = () if seen.finite else tuple(_watched(loss, state, undrawn(batch), draw).finite for draw in draws)
     if seen.finite:
         kind = "overflow" if seen.overflows else "finite"
     elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
         kind = "batch values"
+    elif 2 * sum(redrawn) > len(redrawn):
+        kind = "draw"
     elif not beside:
         kind = "unknown"
     else:
@@ -112,7 +125,7 @@ def not_a_number(
     elif not seen.finite:
         module, operation = seen.module_of(seen.operations[0]) if seen.operations else (None, None)
     tried = tuple(other.finite for other in beside)
-    return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tried, seen.norm)
+    return NotANumberFinding(kind, seen.loss, module, operation, seen.parameters, tried, seen.norm, redrawn)
 
 
 def is_finite(loss: LossFunction, state: JointState, batch: Batch, random: RandomState) -> bool:

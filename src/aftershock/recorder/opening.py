@@ -13,7 +13,7 @@ from ..core.contributions import Layers
 from ..errors import InvalidInput
 from .choice import chosen_step, nothing_seen, said_of
 from .descriptions import Describe
-from .event import FEWEST, Event
+from .event import BARS, Event
 from .findings import AFTER, Findings
 from .instruments import HEIGHTS
 from .not_a_number import NotANumberFinding, not_a_number
@@ -83,7 +83,7 @@ def _event(replayed: Replay, quantity: Quantity, known: tuple[float, float] | No
 
 def _norm_first(replayed: Replay, by_loss: Event) -> bool:
     """Does the gradient norm stand out as far as a trigger asks, and no loss of the stretch?"""
-    if (by_loss.is_one and by_loss.peak > ALARM.threshold * by_loss.sigma) or replayed.last < FEWEST:
+    if (by_loss.is_one and by_loss.peak > ALARM.threshold * by_loss.sigma) or replayed.last < BARS.fewest:
         return False
     *before, last = [seen("gradient norm", step) for step in replayed.trajectory.steps[: replayed.last + 1]]
     return robust_z(last, before) > ALARM.threshold
@@ -130,13 +130,14 @@ def _not_a_number(flight: Flight, replayed: Replay, asked: int, code: Code) -> N
     """The step that is not finite, run again from the state before it, and other batches on the same weights."""
     record, trajectory = flight.records[asked], replayed.trajectory
     before = [s for s, r in zip(trajectory.steps, replayed.records) if r.step < asked]
+    later = [r for n, r in sorted(flight.records.items()) if n > asked][:OTHERS]
     if before and asked != replayed.records[len(before) - 1].step + 1:
         return None
     source = Source(trajectory.device, code.dataset)
-    after = [r.batch(source) for n, r in sorted(flight.records.items()) if n > asked][:OTHERS]
-    others = [s.batch for s in before[-OTHERS:]] or after
+    others = [s.batch for s in before[-OTHERS:]] or [r.batch(source) for r in later]
+    draws = [s.random for s in before[-OTHERS:]] or [r.fed[0].random for r in later]
     state = trajectory.state(len(before))
-    return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others)
+    return not_a_number(trajectory.dynamics.loss, state, record.batch(source), record.fed[0].random, others, draws)
 
 
 def _layers(replayed: Replay) -> list[str]:

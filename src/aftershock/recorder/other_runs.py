@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .event import TAIL
 from .words import at_least, percent, share
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
     event, blame = found.facts.event, found.facts.blame
     if event.kind == "own batch" and not blame.group:
         name = f"the batch of step {event.explained} left out"
-        numbers = blame.own_left, blame.own_left_spread, blame.own_after
+        numbers = blame.own_left, blame.own_left_spread, blame.own_after, blame.own_after_spread
         return [_without(found, name, *numbers, so_far=blame.own_left_so_far)]
     if event.kind not in ("batch", "group", "own batch"):
         return []
@@ -77,8 +76,10 @@ def _left_out(found: FlightExplanation) -> list[OtherRun]:
         name = f"the batches of steps {steps} left out together"
         if blame.group_replaced:
             name = f"batches like their own in place of those of steps {steps}"
-        return [_without(found, name, blame.group_left, blame.group_left_spread, blame.group_after)]
-    instead = zip(blame.replaced, blame.replaced_left, blame.replaced_left_spread, blame.replaced_after)
+        numbers = blame.group_left, blame.group_left_spread, blame.group_after, blame.group_after_spread
+        return [_without(found, name, *numbers)]
+    after = blame.replaced_after, blame.replaced_after_spread
+    instead = zip(blame.replaced, blame.replaced_left, blame.replaced_left_spread, *after)
     runs = [_without(found, f"batches like its own in place of step {step}'s", *numbers) for step, *numbers in instead]
     return runs + [_one_left_out(found, step) for step in blame.blamed]
 
@@ -88,20 +89,24 @@ def _one_left_out(found: FlightExplanation, step: int) -> OtherRun:
     at = data["place"].values.tolist().index(step)
     values[at] = np.nan  # its batch was not seen
     values[at + 1 :] -= data["emergence"].values[: len(values) - at - 1]
-    explained = data["place"].values.tolist().index(found.facts.event.explained)
-    after = float(np.mean(values[max(explained, len(values) - TAIL) :]))
-    numbers = float(data["left"]), float(data["left_spread"]), after
+    numbers = (float(data[name]) for name in ("left", "left_spread", "tail_without", "tail_without_spread"))
     run = _without(found, f"the batch of step {step} left out", *numbers, so_far=bool(data["left_so_far"]))
     return replace(run, values=tuple(values.tolist()))
 
 
 def _without(
-    found: FlightExplanation, name: str, left: float, spread: float, after: float, *, so_far: bool = False
+    found: FlightExplanation,
+    name: str,
+    left: float,
+    spread: float,
+    after: float,
+    after_spread: float,
+    *,
+    so_far: bool = False,
 ) -> OtherRun:
-    event = found.facts.event
-    prevents = left <= event.gone
+    prevents = left <= found.facts.event.gone
     word = "prevents it" if prevents else f"leaves {share(left, spread, so_far=so_far)}"
-    run = OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=event.tail_spread)
+    run = OtherRun(name, word, prevents, (), chosen=True, after=after, after_spread=after_spread)
     return replace(run, left=left, ended=so_far)
 
 

@@ -29,6 +29,11 @@ class Clues:
     same: float = 1e-4  # relative: losses of one and the same run, norms that clipping made equal
     near: float = 1e-3  # relative: a norm that was computed in another way
     rounded: float = 3e-6  # relative: where the runs are still equal, a norm differs by its own rounding alone
+    again: float = 1e-6  # relative: a loss that loss_fn gives a second time
+    clipped: int = 4  # one step in so many must have the largest norm of all: fewer may have it by chance
+    masks: float = (
+        2.0  # times the largest difference that other masks made: the few that are tried need not be the worst
+    )
     mostly: float = 0.1  # of a difference, which may be left where its cause is taken into account
 
 
@@ -135,7 +140,8 @@ def clipped_alike(records: Sequence[Record]) -> Cause | None:
     largest = max(record.norm for record in records)
     same = [record for record in records if abs(record.norm - largest) <= CLUES.same * largest]
     told = same[0].clip
-    if len(same) <= max(len(records) // 4, 1) or (told is not None and abs(largest - told) <= CLUES.same * told):
+    as_told = told is not None and abs(largest - told) <= CLUES.same * told
+    if as_told or len(same) <= max(len(records) // CLUES.clipped, 1):
         return None
     return other_clip(told, largest, f"the gradients of {len(same)} steps arrived with one and the same norm")
 
@@ -202,7 +208,7 @@ def _repeats(trajectory: Trajectory, i: int) -> bool:
     """Does loss_fn give the same loss again?"""
     step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
     found = (loss.value(state.theta, state.buffers, step.batch, step.random, step.where).loss for _ in range(3))
-    return all(abs(float(value) - step.loss) <= 1e-6 * abs(step.loss) for value in found)
+    return all(abs(float(value) - step.loss) <= CLUES.again * abs(step.loss) for value in found)
 
 
 def _drawn(trajectory: Trajectory, i: int) -> bool:
@@ -218,7 +224,7 @@ def _other_masks(record: Record, i: int, trajectory: Trajectory) -> bool:
     others = [other.random for other in trajectory.steps if other.index != i][:MASKS]
     values = [float(loss.value(state.theta, state.buffers, step.batch, random, step.where).loss) for random in others]
     spread = max((abs(value - step.loss) for value in values), default=0.0)
-    return CLUES.rounded * abs(step.loss) < spread and abs(record.loss - step.loss) <= 2 * spread
+    return CLUES.rounded * abs(step.loss) < spread and abs(record.loss - step.loss) <= CLUES.masks * spread
 
 
 def _by_state(some: Sequence[Record], since: int, trajectory: Trajectory, recorded: Recorded) -> Cause | None:

@@ -21,12 +21,12 @@ from ..api.schedule import LearningRate
 from ..core import capture as reading
 from ..core.batches import Batch
 from ..core.calls import Autocast
-from ..core.clipping import global_norm
 from ..core.given import max_norm, whole
 from ..core.hooks import Hooks
 from ..core.live_loop import Unused
 from ..core.live_optimizer import read_hyper, unwrapped_optimizer
 from ..core.randomness import Randomness
+from ..core.reductions import TotalNorm
 from ..errors import InvalidInput
 from .descriptions import Describe
 from .forecast import Forecast, forecast
@@ -37,7 +37,7 @@ from .ring import Ring
 from .runs import claim, release
 from .scaling import loss_scale
 from .snapshot import Snapshots
-from .transfer import Landing, Transfer
+from .transfer import Transfer
 from .triggers import Trigger, Triggered, default_triggers
 from .updates import Pending, ToldClip, Update, Updates, updates_of
 from .windows import Windows, say
@@ -134,13 +134,12 @@ class FlightRecorder:
         counts = {id(p): float(updates_of(p, self.optimizer)) for p in self._order}
         self._updates = Updates(max(first.state.counts), counts)
         self._saved = self._updates.step
-        self._transfer = Transfer(device)
+        self._transfer, self._total_norm = Transfer(device), TotalNorm()
         self._snapshots = Snapshots(first, self.model, self.optimizer, self._transfer)
         self._writer = Writer(capacity=self.window)
         self._recent.clear()
         self._fed: list[Fed] = []
         self._losses: list[Tensor | float] = []
-        self._landing = Landing(())
         self._index = 0
         self._passes = Passes(self.model, self.loss_fn, device)
         self._update: Update | None = None
@@ -238,6 +237,7 @@ class FlightRecorder:
         """
         self._must_be_inside()
         self._feed(batch, loss, index)
+        self._send()
 
     def step(
         self,
@@ -294,7 +294,7 @@ class FlightRecorder:
         [40, 41]
         """
         self._fed.append(fed)
-        self._losses.append(loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else float(loss))
+        self._losses.append(loss.detach().reshape(()) if isinstance(loss, Tensor) else float(loss))
 
     @guarded
     def finish(
@@ -322,11 +322,12 @@ class FlightRecorder:
             raise InvalidInput("step() was told the gradient's norm before and not this time; tell it always or never")
         self._told = norm is not None
         loss = sum(losses[1:], start=losses[0])
-        rates = [hyper.lr for hyper in update.hypers]
-        numbers = self._transfer.carry([loss, update.norm, norm, update.count, update.scale, *rates])
+        numbers = [loss, update.norm, norm, update.count, update.scale, *(hyper.lr for hyper in update.hypers)]
+        landing = self._transfer.carry(fed[-1].tensors, numbers)
+        fed = (*fed[:-1], replace(fed[-1], tensors=landing.tensors))
         told = self.clip if clip == "as told" else clip
         limit = None if told is None else float(told)  # it may be a tensor
-        self._updates.add(Pending(numbers, self._landing, fed, update, self._passes.forward, limit, divisor, asked))
+        self._updates.add(Pending(landing, fed, update, self._passes.forward, limit, divisor, asked))
         self._settle(LATE)
         step = self._updates.step
         if step % self.every == 0 and step != self._saved:
@@ -387,7 +388,6 @@ class FlightRecorder:
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        grads = [p.grad for p in self._order]
         first = next((p for p in self._order if p.grad is not None), None)
         if first is None:
             return
@@ -397,7 +397,7 @@ class FlightRecorder:
             )
         self._trained.updated()
         self._trained.refuse_others()
-        norm = None if self._told else global_norm(grads, range(len(grads)))
+        norm = None if self._told else self._total_norm([p.grad for p in self._order if p.grad is not None])
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
         self._update = Update(norm, first, updates_of(first, self.optimizer), loss_scale(first), hypers)
 
@@ -418,12 +418,18 @@ class FlightRecorder:
         if random is None:
             raise InvalidInput(UNSEEN)
         structure, tensors = describe(batch)
-        self._landing = self._transfer.carry(tensors)
         self._index = self._index if index is None else index
-        self.take(Fed(structure, self._landing.values, self._index, random), loss)
+        self.take(Fed(structure, self._transfer.own(tensors), self._index, random), loss)
         self._index += 1
         self._passes.remind_of_draws()
         self._passes.end()
+
+    @guarded
+    def _send(self) -> None:
+        """The last micro-batch, on its way: what waits for the update is on the host, and its loss as it is now."""
+        fed, loss = self._fed[-1], self._losses[-1]
+        self._fed[-1] = replace(fed, tensors=self._transfer.carry(fed.tensors).tensors)
+        self._losses[-1] = loss.clone() if isinstance(loss, Tensor) else loss
 
     @guarded
     def _settle_all(self) -> None:

@@ -19,9 +19,9 @@ from ..core.capture import Captured
 from ..core.dynamics import Dynamics, Step
 from ..core.gradient_causes import EDITED
 from ..core.noise import jitter
+from ..core.path_plans import plan_window
 from ..core.trajectory import Keep, Trajectory
 from ..errors import NotFinite, ReplayMismatch
-from .kept import plan_window
 from .parting import Recorded, clipped_alike, parting, said
 from .quantity import Quantity, recorded, seen
 from .records import Forward, Record, Source

@@ -11,21 +11,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.dynamics import Step
-from ..core.footprint import room
 from ..core.layout import Layout
 from ..core.noise import jitter
-from ..core.planning import plan_lanes
+from ..core.planning import plan_rerun_lanes
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from .quantity import Quantity, seen
 
-# Of how far the path reaches above its median: a control that runs among rows, in whose arithmetic kernels round
-# otherwise, and differs by more from what was recorded, is another run; 16-bit ones in a run that amplifies do that.
-PARTED = 0.05
 
+@dataclass(frozen=True)
+class Beside:
+    """The numbers that decide how runs beside a control are read."""
+
+    # Of how far the path reaches above its median: a control that runs among rows, in whose arithmetic kernels round
+    # otherwise, and differs by more from what was recorded, is another run; 16-bit ones in a run that amplifies do
+    # that.
+    parted: float = 0.05
+    lost: float = 1e-6  # of the path's own value: below it a difference from that has too few digits left
+
+
+BESIDE = Beside()
 Values = Mapping[int, float]
-LOST = 1e-6  # of the path's own value: below it a difference from that has too few digits left
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def run_again(
     for i, run in enumerate(runs):
         by_start.setdefault(run.at, []).append(i)
     most = max(map(len, by_start.values()), default=0)
-    plan_lanes(trajectory, most, last, room(trajectory, trajectory.memory))
+    plan_rerun_lanes(trajectory, most, last, trajectory.memory)
     for at, some in sorted(by_start.items()):
         work = (trajectory, at, [runs[i] for i in some], last, done, quantity)
         beside = _side_by_side(*work)
@@ -103,7 +110,7 @@ def _side_by_side(
     rows = Rows([_jittered(layout, x) if run.jittered else x for x, run in zip(starts, runs)], steps=steps)
     found, going = [dict[int, float]() for _ in runs], set(range(len(runs)))
     path = [seen(quantity, step) for step in trajectory.steps[: last + 1]]
-    apart = PARTED * (max(path) - statistics.median(path))
+    apart = BESIDE.parted * (max(path) - statistics.median(path))
     for moment in rollout(trajectory, at, rows, last + 1):
         if moment.time > last or not going:
             break
@@ -130,7 +137,7 @@ def _values(moment: Moment, quantity: Quantity) -> Float[Tensor, " row"]:
     rows, own, values = moment.exact, seen(quantity, moment.trajectory.steps[moment.time]), _own(moment, quantity)
     apart = rows.by_row(values, values[0] if rows.together else own)
     plain = rows.by_row(values, 0.0)
-    lost = (plain.abs() < LOST * abs(own)) & (apart != 0)
+    lost = (plain.abs() < BESIDE.lost * abs(own)) & (apart != 0)
     return torch.where(lost, plain, apart + own)
 
 

@@ -10,7 +10,7 @@ from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts, RecordingFact
 from .findings import AFTER, Findings
 from .quantity import seen
 from .treatments import Outcome
-from .trials import Trial
+from .trials import NO_TRIAL
 
 
 def facts(f: Findings) -> Facts:
@@ -90,25 +90,27 @@ def _replay(f: Findings) -> ReplayFacts:
 
 
 def _blame(f: Findings) -> BlameFacts:
-    inquiry, group = f.inquiry, f.group
+    inquiry, group = f.inquiry, f.group or NO_TRIAL
     numbers = [record.step for record in f.replayed.records]
-    own = next((t for t in inquiry.suspects if t.steps == (f.replayed.last,)), None)
+    own = next((t for t in inquiry.suspects if t.steps == (f.replayed.last,)), NO_TRIAL)
     blamed = inquiry.blamed_by_replacing if f.blamed else ()
     # a placebo that became a suspect and is not blamed: without it half is gone, which a blame of another must not hide
     turned = [t for t in inquiry.suspects if t.steps in inquiry.turned and t.steps[0] not in f.blamed]
     replaced = [t for t in inquiry.replaced if t.steps[0] in blamed]
     return BlameFacts(
         ranked_by=f.main,
-        own_left=math.nan if own is None else own.left,
-        own_left_spread=math.nan if own is None else own.left_spread,
-        own_left_so_far=own is not None and own.so_far,
-        own_after=_after(f, own),
+        own_left=own.left,
+        own_left_spread=own.left_spread,
+        own_left_so_far=own.so_far,
+        own_after=own.after,
+        own_after_spread=own.after_spread,
         replaced_placebos=len(inquiry.replaced_placebos),
         replaced_placebos_change=sum(not t.keeps for t in inquiry.replaced_placebos),
         kin=inquiry.kin,
-        group_left=math.nan if group is None else group.left,
-        group_left_spread=math.nan if group is None else group.left_spread,
-        group_after=_after(f, group),
+        group_left=group.left,
+        group_left_spread=group.left_spread,
+        group_after=group.after,
+        group_after_spread=group.after_spread,
         group_back=inquiry.group_back,
         group_back_spread=f.scatter.spread(f.event.left),
         group_replaced=group is inquiry.group and inquiry.group_replaced,
@@ -124,15 +126,11 @@ def _blame(f: Findings) -> BlameFacts:
         replaced=tuple(numbers[t.steps[0]] for t in replaced),
         replaced_left=tuple(t.left for t in replaced),
         replaced_left_spread=tuple(t.left_spread for t in replaced),
-        replaced_after=tuple(_after(f, t) for t in replaced),
+        replaced_after=tuple(t.after for t in replaced),
+        replaced_after_spread=tuple(t.after_spread for t in replaced),
         cleared=tuple(numbers[t.steps[0]] for t in inquiry.cleared),
-        group=() if group is None else tuple(numbers[i] for i in group.steps),
+        group=tuple(numbers[i] for i in group.steps),
     )
-
-
-def _after(f: Findings, trial: Trial | None) -> float:
-    """What comes after the event in a run without some steps, or with other batches there."""
-    return math.nan if trial is None else f.event.after(trial.values, frozenset(trial.steps))
 
 
 def _settings(f: Findings) -> SettingFacts:
@@ -163,6 +161,7 @@ def _instruments(f: Findings) -> InstrumentFacts:
     check = None if f.growth is None and f.refused is not None else f.replayed.path.check()
     return InstrumentFacts(
         data_said="" if f.data is None else f.data.sentence,
+        kin_high=math.nan if f.data is None else f.data.kin_high,
         update_said="" if f.updates is None else f.updates.sentence(before),
         update_large=f.updates is not None and f.updates.large(before),
         growth=math.nan if f.growth is None else f.growth.growth,

@@ -13,13 +13,11 @@ from torch import Tensor
 from ..core.adamw import Hyper
 from ..core.changes import ControlStep, Edit, Replace, Shock, Skip
 from ..core.contributions import BentReadout, Layers, contributions
-from ..core.memory import budget, readable
-from ..core.planning import plan_history
 from ..core.reductions import norms
 from ..core.state import CHANNELS
+from ..core.sweep_plans import plan_window_sweep
 from ..core.trajectory import Trajectory
 from ..core.waiting import SUMS
-from ..errors import OutOfMemory
 from .neighbours import reference_mean
 from .quantity import Quantity
 
@@ -77,20 +75,6 @@ def edits_at(trajectory: Trajectory, step: int, last: int, references: int) -> d
     return edits
 
 
-def _fits(trajectory: Trajectory, cotangents: int) -> None:
-    """Raises where the cotangents of a sweep, which stay beside a model on a CPU, take more than half of what it was
-    given; where nothing was said, they may take what is free."""
-    if trajectory.memory is None or trajectory.device.type != "cpu":
-        return
-    layout, limit = trajectory.dynamics.layout, budget(trajectory.memory, trajectory.device)
-    needed = cotangents * layout.padded_size * layout.dtype.itemsize
-    if 2 * needed > limit:
-        raise OutOfMemory(
-            f"the sweep keeps {cotangents} vectors of all weights, {readable(needed)}, and may use half of "
-            f"memory={readable(limit)}; pass more, or a shorter window="
-        )
-
-
 def sweep(
     trajectory: Trajectory,
     last: int,
@@ -109,8 +93,7 @@ def sweep(
     def edits(index: int) -> dict[str, Edit]:
         return edits_at(trajectory, index, last, references)
 
-    _fits(trajectory, last)
-    place = plan_history(trajectory, last, trajectory.memory, sums=2 * SUMS)  # with and without a step that is skipped
+    place = plan_window_sweep(trajectory, last, sums=2 * SUMS)  # with and without a step that is skipped
     parts = contributions(trajectory, last, readout_at(trajectory, last, quantity), edits, place, layers, tick)
     found = Swept.nothing(layers.names, last).contribution
     found[CHANGES.index("lr"), 1:] = 0.0  # a rate that did not change has no part

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 STAGE_BYTES = 2**25  # of pinned memory, through which states pass
 
+Number = Tensor | float | None
+
 
 @dataclass(frozen=True)
 class Landing:
-    """Values on their way to the host: they may be read once the event has passed. On the CPU they are there."""
+    """A step on its way to the host: it may be read once the event has passed. On the CPU it is there."""
 
-    values: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+    known: tuple[float, ...] = ()  # numbers; NaN for None, and for those that are sent
+    sent: Tensor | None = None  # the latter as one tensor
+    places: tuple[int, ...] = ()  # of the latter
     event: torch.cuda.Event | None = None
 
     @property
@@ -27,26 +32,43 @@ class Landing:
         if self.event is not None:
             self.event.synchronize()
 
+    def numbers(self) -> list[float]:
+        found = list(self.known)
+        for place, number in zip(self.places, [] if self.sent is None else self.sent.tolist()):
+            found[place] = number
+        return found
+
 
 class Transfer:
-    """Copies of tensors for the host. What is on the CPU already is copied at once."""
+    """Tensors for the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._made = None if self.stream is None else torch.cuda.Event()
         self._stage: Tensor | None = None
 
-    def carry(self, values: Sequence[Any]) -> Landing:
-        """Copies of all tensors among the values; others stay as they are. Returns before the GPU has made them.
+    def own(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of tensors as they are now: the loop may overwrite a batch at once.
 
-        The first copy is made on the GPU in the order of training, since the loop may overwrite a batch at once.
+        On the GPU they are made there, in the order of training, and this returns before they are.
         """
-        if self.stream is None or not any(self._on_gpu(value) for value in values):
-            return Landing(tuple(_copied(value) for value in values))
-        owned = [value.detach().clone() if self._on_gpu(value) else _copied(value) for value in values]
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return tuple(t.detach().clone() if self._on_gpu(t) else t.detach().to("cpu", copy=True) for t in tensors)
+
+    def carry(self, owned: Sequence[Tensor], numbers: Sequence[Number] = ()) -> Landing:
+        """Tensors that nobody else writes to, and a step's numbers as they are now. Returns before the GPU has made
+        them: the numbers that are there travel as one tensor, since every copy costs the loop's thread."""
+        places = tuple(i for i, number in enumerate(numbers) if self._on_gpu(number))
+        known = tuple(math.nan if x is None or i in places else float(x) for i, x in enumerate(numbers))
+        if self.stream is None or self._made is None:
+            return Landing(tuple(owned), known)
+        away = torch.stack([numbers[i].detach().reshape(()) for i in places]) if places else None  # type: ignore[union-attr]
+        self._made.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._made)
         with torch.cuda.stream(self.stream):
-            return Landing(tuple(self._sent(value) for value in owned), self.stream.record_event())
+            tensors = tuple(self._sent(tensor, self.stream) for tensor in owned)
+            sent = None if away is None else self._sent(away, self.stream)
+            return Landing(tensors, known, sent, places, self.stream.record_event())
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """An ordinary host tensor with its bytes. Waits for it: this is for the writer's thread."""
@@ -75,19 +97,15 @@ class Transfer:
             self.stream.wait_event(moment)
 
     def _on_gpu(self, value: object) -> bool:
-        return isinstance(value, Tensor) and value.device.type == "cuda" and value.device == self.device
+        return isinstance(value, Tensor) and value.is_cuda and value.device == self.device
 
-    def _sent(self, value: Any) -> Any:
+    def _sent(self, value: Tensor, stream: torch.cuda.Stream) -> Tensor:
         if not self._on_gpu(value):
             return value
         host = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, pin_memory=True)
         host.copy_(value, non_blocking=True)
-        value.record_stream(self.stream)  # its memory is not reused before it was read
+        value.record_stream(stream)  # its memory is not reused before it was read
         return host
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _bytes(dense: Tensor) -> Tensor:

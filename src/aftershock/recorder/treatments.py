@@ -12,7 +12,7 @@ from ..core.adamw import Hyper
 from ..core.dynamics import Step
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
-from .event import Event, Remains
+from .event import BARS, Event, Remains
 from .reruns import Run, Values, run_again
 from .scatter import apart
 
@@ -21,8 +21,6 @@ BACK = 8  # steps before the event from which the rules of the whole run differ
 RESTARTS = (1, 8)  # steps before the event at which Adam starts anew
 QUANTILE = 0.9  # of the gradient norms before the event, at which to clip
 BETAS = (0.95, 0.9)
-AS_IT_IS = 0.05  # of the event: what a treatment changes at most that leaves it as it is
-MOVED = 6  # other runs in which it must be gone, too: where half of all lose it by luck, one case in 64 is mistaken
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Outcome(Remains):
     @property
     def idle(self) -> bool:
         """As far as it was run, it leaves the event as it is."""
-        return abs(self.compared - 1) <= AS_IT_IS and not self.delays and not self.blows_up
+        return abs(self.compared - 1) <= BARS.as_it_is and not self.delays and not self.blows_up
 
     def beside(self, again: Outcome) -> Outcome:
         """What is told once it was run again from one rounding away: this run where the second does as much, else the
@@ -135,7 +133,7 @@ def not_by_luck(trajectory: Trajectory, event: Event, outcome: Outcome) -> Outco
     if not outcome.removes:
         return outcome
     run, bar = outcome.treatment.run, (outcome.left + 1) / 2  # nearer to the whole event than to what was left
-    for i in dict.fromkeys(round(k * (event.onset - 1) / (MOVED - 1)) for k in range(MOVED)):
+    for i in dict.fromkeys(round(k * (event.onset - 1) / (BARS.moved - 1)) for k in range(BARS.moved)):
         moved = replace(run, at=min(i, run.at), steps={**run.steps, i: None})
         (values,) = run_again(trajectory, [moved], event.last, quantity=event.quantity)
         left = event.left(values, moved.left_out)

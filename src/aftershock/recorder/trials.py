@@ -14,7 +14,6 @@ from .neighbours import Likeness
 from .reruns import Run, Values, run_again
 from .scatter import Scatter, apart
 
-KIN = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
 MOST = 14  # times the window: what runs without steps may cost, beyond which nothing further is looked for
 
 
@@ -25,17 +24,22 @@ class Trial(Remains):
     steps: tuple[int, ...]  # places in the path
     values: Values
     left: float  # of the whole event; of a run that ended early at least so much
+    after: float = math.nan  # the mean of the last values; NaN of a run that ended early
     departs: float = 0.0  # from the recorded values, as a share of the event's height
     blows_up: bool = False
     lucky: bool = False  # it removed half in one of two runs, and this is the other one
     left_spread: float = math.nan  # the ± of what is left; NaN where the run repeats itself
     value_spread: float = math.nan  # and of the explained value
+    after_spread: float = math.nan  # and of what comes after
     by_then: float = math.nan  # of a run that ended early: what it leaves of the event up to there
 
     @property
     def keeps(self) -> bool:
         """The event is still there, about as large and at its place."""
         return BARS.half < self.compared < 1 / BARS.half and self.departs <= BARS.half
+
+
+NO_TRIAL = Trial((), {}, math.nan)
 
 
 @dataclass
@@ -174,7 +178,7 @@ class Runs:
         for i in accused:
             others = [other for other in self.likeness.kin(i, self.before) if other not in same]
             sound = [other for other in others if other not in suspected]
-            found[i] = sound if len(sound) >= KIN else others
+            found[i] = sound if len(sound) >= BARS.kin else others
         return found
 
     def _proved(self, first: Trial, steps: Mapping[int, Step | None]) -> Trial:
@@ -189,6 +193,7 @@ class Runs:
             lucky=not second.removes,
             left_spread=max(worse.left_spread, apart(first.left, second.left)),
             value_spread=max(worse.value_spread, apart(first.values[step], second.values[step])),
+            after_spread=max(worse.after_spread, apart(first.after, second.after)),  # NaN, of one that ended, is not
         )
 
     def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
@@ -202,9 +207,11 @@ class Runs:
             tuple(steps),
             values,
             left,
+            event.after(values, out),
             event.departs(values, out),
             event.blows_up(values, out),
             left_spread=self.scatter.spread(lambda run: share(run, out), like=values),
             value_spread=self.scatter.spread(lambda run: run[event.step]),
+            after_spread=self.scatter.spread(lambda run: event.after(run, out)),
             by_then=by_then,
         )

@@ -48,6 +48,11 @@ class Alarm:
     risen: float = 3.0  # times the highest, where there are as many
     lone: float = 8.0  # spreads above: of one loss above all before it
     held: float = 3.0  # the same of two in a row above the first
+    # Of a slow rise, in medians of so many losses as `Drift` is told: before the first is believed, and for the spread
+    # at the lowest of them, which a few losses that wander would not show.
+    settling: int = 2
+    wide: int = 4
+    raised: float = 1.5  # times the lowest learning rate: above it the loss rises on purpose
 
 
 ALARM = Alarm()
@@ -299,13 +304,13 @@ class Drift:
         self._forget()
 
     def _forget(self) -> None:
-        self._losses, self._lowest, self._above, self._rate = deque(maxlen=4 * self.over), None, 0, math.inf
-        self._settling = 2 * self.over
+        self._losses, self._lowest, self._above, self._rate = deque(maxlen=ALARM.wide * self.over), None, 0, math.inf
+        self._settling = ALARM.settling * self.over
 
     def fires(self, record: Record) -> str | None:
         if self._fired or not math.isfinite(record.loss):
             return None
-        if record.lr > 1.5 * self._rate:
+        if record.lr > ALARM.raised * self._rate:
             self._forget()
         self._rate = min(self._rate, record.lr)
         self._losses.append(record.loss)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .event import FEWEST
+from .event import BARS
 from .facts import RecordingFacts
 from .words import percent
 
 if TYPE_CHECKING:
     from .explanation import FlightExplanation
 
-ENOUGH = 8  # placebos, below which a blame is weak
-PLACEBOS_DECIDE = ("batch", "group", "own batch", "instability", "unknown")  # kinds that rest on what other steps do
+PLACEBOS_DECIDE = (
+    "batch",
+    "group",
+    "own batch",
+    "draw",
+    "instability",
+    "unknown",
+)  # kinds that rest on what other steps do
 
 
 def short(found: FlightExplanation) -> list[str]:
@@ -28,10 +34,10 @@ def short(found: FlightExplanation) -> list[str]:
     elif places[0]:
         remedy = "start the recorder earlier" if recording.starts_here else "record with a larger window="
         remedy += " next time"
-    if before < FEWEST:
+    if before < BARS.fewest:
         return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
     others = before - sum(c.role == "suspect" and c.step < event.onset for c in found.culprits)
-    if event.kind in PLACEBOS_DECIDE and found.tried and others < ENOUGH:
+    if event.kind in PLACEBOS_DECIDE and found.tried and others < BARS.enough:
         return [
             f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
             f"what others do not do; {remedy}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -47,23 +46,13 @@ class Update:
 class Pending:
     """An update whose numbers are on their way from the GPU."""
 
-    numbers: Landing  # loss, norm, norm before clipping, count, loss scale, learning rates
-    batch: Landing
+    landing: Landing  # its batches; loss, norm, norm before clipping, count, loss scale, learning rates
     fed: tuple[Fed, ...]
     update: Update
     forward: Forward
     clip: float | None
     divisor: float | None
     asked: str | None
-
-    @property
-    def ready(self) -> bool:
-        return self.numbers.ready and self.batch.ready
-
-    def wait(self) -> None:
-        if not self.ready:
-            self.numbers.wait()
-            self.batch.wait()
 
 
 class Updates:
@@ -84,20 +73,24 @@ class Updates:
 
     def arrived(self, late: int) -> Iterator[tuple[Record, str | None]]:
         """Records, and what was asked of them, in order; waits where more than `late` are on their way."""
-        while self._pending and (self._pending[0].ready or len(self._pending) > late):
+        while self._pending:
+            ready = self._pending[0].landing.ready
+            if not ready and len(self._pending) <= late:
+                return
             oldest = self._pending.popleft()
-            oldest.wait()
+            if not ready:
+                oldest.landing.wait()
             asked, self._asked = oldest.asked or self._asked, None
-            if self._was_made(oldest):
-                yield self._record(oldest), asked
+            loss, norm, raw, count, *others = oldest.landing.numbers()
+            if self._was_made(oldest.update.counted, count):
+                yield self._record(oldest, loss, norm, raw, *others), asked
             else:
                 self.step -= 1
                 self._asked = asked
 
-    def _was_made(self, made: Pending) -> bool:
+    def _was_made(self, counted: nn.Parameter, count: float) -> bool:
         """Not under GradScaler with a fused optimizer, which runs its hooks on skipped steps too."""
-        key, count = id(made.update.counted), float(made.numbers.values[3])
-        before, self._counts[key] = self._counts[key], count
+        before, self._counts[id(counted)] = self._counts[id(counted)], count
         if count < before:
             raise InvalidInput(
                 f"the optimizer's count of updates went back from {before:g} to {count:g}, as after loading a "
@@ -105,19 +98,22 @@ class Updates:
             )
         return count > before
 
-    def _record(self, made: Pending) -> Record:
-        loss, norm, raw, _, scale, *rates = made.numbers.values
-        raw = math.nan if raw is None else float(raw)
+    def _record(self, made: Pending, loss: float, norm: float, raw: float, scale: float, *rates: float) -> Record:
         self._next += 1
         return Record(
             step=self._next - 1,
             fed=made.fed,
-            loss=float(loss),
-            norm=raw * clip_factor(raw, made.clip) if norm is None else float(norm),
+            loss=loss,
+            norm=raw * clip_factor(raw, made.clip) if made.update.norm is None else norm,
             raw_norm=raw,
-            hypers=tuple(replace(hyper, lr=rate) for hyper, rate in zip(made.update.hypers, rates)),
+            hypers=tuple(_at(hyper, rate) for hyper, rate in zip(made.update.hypers, rates)),
             clip=made.clip,
             forward=made.forward,
             divisor=made.divisor,
-            scale=float(scale),
+            scale=scale,
         )
+
+
+def _at(hyper: Hyper, rate: float) -> Hyper:
+    """The same at its rate, which may have been on the GPU; a tensor where the optimizer has one."""
+    return replace(hyper, lr=torch.tensor(rate, dtype=hyper.lr.dtype)) if isinstance(hyper.lr, Tensor) else hyper

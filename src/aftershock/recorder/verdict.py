@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .event import BARS
@@ -14,8 +16,18 @@ from .words import at_least, percent, plus_minus, share, share_spread
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
 
-FEW = 3  # examples that are worth naming
-NOTABLE = 0.5  # of a batch's share, which few examples must carry to be named
+
+@dataclass(frozen=True)
+class Inside:
+    """The numbers that decide what of a culprit's inside is worth telling."""
+
+    few: int = 3  # examples that are worth naming
+    beside: float = 0.5  # of the largest share: an example with less of it does not stand out as that one does
+    notable: float = 0.5  # of a batch's share, which few examples must carry to be named
+    against: float = 0.1  # of the sum: a channel that takes away more of it leaves no share that is part of something
+
+
+INSIDE = Inside()
 CALM = ("no spike", "not a number")  # kinds in which no event was looked into
 NAMES = {"theta": "θ", "m": "m", "v": "v"}
 
@@ -196,13 +208,21 @@ def _own(found: FlightExplanation) -> str:
     left = (blame.group_left, blame.group_left_spread) if several else (blame.own_left, blame.own_left_spread)
     without = f"{_without(event, *left).capitalize()} without {'them' if several else 'it'}"
     unsure = "" if found.facts.recording.after else " (or the first of other data: what follows was not recorded)"
+    if not math.isnan(kin := found.facts.instruments.kin_high):
+        unsure += (
+            f", or all of a kind that is rare here: the earlier batch whose inputs are most like its own had {kin:.3g} "
+            "when it came"
+        )
     itself = f"{found.facts.instruments.data_said}: it is this batch{unsure}"
     return f"{opening}: {itself}. {without}, {_placebos(blame)}."
 
 
 def _shift(found: FlightExplanation) -> str:
-    facts = found.facts
-    return f"The data changed at step {facts.event.explained}: {facts.instruments.data_said}. No batch is to blame."
+    event, said = found.facts.event, found.facts.instruments.data_said
+    when = f"at step {event.explained}"
+    if event.onset < event.explained:  # slowly, perhaps, and before anything showed it
+        when = f"by step {event.explained} (the {event.quantity} is high from step {event.onset} on)"
+    return f"The data changed {when}: {said}. No batch is to blame."
 
 
 def _source(found: FlightExplanation) -> str:
@@ -210,6 +230,13 @@ def _source(found: FlightExplanation) -> str:
     opening = f"The batch of step {event.explained} is high as others of its kind are: {said}."
     meaning = "A harder source of data keeps coming back: no batch is to blame, and there is nothing to skip."
     return " ".join([opening, meaning, *_higher(event)])
+
+
+def _draw(found: FlightExplanation) -> str:
+    event, said = found.facts.event, found.facts.instruments.data_said
+    opening = f"The random numbers that were drawn at step {event.explained} are the spike: {said}"
+    meaning = f"{_placebos(found.facts.blame)}. No batch is to blame, and there is nothing to skip."
+    return " ".join([f"{opening}, {meaning}", *_higher(event)])
 
 
 def _higher(event: EventFacts) -> list[str]:
@@ -380,6 +407,7 @@ SAID = {
     "own batch": _own,
     "shift": _shift,
     "source": _source,
+    "draw": _draw,
     "hyperparameter": _hyperparameter,
     "instability": _instability,
     "unknown": _unknown,
@@ -390,13 +418,13 @@ SAID = {
 
 def right(found: FlightExplanation, best: Culprit) -> bool:
     """Was the step predicted well enough to speak of the parts of the prediction?"""
-    return found.facts.instruments.linear_ok and abs(best.predicted - best.measured) <= BARS.half * abs(best.measured)
+    return found.facts.instruments.linear_ok and abs(best.predicted - best.measured) <= BARS.near * abs(best.measured)
 
 
 def _waited(found: FlightExplanation, best: Culprit) -> str:
     """Where the write waited, where the predicted parts have one sign and so are parts of something."""
     total = sum(best.channels.values())
-    if not right(found, best) or not total > 0 or min(best.channels.values()) < -0.1 * total:
+    if not right(found, best) or not total > 0 or min(best.channels.values()) < -INSIDE.against * total:
         return ""
     name, part = max(best.channels.items(), key=lambda item: item[1])
     if name == "theta":
@@ -410,9 +438,9 @@ def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
         note = str(found.data["example_note"].sel({"step": best.step}).item())
         return [f"Its examples were not ranked: {note}."] if note else []
     total = sum(abs(share) for share in shares)
-    few = [(i, share) for i, share in best.examples[:FEW] if share > 0.5 * shares[0] > 0]
+    few = [(i, share) for i, share in best.examples[: INSIDE.few] if share > INSIDE.beside * shares[0] > 0]
     carried = sum(share for _, share in few) / total if total else 0.0
-    if len(shares) <= FEW or carried < NOTABLE:
+    if len(shares) <= INSIDE.few or carried < INSIDE.notable:
         return ["Inside it no few examples stand out."]
     names = " and ".join(str(i) for i, _ in sorted(few))
     return [

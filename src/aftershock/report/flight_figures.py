@@ -13,7 +13,7 @@ from ..recorder.event import BARS
 from ..recorder.explanation import OFF_SCALE
 from ..recorder.facts import EventFacts
 from ..recorder.verdict import CALM
-from ..recorder.words import share
+from ..recorder.words import plus_minus, share
 from .looks import COLOURS, FAINT, INK, RULE, VEIL, WIDE, gaps, key_above, style, upright
 
 if TYPE_CHECKING:
@@ -76,11 +76,14 @@ def _add_course(figure: Figure, found: FlightExplanation) -> None:
     figure.add_scatter(
         x=data["place"].values.tolist(),
         y=gaps(course),
-        customdata=data["batch_index"].values[:, 0].tolist(),
+        error_y=upright(data["spread"].values.tolist(), FAINT),
+        customdata=list(zip(data["batch_index"].values[:, 0].tolist(), _spreads(found))),
         mode="lines+markers",
         line={"color": INK, "width": 1.5},
         marker={"size": 4},
-        hovertemplate=f"step %{{x}}, batch %{{customdata}}: {found.quantity} %{{y:.4g}}<extra></extra>",
+        hovertemplate=(
+            f"step %{{x}}, batch %{{customdata[0]}}: {found.quantity} %{{y:.4g}}%{{customdata[1]}}<extra></extra>"
+        ),
         row=1,
         col=1,
     )
@@ -98,6 +101,11 @@ def _add_course(figure: Figure, found: FlightExplanation) -> None:
     low = max(event.usual - BARS.gone * event.sigma, float(np.nanmin(course)))
     high = event.usual + BARS.gone * event.sigma
     figure.add_hrect(y0=low, y1=high, line_width=0, fillcolor=BAND, layer="below", row=1, col=1)
+
+
+def _spreads(found: FlightExplanation) -> list[str]:
+    """The ± of each value of the run, in words."""
+    return [plus_minus(spread) for spread in found.data["spread"].values.tolist()]
 
 
 def _mark_steps(figure: Figure, found: FlightExplanation) -> None:
@@ -128,7 +136,7 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
 
     event, steps = found.facts.event, found.data["place"].values.tolist()
     start = max(0, steps.index(event.onset) - BACK)
-    figure = go.Figure()
+    figure, spreads = go.Figure(), _spreads(found)[start:]
     others = [run for run in runs if not run.chosen]
     for i, run in enumerate(others):
         figure.add_scatter(
@@ -141,17 +149,20 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             legendrank=3,
             legendgroup="others",
             showlegend=i == 0,
-            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
+            customdata=spreads,
+            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}%{{customdata}}<extra></extra>",
         )
     figure.add_scatter(
         x=steps[start:],
         y=gaps(found.course[start:]),
+        error_y=upright(found.data["spread"].values[start:].tolist(), FAINT),
+        customdata=spreads,
         mode="lines+markers",
         marker={"size": 4},
         line={"color": INK, "width": 1.5},
         name="as it was",
         legendrank=1,
-        hovertemplate="as it was, step %{x}: %{y:.4g}<extra></extra>",
+        hovertemplate="as it was, step %{x}: %{y:.4g}%{customdata}<extra></extra>",
     )
     for run in (run for run in runs if run.chosen):
         figure.add_scatter(
@@ -162,7 +173,8 @@ def treatment_figure(found: FlightExplanation, runs: Sequence[OtherRun]) -> Figu
             name=escape(run.name),
             legendrank=2,
             connectgaps=True,
-            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
+            customdata=spreads,
+            hovertemplate=f"{escape(run.name)}<br>step %{{x}}: %{{y:.4g}}%{{customdata}}<extra></extra>",
         )
     style(figure, "step", found.quantity, height=380)
     if _wide(np.array([found.course[start:], *(run.values[start:] for run in runs)])):
@@ -272,10 +284,11 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
             width=width,
             opacity=opacity,
             error_y=upright(spreads, INK),
+            customdata=[plus_minus(spread) for spread in spreads],
             marker={"color": [RAISES if value > 0 else LOWERS for value in values]},
             showlegend=False,
             name=name,
-            hovertemplate=f"step %{{x}}: {name} %{{y:+.4g}}<extra></extra>",
+            hovertemplate=f"step %{{x}}: {name} %{{y:+.4g}}%{{customdata}}<extra></extra>",
             row=row,
             col=1,
         )

@@ -113,7 +113,7 @@ def _course(found: FlightExplanation) -> str:
     event = found.facts.event
     caption = (
         f"Grey: what was usual (median ± {BARS.gone:g} robust σ of what was before it). The ring is the "
-        f"{found.quantity} of step {event.explained}."
+        f"{found.quantity} of step {event.explained}.{_uprights(found, 'each value')}"
     )
     if found.kind not in CALM:
         low, high = figures.USUAL_UPDATE
@@ -134,6 +134,10 @@ def _course(found: FlightExplanation) -> str:
     )
 
 
+def _uprights(found: FlightExplanation, of: str) -> str:
+    return f" Upright lines: the ± of {of}." if found.facts.replay.replays else ""
+
+
 def _treatments(found: FlightExplanation) -> list[str]:
     runs = other_runs(found)
     if not runs:
@@ -145,7 +149,8 @@ def _treatments(found: FlightExplanation) -> list[str]:
             plot(
                 figures.treatment_figure(found, drawn),
                 "treatments",
-                "Real runs, from the same state with the same batches. Those that do not prevent it are in the table.",
+                "Real runs, from the same state with the same batches. Those that do not prevent it are in the table."
+                + _uprights(found, "the run as it was"),
                 f"The {found.quantity} as it was and in the runs that are spared the event.",
             )
         )
