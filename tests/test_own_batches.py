@@ -171,9 +171,12 @@ def test_of_a_kind_that_came_once_before_and_was_as_high_it_is_said_that_the_kin
     found = ak.explain(recorder, step=sound, verify=2, treatments=False)
     assert found.kind == "own batch"
     said = f"the earlier batch whose inputs are most like its own had {losses[before]:.3g} when it came"
-    assert f"it is this batch, or all of a kind that is rare here: {said}." in found.verdict
+    assert f"it is this batch, or all of a kind that is rare here: {said}, so that it is on no" in found.verdict
+    assert found.skip == []
+    with pytest.raises(InvalidInput, match=rf"the batch of step {sound} may be a sound one of a rare kind, so no skip"):
+        found.save_skip_list(tmp_path / "skip.json")
     wrong = ak.explain(recorder, step=WRONG, verify=2, treatments=False)
-    assert wrong.blamed == (WRONG,)
+    assert (wrong.blamed, wrong.skip) == ((WRONG,), [WRONG])
     assert ": it is this batch. " in wrong.verdict
 
 

@@ -223,20 +223,30 @@ class FlightExplanation(LabelledResult):
 
     @property
     def skip(self) -> list[int]:
-        """Indices of the batches to leave out: those of the blamed steps; none where no batch did it."""
+        """Indices of the batches to leave out: those of the blamed steps; none where no batch did it, or where the
+        verdict says that it may be a sound one of a rare kind."""
+        if self._perhaps_sound:
+            return []
         if self.kind == "not a number" and self.facts.instruments.batch_is_bad:
             return list(self.facts.recording.asked_batches)
         return [index for step in self.blamed for index in batches_of(self, step)]
 
+    @property
+    def _perhaps_sound(self) -> bool:
+        return self.kind == "own batch" and not math.isnan(self.facts.instruments.kin_high)
+
     def save_skip_list(self, path: str | Path) -> Path:
         """Write `skip` as the JSON list of batch indices that Lightning's SpikeDetection writes and loaders read.
 
-        Where no batch is to blame it writes nothing and raises `InvalidInput`: a list that was there stays as it was.
+        Where there is none to skip it writes nothing and raises `InvalidInput`: a list that was there stays as it was.
         """
         path = Path(path)
         if not self.skip:
+            reason = f"no batch is to blame ({self.kind})"
+            if self._perhaps_sound:
+                reason = f"the batch of step {self.facts.event.explained} may be a sound one of a rare kind"
             raise InvalidInput(
-                f"no batch is to blame ({self.kind}), so no skip list is written"
+                f"{reason}, so no skip list is written"
                 + (f", and {path} stays as it was" if path.exists() else "")
                 + "; found.skip tells beforehand"
             )

@@ -211,7 +211,7 @@ def _own(found: FlightExplanation) -> str:
     if not math.isnan(kin := found.facts.instruments.kin_high):
         unsure += (
             f", or all of a kind that is rare here: the earlier batch whose inputs are most like its own had {kin:.3g} "
-            "when it came"
+            "when it came, so that it is on no skip list"
         )
     itself = f"{found.facts.instruments.data_said}: it is this batch{unsure}"
     return f"{opening}: {itself}. {without}, {_placebos(blame)}."
