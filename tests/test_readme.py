@@ -64,6 +64,16 @@ def test_the_tables_of_the_readme_are_those_of_the_measurements() -> None:
         assert readme[name] == measured[name]
 
 
+@pytest.mark.parametrize("study", ["quadratic", "cifar"])
+def test_the_replications_that_the_readme_counts_are_those_of_the_tables(study: str) -> None:
+    tables = (README.parent / "docs" / "results" / study / "tables.md").read_text(encoding="utf-8")
+    counted = re.search(r"(\d+ of \d+) numbers replicate .* would miss ([\d.]+)\. .* a factor of ([\d.]+)\.", tables)
+    assert counted
+    count, missed, factor = counted.groups()
+    said = rf"{count} (numbers replicate|do),[^(]* would miss {missed} \(half[^)]* would have caught [^)]*{factor}\)"
+    assert re.search(said, README.read_text(encoding="utf-8"))
+
+
 def test_the_doctor_says_what_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = README.read_text()
     block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "def train_step" in b)
