@@ -24,7 +24,7 @@ from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.scatter import Scatter
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
-from aftershock.recorder.verdict import _placebos, several
+from aftershock.recorder.verdict import _cleared, _not_special, _placebos, several
 
 from .test_agreement import plain, running, squares
 
@@ -603,6 +603,60 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
     findings = found_of(kind, Inquiry([Trial((i,), {}, 0.1) for i in removing], kept))
     assert findings.kind == wanted
     assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
+
+
+@pytest.mark.parametrize(("removing", "wanted"), [(3, "unknown"), (4, "instability")])
+def test_more_steps_than_could_be_culprits_are_a_run_that_anything_changes(removing: int, wanted: str) -> None:
+    """Each removes half of it, and not clearly more than placebos do, which leave 0.7 of it."""
+    kept = [Trial((i,), {}, 0.7) for i in range(8, 16)]
+    findings = found_of("weights", Inquiry([Trial((i,), {}, 0.45) for i in range(removing)], kept))
+    assert (findings.kind, findings.blamed) == (wanted, ())
+
+
+@pytest.mark.parametrize(("left", "wanted"), [(0.1, "own batch"), (0.4, "unknown")])
+def test_several_batches_are_the_spike_only_where_little_is_left_without_them(left: float, wanted: str) -> None:
+    """Without the three loudest values of an ordinary noisy stretch half of it is gone."""
+    kept = [Trial((i,), {}, 1.0) for i in range(8)]
+    own = Trial((STEP, STEP + 2), {}, left)
+    findings = found_of("own batch", Inquiry([Trial((9,), {}, 0.9)], kept, own=own))
+    assert (findings.kind, findings.blamed) == (wanted, own.steps if wanted == "own batch" else ())
+
+
+@pytest.mark.parametrize(("kin", "changing", "blamed"), [(7, 1, (3,)), (6, 1, (3,)), (5, 1, ()), (8, 2, ())])
+def test_one_of_a_few_of_a_rare_kind_that_changes_it_may_be_chance(
+    kin: int, changing: int, blamed: tuple[int, ...]
+) -> None:
+    others = [Trial((10 + i,), {}, 1.0, departs=0.7 * (i < changing)) for i in range(kin)]
+    found = Inquiry([Trial((3,), {}, 0.1)], [], [Trial((3,), {}, 0.1)], others, kin=True)
+    assert found.blamed == blamed
+
+
+def test_all_placebos_are_asked_where_what_is_said_rests_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(asked_of(lambda out: 0.9, [5], monkeypatch).placebos) == 4
+    assert len(asked_of(lambda out: 0.9, [5], monkeypatch, every=True).placebos) == 8
+
+
+def test_why_a_step_without_which_half_is_gone_is_not_blamed_is_said() -> None:
+    def said(**blame: Any) -> str:
+        facts = {"gone_with_others": (), "replaced_placebos": 0, "replaced_placebos_change": 0, "kin": True} | blame
+        suspect, mild = (SimpleNamespace(step=i, role=r, left=x, left_so_far=True) for i, r, x in PAIR)
+        found: Any = SimpleNamespace(facts=SimpleNamespace(blame=SimpleNamespace(**facts)), culprits=[suspect, mild])
+        return _not_special(found, suspect)  # type: ignore[arg-type]
+
+    PAIR = [(208, "suspect", 0.4), (190, "placebo", 0.9)]
+    several = said(gone_with_others=(208,), replaced_placebos=7, replaced_placebos_change=2)
+    assert "such batches at 2 of 7 other steps of its kind of data change it as well" in several
+    assert said(gone_with_others=(204,)) == "and nothing shows that this is special"
+    PAIR[1] = (190, "placebo", 0.7)
+    assert said() == "and without step 190, which nobody suspects, ≥ 70%"
+
+
+def test_a_sound_batch_of_no_known_kind_is_not_said_to_be_of_a_kind() -> None:
+    def said(kin: bool) -> str:
+        return _cleared(SimpleNamespace(cleared=(5,), kin=kin))  # type: ignore[arg-type]
+
+    assert "what is missed there is the kind of data, and the batch is sound" in said(True)
+    assert "what is missed there is a step, or its kind of data, and the batch is sound" in said(False)
 
 
 @pytest.mark.parametrize(("gone", "wanted"), [(0, "draw"), (1, "draw"), (2, "instability"), (8, "instability")])

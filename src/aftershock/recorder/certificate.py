@@ -66,9 +66,15 @@ def _after(facts: Facts) -> list[Finding]:
 
 def _placebos(facts: Facts) -> list[Finding]:
     """Where steps were run without beside fewer others than tell chance apart, because no more were asked for."""
-    asked = facts.blame.placebos_asked
-    if facts.event.kind in CALM or asked >= BARS.enough:
+    asked, made = facts.blame.placebos_asked, facts.blame.placebos
+    if facts.event.kind in CALM or (asked >= BARS.enough and not (facts.blame.blamed and made < BARS.enough)):
         return []
+    if asked >= BARS.enough:
+        sentence = (
+            f"Only {made} step{' was' if made == 1 else 's were'} left out that nobody suspects, since there are no "
+            "more before the event: so few cannot tell what others do. Record a longer window= next time."
+        )
+        return [Finding("care", "placebos", "made", made, BARS.enough, sentence)]
     sentence = (
         f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do not "
         f"do, of which so few cannot tell; pass placebos={BARS.enough} or more."

@@ -27,10 +27,15 @@ class Bars:
     lost: float = 1e3
     slight: float = 0.1  # of the event: a batch that adds less to it is sound
     half: float = 0.5  # of the event: what removes less does not explain it
-    specific: float = 0.125  # of the placebos: if more of them change the event, the step is nothing special
+    # Of the placebos: if more of them change the event, the step is nothing special. One of eight is chance, and one of
+    # the six or seven that a window has of a rare kind of data, too; two of eight are none.
+    specific: float = 1 / 6
     unspecific: float = 1 / 3  # of the placebos: from here on no more of them are asked
     clear: float = 0.5  # of what the mildest placebo leaves: a culprit leaves less than that
     together: int = 3  # steps that may be blamed at once: more are no culprits but a run that anything changes
+    # Of the event: what several batches leave at most that are the spike by themselves. Without the three loudest
+    # values of an ordinary noisy stretch half of it is gone, whatever they are.
+    several: float = 0.25
     enough: int = 8  # placebos, below which a blame is weak: so few do not tell chance apart
     kin: int = 3  # steps of a rare kind that nobody suspects, from which on these alone are its placebos
     fewest: int = 3  # values before the event that say what is usual: of two the median is no value that came

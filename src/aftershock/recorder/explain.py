@@ -160,7 +160,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
 def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int) -> None:
     """The runs without steps."""
     accused, reserve = suspected(f, verify)
-    bad_itself = f.data is not None and f.data.kind == "own batch"
+    data = "" if f.data is None else f.data.kind
     with progress("running again without suspects and placebos", len(accused) + placebos) as tick:
         f.inquiry = inquire(
             f.replayed.trajectory,
@@ -172,7 +172,8 @@ def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int)
             repeated=one_batch(f.replayed.records, [i for i in accused if i < f.replayed.last]),
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
             least=LEAST if isinstance(verify, int) else len(accused),
-            own=own_batches(f.replayed.trajectory, f.event) if bad_itself else (),
+            own=own_batches(f.replayed.trajectory, f.event) if data == "own batch" else (),
+            every=data == "draw",
             scatter=f.scatter,
             tick=tick,
         )

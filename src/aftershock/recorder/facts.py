@@ -128,6 +128,7 @@ class BlameFacts:
     replaced_left_spread: tuple[float, ...] = along("replaced")
     replaced_after: tuple[float, ...] = along("replaced")
     replaced_after_spread: tuple[float, ...] = along("replaced")
+    gone_with_others: tuple[int, ...] = along("gone_with_others")  # half is gone with batches like their own, too
     cleared: tuple[int, ...] = along("cleared")  # half is gone without them, and not with batches like their own
     group: tuple[int, ...] = along("group")  # steps that were left out, or given such batches, together
 

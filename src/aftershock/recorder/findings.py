@@ -80,7 +80,9 @@ class Findings:
         removed = self.inquiry.placebos and self.inquiry.share > BARS.specific
         if self.data is not None and self.data.kind == "draw" and self.inquiry.placebos and not removed:
             return "draw"  # else another run of it has no spike with the same draw either
-        return "instability" if removed or sufficient(self.outcomes) is not None else "unknown"
+        removing = [t for t in self.inquiry.suspects if t.removes and t.steps != (self.event.step,)]
+        anything = removed or len(removing) > BARS.together
+        return "instability" if anything or sufficient(self.outcomes) is not None else "unknown"
 
     @property
     def is_event(self) -> bool:
@@ -176,4 +178,5 @@ class Findings:
     def _own(self) -> tuple[int, ...]:
         """Several steps whose batches are high by themselves, where that is the event."""
         own = self.inquiry.own
-        return own.steps if own is not None and own.removes and self.inquiry.share <= BARS.specific else ()
+        gone = own is not None and own.removes and own.left <= BARS.several
+        return own.steps if own is not None and gone and self.inquiry.share <= BARS.specific else ()

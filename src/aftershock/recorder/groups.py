@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from .event import BARS
-from .trials import Inquiry, Runs, Trial, changing
+from .trials import Inquiry, Runs, Trial, changing, mildest
 
 LARGEST = 4  # steps that may do it together
 
@@ -24,7 +24,7 @@ def look_further(
 ) -> None:
     """One batch left out wherever it came; else suspects left out one on top of the other, where the event is gone
     then, and where that is not clear batches like a suspect's own in its place, or in all places of one batch."""
-    event, least = runs.event, min((t.left for t in found.placebos), default=0.0)
+    event, least = runs.event, mildest(found.placebos)
     alone = sorted((t for t in found.suspects if t.steps != (event.step,)), key=lambda t: t.compared)
     group, instead = _first(runs.accused, repeated), None
     if group is None:

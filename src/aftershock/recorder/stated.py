@@ -128,6 +128,7 @@ def _blame(f: Findings) -> BlameFacts:
         replaced_left_spread=tuple(t.left_spread for t in replaced),
         replaced_after=tuple(t.after for t in replaced),
         replaced_after_spread=tuple(t.after_spread for t in replaced),
+        gone_with_others=tuple(numbers[t.steps[0]] for t in inquiry.replaced if t.removes and len(t.steps) == 1),
         cleared=tuple(numbers[t.steps[0]] for t in inquiry.cleared),
         group=tuple(numbers[i] for i in group.steps),
     )

@@ -27,6 +27,7 @@ def inquire(
     groups: bool = True,
     least: int = LEAST,
     own: tuple[int, ...] = (),
+    every: bool = False,
     scatter: Scatter = REPEATS,
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
@@ -43,6 +44,7 @@ def inquire(
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
     own: steps of the event whose batches are high by themselves, which may be all there is to it.
+    every: all placebos, whatever the suspects do: what is said of the event rests on these alone.
     scatter: of the unchanged run; where it does not repeat itself, whatever removes half is run a second time.
     """
     runs, draw = Runs(trajectory, event, tick, scatter), random.Random(seed)
@@ -60,7 +62,7 @@ def inquire(
     if not suspected:
         return found
     compare(placebos // 2)
-    if found.changing:
+    if found.changing or every:
         compare(placebos)
     unstable = found.changing > BARS.unspecific * placebos
     found.suspects = [runs.accused((i,)) for i in (suspected[:least] if unstable else suspected)]

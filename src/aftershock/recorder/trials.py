@@ -112,8 +112,13 @@ def _special(suspects: Sequence[Trial], placebos: Sequence[Trial]) -> list[Trial
     guilty = sorted((t for t in suspects if t.removes), key=lambda t: t.left)
     if not placebos or changing(placebos) > BARS.specific or len(guilty) > BARS.together:
         return []
-    least = min(t.left for t in placebos)
+    least = mildest(placebos)
     return [t for t in guilty if t.left <= BARS.clear * least]
+
+
+def mildest(placebos: Sequence[Trial]) -> float:
+    """What the one that changes the event most leaves of it."""
+    return min((t.compared for t in placebos), default=0.0)
 
 
 def _firsts(trials: Sequence[Trial]) -> tuple[int, ...]:
@@ -199,10 +204,10 @@ class Runs:
     def _trial(self, steps: Mapping[int, Step | None], *, placebo: bool = False, jittered: bool = False) -> Trial:
         """It ends once it is known whether it removes the event, or that of a placebo whether it keeps it."""
         run, event, out = Run(min(steps), steps, jittered=jittered), self.event, frozenset(steps)
-        done, share = (event.decided, event.left) if placebo else (event.stays, event.so_far)
+        done = event.decided if placebo else event.stays
         (values,) = run_again(self.trajectory, [run], event.last, self.tick, done, event.quantity)
         self.spent.append(len(values))
-        left, by_then = (event.left(values, out), math.nan) if placebo else event.remains(values, out)
+        left, by_then = event.remains(values, out)
         return Trial(
             tuple(steps),
             values,
@@ -210,7 +215,7 @@ class Runs:
             event.after(values, out),
             event.departs(values, out),
             event.blows_up(values, out),
-            left_spread=self.scatter.spread(lambda run: share(run, out), like=values),
+            left_spread=self.scatter.spread(lambda run: event.so_far(run, out), like=values),
             value_spread=self.scatter.spread(lambda run: run[event.step]),
             after_spread=self.scatter.spread(lambda run: event.after(run, out)),
             by_then=by_then,

@@ -144,9 +144,10 @@ def _cleared(blame: BlameFacts) -> str:
     if not blame.cleared:
         return ""
     whose = "its own in place of it" if len(blame.cleared) == 1 else "their own in place of any of them"
+    missed = "the kind of data" if blame.kin else "a step, or its kind of data"
     return (
         f" Without {_steps(blame.cleared).lower()} half of it would be gone, too, but not with batches like {whose}: "
-        "what is missed there is the kind of data, and the batch is sound."
+        f"what is missed there is {missed}, and the batch is sound."
     )
 
 
@@ -249,6 +250,8 @@ def _higher(event: EventFacts) -> list[str]:
 def _hyperparameter(found: FlightExplanation) -> str:
     settings = found.facts.settings
     left = _without(found.facts.event, settings.condition_left, settings.condition_left_spread)
+    if bool((found.data["treatment_held"] & found.data["treatment_prevents"]).any()):
+        left = "there is no spike"
     said = f"{settings.condition}; with the former value {left} (replayed)"
     return f"A hyperparameter did it: {said}. No batch is to blame."
 
@@ -271,14 +274,23 @@ def _instability(found: FlightExplanation) -> str:
         of = f"{blame.placebos}"
         if blame.placebos < blame.placebos_asked:
             of = f"the {blame.placebos} tried of {blame.placebos_asked}"
+        ended = any(c.role == "placebo" and c.left_so_far for c in found.culprits)
         parts.append(
-            f"Leaving out {blame.placebos_change} of {of} steps that nobody suspects removes the spike, doubles it or "
-            f"moves it: {meaning}."
+            f"Leaving out {'at least ' * ended}{blame.placebos_change} of {of} steps that nobody suspects removes the "
+            f"spike, doubles it or moves it: {meaning}."
         )
+    if len(removing := _removing(found)) > BARS.together:
+        steps = _steps([c.step for c in removing]).lower()
+        parts.append(f"Half of it is gone without any one of {steps}: none of them is special.{_cleared(blame)}")
     parts += [several(blame), _lucky(found)]
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
     parts.append(treated(found))
     return " ".join(part for part in parts if part)
+
+
+def _removing(found: FlightExplanation) -> list[Culprit]:
+    """Suspects of which each alone removes half of the event."""
+    return [c for c in found.culprits if c.role == "suspect" and c.left <= BARS.half]
 
 
 def several(blame: BlameFacts) -> str:
@@ -344,14 +356,32 @@ def _unknown(found: FlightExplanation) -> str:
     if tried > 1 or least.left_so_far:
         seen = f"without {each} at least {at_least(least.left, least.left_spread)} of it stays"
     if least.left <= BARS.half:
-        seen = f"without step {least.step} {left} of it stays, and nothing shows that this is special"
+        seen = f"without step {least.step} {left} of it stays, {_not_special(found, least)}"
         if blame.cleared:
             seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
-    parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found), treated(found)]
-    parts += _higher(event)
+    parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found)]
+    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
+    parts += [treated(found), *_higher(event)]
     if found.facts.instruments.data_said:
         parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
     return " ".join(part for part in parts if part)
+
+
+def _not_special(found: FlightExplanation, suspect: Culprit) -> str:
+    """Why a step without which half is gone is not blamed."""
+    blame = found.facts.blame
+    if suspect.step in blame.gone_with_others:
+        whose = "of its kind of data " if blame.kin else ""
+        return (
+            f"and with batches like its own in its place half is gone, too, but such batches at "
+            f"{blame.replaced_placebos_change} of {blame.replaced_placebos} other steps {whose}change it as well, so "
+            "that it is not clear that the step is special"
+        )
+    placebos = [c for c in found.culprits if c.role == "placebo"]
+    mild = min(placebos, key=lambda c: c.left, default=None)
+    if mild is not None and suspect.left > BARS.clear * mild.left:
+        return f"and without step {mild.step}, which nobody suspects, {percent(mild.left, so_far=mild.left_so_far)}"
+    return "and nothing shows that this is special"
 
 
 def _not_a_number(found: FlightExplanation) -> str:
