@@ -24,7 +24,7 @@ from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.scatter import Scatter
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
-from aftershock.recorder.verdict import _cleared, _not_special, _placebos, several
+from aftershock.recorder.verdict import _cleared, _hyperparameter, _not_special, _placebos, several
 
 from .test_agreement import plain, running, squares
 
@@ -788,3 +788,15 @@ def test_a_placebo_that_removes_it_is_not_hidden_where_another_step_is_blamed(mo
             main="skip",
         )
         assert _placebos(stated._blame(f)) == said
+
+
+def test_a_former_value_that_prevents_the_event_is_said_to_whatever_share_is_left_of_its_peak() -> None:
+    """The table says that it prevents it; 21 % of a slight spike may be ordinary."""
+    for prevents, said in ((True, "with the former value there is no spike"), (False, "21% of the spike is left")):
+        flags = {"treatment_held": [True, False], "treatment_prevents": [prevents, False]}
+        settings = SimpleNamespace(
+            condition="weight_decay changed", condition_left=0.21, condition_left_spread=math.nan
+        )
+        facts = SimpleNamespace(settings=settings, event=SimpleNamespace(gone=0.2))
+        found: Any = SimpleNamespace(facts=facts, data={name: torch.tensor(one) for name, one in flags.items()})
+        assert said in _hyperparameter(found)
