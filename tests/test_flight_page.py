@@ -382,6 +382,14 @@ def test_absurd_predictions_are_counted_not_drawn(found: FlightExplanation, tmp_
     assert "1000000" not in (tmp_path / "page.html").read_text().split("plot-trials", 1)[1]
 
 
+def test_a_sharpness_that_is_not_known_is_said(found: FlightExplanation, tmp_path: Path) -> None:
+    assert math.isfinite(found.facts.instruments.sharpness)
+    text = text_of(with_facts(found, sharpness=math.nan), tmp_path)
+    assert "Learning rate × sharpness is not known: the numbers on the way to it are not finite." in text
+    nothing = with_facts(found, sharpness=math.nan, sharpness_bar=math.nan)
+    assert "sharpness" not in text_of(nothing, tmp_path)  # it was not looked at
+
+
 def test_parts_of_a_wrong_prediction_are_not_shown(found: FlightExplanation, tmp_path: Path) -> None:
     wrong = FlightExplanation(found.data.assign(contribution=3 * found.data["contribution"]))
     text = text_of(wrong, tmp_path)

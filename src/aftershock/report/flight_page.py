@@ -13,6 +13,7 @@ import numpy as np
 from ..recorder.event import BARS
 from ..recorder.explanation import on_scale
 from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
+from ..recorder.stability import Sharpness
 from ..recorder.verdict import CALM, right
 from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
@@ -298,12 +299,13 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 
 def _instruments(found: FlightExplanation) -> list[str]:
     seen, update = found.facts.instruments, found.facts.instruments.update_said
+    sharp = Sharpness(seen.sharpness, seen.sharpness_bar)
     told = {
         "What is not a number": seen.not_a_number_said,
         "The data": seen.data_said,
         "The update against its memory": update and f"Right before the event, at step {_before(found)}: {update}",
         "How fast the run amplifies": "" if seen.amplification is None else seen.amplification.sentence,
-        "How sharp the loss is": "" if seen.sharp is None else seen.sharp.sentence,
+        "How sharp the loss is": "" if math.isnan(seen.sharpness_bar) else sharp.sentence,
     }
     if found.kind not in CALM:
         told["Hyperparameters"] = "; ".join(found.facts.settings.settings) or "none changed in the window"
