@@ -16,7 +16,7 @@ from aftershock.core.contributions import BentReadout, Layers
 from aftershock.core.probe import own_loss
 from aftershock.recorder.instruments import data, update_sizes
 from aftershock.recorder.reruns import Run, run_again
-from aftershock.recorder.stability import amplification, sharpness
+from aftershock.recorder.stability import Amplification, amplification, sharpness
 from aftershock.recorder.sweep import sweep
 
 from .cases import Case, cross_entropy, make, mlp
@@ -245,6 +245,10 @@ def test_numbers_that_run_out_are_growth_without_bound() -> None:
     assert found.growth > 1e30
     assert not found.linear_ok
     assert found.sentence.endswith("over the last 6 steps: contributions mean nothing here")
+
+
+def test_of_a_lower_bound_nobody_says_that_nothing_grows() -> None:
+    assert Amplification(3, 11, 0.977).sentence == "no growth of perturbations was found over the last 8 steps"
 
 
 @pytest.mark.parametrize("lr", [1e20, 1e30])

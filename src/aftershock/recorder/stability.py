@@ -30,7 +30,7 @@ TOO_FAST = 1.3
 
 @dataclass(frozen=True)
 class Amplification:
-    """How far a small displacement of θ grows over the steps `start` … `stop`, at most."""
+    """The most that a small displacement of θ was found to grow over the steps `start` … `stop`: a lower bound."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Amplification:
     def grown(self) -> str:
         count = self.stop - self.start
         if self.growth <= 1:
-            return f"perturbations do not grow over the last {count} steps"
+            return f"no growth of perturbations was found over the last {count} steps"
         return f"perturbations grow {self.growth:.3g}-fold over the last {count} steps"
 
     @property
