@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import InvalidFile
-from aftershock.recorder.explanation import FlightExplanation
+from aftershock.recorder.explanation import UNTRUSTED, FlightExplanation
 from aftershock.recorder.other_runs import other_runs, untried_in_words, with_an_effect
 from aftershock.recorder.triggers import AtStep
 from aftershock.recorder.words import at_least
 from aftershock.report.flight_figures import drawable, trial_figure
 from aftershock.report.flight_page import write_flight_page
 from aftershock.report.flight_steps import step_list
+from aftershock.report.inside_figures import channel_figure, layer_figure
 
 from .explained import with_facts
 from .test_cli import call, failed
@@ -374,12 +376,64 @@ def test_the_cost_of_a_treatment_is_against_the_run_as_it_was(rate: FlightExplan
 
 def test_absurd_predictions_are_counted_not_drawn(found: FlightExplanation, tmp_path: Path) -> None:
     data = found.data.copy(deep=True)
-    data["contribution"].loc[{"step": [WARM + 4, WARM + 5]}] = 1e6
-    text = text_of(FlightExplanation(data), tmp_path)
+    far, farther = [c.step for c in found.culprits if not c.role][:2]
+    data["contribution"].loc[{"step": far}] = 2.5 * found.facts.event.peak / data.sizes["channel"]
+    data["contribution"].loc[{"step": farther}] = 1e6
+    absurd = FlightExplanation(data)
+    text = text_of(absurd, tmp_path)
     assert "off the scale, and not drawn: 2." in text
-    assert "off scale" in text
+    assert text.count("off scale") == 2
+    assert text.count("Its prediction is off the scale.") == 2
+    assert f"{2.5 * found.facts.event.peak:+.3g}" not in text
     assert "e+06" not in text
     assert "1000000" not in (tmp_path / "page.html").read_text().split("plot-trials", 1)[1]
+    written: list[tuple[str, float, int]] = []
+    absurd.to_tensorboard(SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar)))
+    assert not {far, farther} & {step for _, _, step in written}
+
+
+def test_no_predicted_size_is_shown_where_none_is_to_be_trusted(found: FlightExplanation, tmp_path: Path) -> None:
+    wrong = FlightExplanation(found.data.assign(contribution=3 * found.data["contribution"]))
+    assert next(one for one in wrong.certificate.findings if one.subject == "prediction").level == "bad"
+    shown = text_of(wrong, tmp_path)
+    for text in (shown, str(wrong)):
+        assert text.count(UNTRUSTED) == 1
+    assert "predicted" in str(found)
+    assert "predicted" not in str(wrong).split("Earlier steps and the loss")[1]
+    assert "Predicted to add" in text_of(found, tmp_path)
+    assert "Predicted to add" not in shown
+    assert "predicted +" not in shown
+    assert "Its layers (predicted)" not in shown
+    assert drawable(wrong, wrong.culprits) == []
+
+
+def test_parts_of_a_step_that_was_not_run_without_are_not_shown(found: FlightExplanation, tmp_path: Path) -> None:
+    page = write_flight_page(found, tmp_path / "page.html").read_text()
+    for culprit in found.culprits:
+        inside = page.split(f"id='step-{culprit.step}'")[1].split("</details>")[0]
+        close = bool(culprit.role) and abs(culprit.predicted - culprit.measured) <= 0.5 * abs(culprit.measured)
+        assert ("Its layers (predicted)" in inside) == ("Where it waited (predicted)" in inside) == close
+
+
+def test_parts_that_are_off_the_scale_are_not_drawn(found: FlightExplanation) -> None:
+    data = found.data.copy(deep=True)
+    far = 3 * found.facts.event.peak
+    data["contribution"].loc[{"step": CULPRIT, "channel": "m"}] += far
+    data["contribution"].loc[{"step": CULPRIT, "channel": "v"}] -= far
+    data["layer_contribution"].loc[{"step": CULPRIT, "layer": data["layer"].values[0]}] = far
+    one = FlightExplanation(data)
+    culprit = one.culprits[0]
+    theta, m, v = channel_figure(one, culprit).data[0].x[::-1]
+    assert (theta, m, v) == (culprit.channels["theta"], None, None)
+    assert sum(value is None for value in layer_figure(one, CULPRIT).data[0].x) == 1
+
+
+def test_a_sharpness_that_is_not_known_is_said(found: FlightExplanation, tmp_path: Path) -> None:
+    assert math.isfinite(found.facts.instruments.sharpness)
+    text = text_of(with_facts(found, sharpness=math.nan), tmp_path)
+    assert "Learning rate × sharpness is not known: the numbers on the way to it are not finite." in text
+    nothing = with_facts(found, sharpness=math.nan, sharpness_bar=math.nan)
+    assert "sharpness" not in text_of(nothing, tmp_path)  # it was not looked at
 
 
 def test_parts_of_a_wrong_prediction_are_not_shown(found: FlightExplanation, tmp_path: Path) -> None:

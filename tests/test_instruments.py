@@ -16,7 +16,7 @@ from aftershock.core.contributions import BentReadout, Layers
 from aftershock.core.probe import own_loss
 from aftershock.recorder.instruments import data, update_sizes
 from aftershock.recorder.reruns import Run, run_again
-from aftershock.recorder.stability import amplification, sharpness
+from aftershock.recorder.stability import Amplification, amplification, sharpness
 from aftershock.recorder.sweep import sweep
 
 from .cases import Case, cross_entropy, make, mlp
@@ -245,6 +245,23 @@ def test_numbers_that_run_out_are_growth_without_bound() -> None:
     assert found.growth > 1e30
     assert not found.linear_ok
     assert found.sentence.endswith("over the last 6 steps: contributions mean nothing here")
+
+
+def test_of_a_lower_bound_nobody_says_that_nothing_grows() -> None:
+    assert Amplification(3, 11, 0.977).sentence == "no growth of perturbations was found over the last 8 steps"
+
+
+@pytest.mark.parametrize("lr", [1e20, 1e30])
+def test_a_sharpness_whose_numbers_run_out_is_not_known(lr: float) -> None:
+    torch.set_default_dtype(torch.float32)
+    model = mlp(4, 6, 3, activation=nn.Tanh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    path = ak.capture(model, optimizer, cross_entropy).follow([(torch.randn(8, 4), torch.randint(0, 3, (8,)))])
+    assert math.isfinite(path.trajectory.steps[0].loss)
+    found = sharpness(path.trajectory, 0)
+    assert math.isnan(found.value)
+    assert not found.unstable
+    assert found.sentence == "learning rate × sharpness is not known: the numbers on the way to it are not finite"
 
 
 # --- the data

@@ -87,6 +87,20 @@ def test_a_changed_file_is_refused_with_the_reason(tmp_path: Path) -> None:
         ak.explain(recorder, step=11)
 
 
+def test_a_damaged_window_that_the_ring_answers_for_is_told(tmp_path: Path) -> None:
+    recorder = recorded(tmp_path)
+    victim = tmp_path / "step-000009" / "step-00000007.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 1
+    victim.unlink()  # the ring has the same bytes under another name
+    victim.write_bytes(data)
+    flight = open_flight(tmp_path, 9)
+    assert (flight.folder.name, len(flight.damaged)) == ("ring", 1)
+    which = ak.explain(recorder, step=9, treatments=False).facts.recording.which
+    assert which.startswith("Damaged, and passed over: ")
+    assert "step-000009/step-00000007.safetensors was changed after it was written" in which
+
+
 def test_another_version_or_no_flight_is_refused(tmp_path: Path) -> None:
     recorded(tmp_path)
     manifest = tmp_path / "step-000009" / "flight.json"

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 SHOWN = 10
 KEPT_AS = "saved explanation of a flight"
 OFF_SCALE = TRUST.off_scale  # times the event: a prediction beyond it has no size
+# Times the event: a predicted size beyond it is not shown. A step that did it adds about the whole event, and up to as
+# much again where without it the value would lie below the usual, or others take something off.
+SHOWABLE = 2.0
+UNTRUSTED = "Predicted sizes are not shown: those of the steps that were run without are off by too much."
 COLUMNS = {  # side and least width
     "step": (">", 8), "delay": (">", 5), "role": ("<", 8),
     "predicted": (">", 10), "measured": (">", 10), "left": (">", 6),
@@ -214,6 +218,11 @@ class FlightExplanation(LabelledResult):
         """How far to trust it: findings with their levels."""
         return trust.certificate(self)
 
+    @functools.cached_property
+    def sizes_hold(self) -> bool:
+        """May predicted sizes be shown? Not where the certificate says not to trust them."""
+        return all(each.level != "bad" for each in self.certificate.findings if each.subject == "prediction")
+
     @property
     def descriptions(self) -> dict[int, str | bytes]:
         """What `describe=` made of a step's batch, by step number: a text, or the bytes of a PNG."""
@@ -254,12 +263,13 @@ class FlightExplanation(LabelledResult):
         return path
 
     def to_tensorboard(self, writer: Any, tag: str = "aftershock") -> None:
-        """Contributions as scalars: predicted at each step of the window, measured where it was run again.
+        """Contributions as scalars: predicted at each step of the window, where that has a size that may be shown, and
+        measured where it was run again.
 
         writer: such as `torch.utils.tensorboard.SummaryWriter`.
         """
         for culprit in self.culprits:
-            if math.isfinite(culprit.predicted):
+            if math.isfinite(shown_size(culprit.predicted, self)):
                 writer.add_scalar(f"{tag}/contribution", culprit.predicted, culprit.step)
             if math.isfinite(culprit.measured):
                 writer.add_scalar(f"{tag}/measured", culprit.measured, culprit.step)
@@ -315,17 +325,17 @@ class FlightExplanation(LabelledResult):
     def _steps(self) -> str:
         """Those that were run without, and the highest predicted; none where there is nothing to say of any."""
         facts = self.facts
-        shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(c.predicted)]
+        shown = [c for c in self.culprits[:SHOWN] if c.role or not math.isnan(shown_size(c.predicted, self))]
         other = self.kind == "not a number" or (facts.recording.nothing_seen and self.kind == "no spike")
         if not shown or other:  # what happened is not the value of this step
             return ""
         added = (
             f"what each added, against '{facts.blame.ranked_by}', and how much of the event the run without it leaves; "
-            "blamed first, then by what is left, then as predicted:"
+            f"blamed first, then by what is left{', then as predicted' if self.sizes_hold else ''}:"
             if any(c.role for c in shown)
             else "what each added, as predicted:"
         )
-        rows = [_cells(culprit) for culprit in shown]
+        rows = [_cells(culprit, self) for culprit in shown]
         widths = {name: max(len(row[name]) for row in rows) for name in COLUMNS}
         columns = {name: f"{side}{max(least, widths[name])}" for name, (side, least) in COLUMNS.items() if widths[name]}
         lines = ("  ".join(f"{row[name]:{form}}" for name, form in columns.items()) for row in [HEADS, *rows])
@@ -334,8 +344,9 @@ class FlightExplanation(LabelledResult):
             f"the {self.quantity} {event.value:.4g}{plus_minus(event.value_spread)} of step {event.explained} (usual "
             f"{event.usual:.4g})"
         )
-        ended = [SO_FAR] if any(c.left_so_far for c in shown) else []
-        return "\n".join([f"Earlier steps and {value}: {added}", *lines, *ended])
+        notes = [SO_FAR] if any(c.left_so_far for c in shown) else []
+        notes += [] if self.sizes_hold else [UNTRUSTED]
+        return "\n".join([f"Earlier steps and {value}: {added}", *lines, *notes])
 
 
 def batches_of(found: FlightExplanation, step: int) -> tuple[int, ...]:
@@ -347,15 +358,26 @@ def batches_of(found: FlightExplanation, step: int) -> tuple[int, ...]:
     return tuple(found.data["batch_index"].values[at, : found.data["batch_count"].values[at]].tolist())
 
 
-def on_scale(value: float, found: FlightExplanation) -> float:
+def on_scale(value: float, found: FlightExplanation, most: float = OFF_SCALE) -> float:
     """A predicted size; infinite where it is so many times the event that it has none."""
-    absurd = abs(value) > OFF_SCALE * max(found.facts.event.peak, 0.0) > 0
+    absurd = abs(value) > most * max(found.facts.event.peak, 0.0) > 0
     return math.copysign(math.inf, value) if absurd else value
 
 
-def _cells(culprit: Culprit) -> dict[str, str]:
+def shown_size(value: float, found: FlightExplanation) -> float:
+    """A predicted size as it may be shown: infinite where it is off the scale, NaN where none is to be trusted."""
+    return on_scale(value, found, SHOWABLE) if found.sizes_hold else math.nan
+
+
+def parts_hold(found: FlightExplanation, culprit: Culprit) -> bool:
+    """May channels, layers and examples of a step be shown? It was run without, and its prediction was right."""
+    return found.sizes_hold and math.isfinite(culprit.measured) and saying.right(found, culprit)
+
+
+def _cells(culprit: Culprit, found: FlightExplanation) -> dict[str, str]:
     """A step in words; what is not known is empty."""
-    predicted, measured, left = culprit.predicted, culprit.measured, culprit.left
+    predicted = shown_size(culprit.predicted, found)
+    measured, left = culprit.measured, culprit.left
     told = share(left, culprit.left_spread, so_far=culprit.left_so_far)
     return {
         "step": str(culprit.step),

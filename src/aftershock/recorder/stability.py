@@ -30,7 +30,7 @@ TOO_FAST = 1.3
 
 @dataclass(frozen=True)
 class Amplification:
-    """How far a small displacement of θ grows over the steps `start` … `stop`, at most."""
+    """The most that a small displacement of θ was found to grow over the steps `start` … `stop`: a lower bound."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Amplification:
     def grown(self) -> str:
         count = self.stop - self.start
         if self.growth <= 1:
-            return f"perturbations do not grow over the last {count} steps"
+            return f"no growth of perturbations was found over the last {count} steps"
         return f"perturbations grow {self.growth:.3g}-fold over the last {count} steps"
 
     @property
@@ -133,7 +133,7 @@ def _start(layout: Layout, slope: Float[Tensor, " param"], seed: int) -> Float[T
 class Sharpness:
     """η × the top eigenvalue of P^{−½} H P^{−½}, P = diag(√v̂+ε), against where Adam's steps become unstable."""
 
-    value: float
+    value: float  # NaN where the numbers on the way to it are not finite, as with a learning rate of 1e20
     threshold: float  # 2(1+β1)/(1−β1)
 
     @property
@@ -142,6 +142,8 @@ class Sharpness:
 
     @property
     def sentence(self) -> str:
+        if math.isnan(self.value):
+            return "learning rate × sharpness is not known: the numbers on the way to it are not finite"
         side = "above" if self.unstable else "below"
         return (
             f"learning rate × sharpness is {self.value:.3g}, {side} the {self.threshold:.3g} beyond which AdamW's "
@@ -162,7 +164,8 @@ def sharpness(trajectory: Trajectory, at: int, *, seed: int = 0) -> Sharpness:
 
 
 def _top_eigenvalue(found: Linearized, seed: int) -> float:
-    """Of S H S. The three-term recurrence: what it loses of orthogonality only repeats an eigenvalue."""
+    """Of S H S. The three-term recurrence: what it loses of orthogonality only repeats an eigenvalue. NaN where its
+    numbers are not finite."""
     layout, scale = found.linear.layout, torch.zeros_like(found.graph.raw)
     for run, w in found.linear.pieces():
         d = (found.linear.control(run, w).v / run.bias2).sqrt_().add_(run.eps)
@@ -181,7 +184,10 @@ def _top_eigenvalue(found: Linearized, seed: int) -> float:
         before, now = now, moved / beside[-1]
     off = torch.tensor(beside[1 : len(diagonal)], dtype=torch.float64)
     small = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    return float(torch.linalg.eigvalsh(small)[-1])
+    try:
+        return float(torch.linalg.eigvalsh(small)[-1])
+    except torch.linalg.LinAlgError:  # so it refuses a matrix that is not finite
+        return math.nan
 
 
 def _tiny(x: Tensor) -> float:

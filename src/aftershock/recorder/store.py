@@ -291,13 +291,15 @@ def _worst(windows: Sequence[_Window]) -> Flight:
 
 
 def _first_whole(windows: Sequence[_Window], step: int) -> Flight:
-    """The first that is not damaged."""
+    """The first that is not damaged; what was passed over is said."""
     refused: list[InvalidFile] = []
     for window in windows:
         try:
-            return window.open(step)
+            found = window.open(step)
         except InvalidFile as error:
             refused.append(error)
+            continue
+        return replace(found, damaged=(*map(str, refused), *found.damaged))
     raise refused[0]
 
 

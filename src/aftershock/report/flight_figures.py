@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..recorder.event import BARS
-from ..recorder.explanation import OFF_SCALE
+from ..recorder.explanation import OFF_SCALE, shown_size
 from ..recorder.facts import EventFacts
 from ..recorder.verdict import CALM
 from ..recorder.words import plus_minus, share
@@ -298,7 +298,7 @@ def _add_parts(figure: Figure, culprits: Sequence[Culprit], drawn: Sequence[Culp
 def drawable(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[Culprit]:
     """The steps whose prediction has a size that may be drawn beside what is measured."""
     limit = _largest(found, culprits)
-    return [c for c in culprits if abs(c.predicted) <= limit]
+    return [c for c in culprits if abs(shown_size(c.predicted, found)) <= limit]
 
 
 def _largest(found: FlightExplanation, culprits: Sequence[Culprit]) -> float:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..recorder.event import BARS
-from ..recorder.explanation import on_scale
+from ..recorder.explanation import UNTRUSTED, parts_hold, shown_size
 from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
+from ..recorder.stability import Sharpness
 from ..recorder.verdict import CALM, right
 from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
@@ -219,6 +220,8 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
         words = ["Nothing was run again without a step: these are predictions, not proofs."]
     if predicted and not facts.instruments.linear_ok:
         words.append("Predictions are not drawn: the run amplifies too fast for them to mean anything.")
+    elif not found.sizes_hold:
+        words.append(UNTRUSTED)
     elif len(drawn) < len(predicted):
         words.append(f"Predictions that are off the scale, and not drawn: {len(predicted) - len(drawn)}.")
     words.append("Click a step to open it.")
@@ -236,17 +239,19 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
 
 
 def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
-    """When, where and through what the blamed step acted, where its prediction was right."""
+    """When, where and through what the blamed step acted, where its prediction was right and others are, too."""
     blamed = [c for c in culprits if c.step in found.blamed]
     if not blamed:
         return []
-    known = next((c for c in blamed if right(found, c)), None)
+    known = next((c for c in blamed if parts_hold(found, c)), None)
     if known is None:
         why = "its prediction was wrong, and the parts of it would be too."
         if not found.facts.instruments.linear_ok:
             why = "the run amplifies too fast for predictions, and for their parts, to mean anything."
         elif math.isnan(blamed[0].predicted):
             why = "nothing could be predicted here."
+        elif right(found, blamed[0]):
+            why = "its prediction was right, and those of other steps are not to be trusted."
         told = f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: {why}"
         return [section(f"Inside step {blamed[0].step}", f"<p class='story'>{told}</p>")]
     step = known.step
@@ -288,7 +293,7 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
     return section(
         heading,
         plot(
-            inside.example_figure(culprit),
+            inside.example_figure(found, culprit),
             "examples",
             f"Each example's share of the predicted part ({note}).",
             f"Bars of the shares of {len(culprit.examples)} examples.",
@@ -298,12 +303,13 @@ def _examples(found: FlightExplanation, culprit: Culprit) -> str:
 
 def _instruments(found: FlightExplanation) -> list[str]:
     seen, update = found.facts.instruments, found.facts.instruments.update_said
+    sharp = Sharpness(seen.sharpness, seen.sharpness_bar)
     told = {
         "What is not a number": seen.not_a_number_said,
         "The data": seen.data_said,
         "The update against its memory": update and f"Right before the event, at step {_before(found)}: {update}",
         "How fast the run amplifies": "" if seen.amplification is None else seen.amplification.sentence,
-        "How sharp the loss is": "" if seen.sharp is None else seen.sharp.sentence,
+        "How sharp the loss is": "" if math.isnan(seen.sharpness_bar) else sharp.sentence,
     }
     if found.kind not in CALM:
         told["Hyperparameters"] = "; ".join(found.facts.settings.settings) or "none changed in the window"
@@ -349,16 +355,17 @@ def _rms(value: float) -> str:
 
 def _numbers(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
     """The steps of which there is a number to show."""
-    known = [c for c in culprits if c.role or not math.isnan(c.predicted)]
+    known = [c for c in culprits if c.role or not math.isnan(shown_size(c.predicted, found))]
     return [section("Every step, in numbers", _table(found, known))] if known else []
 
 
 def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     facts = found.facts
-    tried, predicted = any(c.role for c in culprits), any(not math.isnan(c.predicted) for c in culprits)
+    tried = any(c.role for c in culprits)
+    predicted = any(not math.isnan(shown_size(c.predicted, found)) for c in culprits)
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else [])]
     # parts of what means nothing, or was refuted, or not tried, would mean nothing either
-    channels = [name for name in inside.CHANNELS if any(right(found, c) for c in culprits[:ROWS])]
+    channels = [name for name in inside.CHANNELS if any(parts_hold(found, c) for c in culprits[:ROWS])]
     columns += [*(["predicted"] if predicted else []), *(f"in {inside.CHANNELS[name][0]}" for name in channels)]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
     rows = "\n".join(_row(found, culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
@@ -382,9 +389,9 @@ def _row(found: FlightExplanation, culprit: Culprit, tried: bool, predicted: boo
         cells.append(f'<td data-value="{culprit.role or "~"}">{culprit.role}</td>')
         cells.append(number(culprit.left, _share(culprit)))
         cells.append(_number(culprit.measured, culprit.measured_spread))
-    cells += [_number(culprit.predicted)] if predicted else []
-    parts = culprit.channels if right(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
-    cells += [_number(on_scale(parts[name], found)) for name in channels]
+    cells += [_number(shown_size(culprit.predicted, found))] if predicted else []
+    parts = culprit.channels if parts_hold(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
+    cells += [_number(shown_size(parts[name], found)) for name in channels]
     return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
 
 

@@ -9,9 +9,8 @@ from html import escape
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..recorder.explanation import batches_of, on_scale
+from ..recorder.explanation import batches_of, parts_hold, shown_size
 from ..recorder.facts import BlameFacts
-from ..recorder.verdict import right
 from ..recorder.words import plus_minus, share
 from .inside_figures import CHANNELS
 from .shell import section
@@ -86,10 +85,18 @@ def _earlier(found: FlightExplanation, culprit: Culprit, culprits: Sequence[Culp
         says = f"without it {left} of the event is left"
         measured = _trial(found, culprit, culprits)
     else:
-        says = f"predicted {_signed(culprit.predicted)}" if not math.isnan(culprit.predicted) else "nothing predicted"
+        says = _foretold(found, culprit)
         measured = f"<p>It was not run again without. {_prediction(found, culprit)}</p>"
     parts = [measured, _itself(found, step), _batch(found, step), *_inside(found, culprit)]
     return _details(step, word, says, parts)
+
+
+def _foretold(found: FlightExplanation, culprit: Culprit) -> str:
+    """Of a step that was not run without, in the line that is seen while it is folded up."""
+    if math.isnan(culprit.predicted):
+        return "nothing predicted"
+    size = shown_size(culprit.predicted, found)
+    return "not run again without" if math.isnan(size) else f"predicted {_signed(size)}"
 
 
 def _details(step: int, word: str, says: str, parts: Iterable[str]) -> str:
@@ -150,11 +157,12 @@ def _prediction(found: FlightExplanation, culprit: Culprit) -> str:
         return "Nothing was predicted: the run amplifies too fast."
     if math.isnan(culprit.predicted):
         return "Nothing was predicted."
-    if math.isinf(culprit.predicted):
+    size = shown_size(culprit.predicted, found)
+    if math.isnan(size):
+        return ""  # why is said once, beside the pictures
+    if math.isinf(size):
         return "Its prediction is off the scale."
-    return (
-        f"Predicted to add {_signed(culprit.predicted)} to the {found.quantity} of step {found.facts.event.explained}."
-    )
+    return f"Predicted to add {_signed(size)} to the {found.quantity} of step {found.facts.event.explained}."
 
 
 def _spread(values: Sequence[float], word: Callable[[float], str]) -> str:
@@ -187,18 +195,17 @@ def _batch(found: FlightExplanation, step: int) -> str:
 
 
 def _inside(found: FlightExplanation, culprit: Culprit) -> list[str]:
-    """Its examples, memories and layers as predicted, where the prediction was not refuted."""
-    facts = found.facts
-    if not facts.instruments.linear_ok or not math.isfinite(culprit.predicted):
-        return []
-    if culprit.role and not right(found, culprit):
+    """Its examples, memories and layers as predicted, where that was seen to be right."""
+    if not parts_hold(found, culprit):
+        if not culprit.role or math.isnan(shown_size(culprit.predicted, found)):
+            return []
         return ["<p>Its examples, memories and layers are not shown: the prediction of the step was wrong.</p>"]
-    layers = found.data["layer_contribution"].sel({"change": facts.blame.ranked_by, "step": culprit.step})
+    layers = found.data["layer_contribution"].sel({"change": found.facts.blame.ranked_by, "step": culprit.step})
     by_layer = sorted(zip(map(str, layers["layer"].values), layers.values.tolist()), key=lambda part: -abs(part[1]))
-    channels = [(CHANNELS[name][0], on_scale(part, found)) for name, part in culprit.channels.items()]
-    carried = [(name, on_scale(part, found)) for name, part in by_layer[:LAYERS]]
+    channels = [(CHANNELS[name][0], shown_size(part, found)) for name, part in culprit.channels.items()]
+    carried = [(name, shown_size(part, found)) for name, part in by_layer[:LAYERS]]
     parts = [("Where it waited (predicted)", channels), ("Its layers (predicted)", carried)]
-    examples = [(f"example {i}", share) for i, share in culprit.examples[:EXAMPLES]]
+    examples = [(f"example {i}", shown_size(share, found)) for i, share in culprit.examples[:EXAMPLES]]
     if examples:
         parts.append(("Its examples (predicted)", examples))
     return [f"<h3>{heading}</h3>\n{_bars(rows)}" for heading, rows in parts]
@@ -208,7 +215,8 @@ def _bars(rows: Sequence[tuple[str, float]]) -> str:
     largest = max((abs(value) for _, value in rows if math.isfinite(value)), default=0.0) or 1.0
     cells = (
         f"<span>{escape(name)}</span><i class='{'raises' if value > 0 else 'lowers'}' "
-        f"style='width: {100 * min(abs(value) / largest, 1):.0f}%'></i><span>{_signed(value)}</span>"
+        f"style='width: {100 * abs(value) / largest if math.isfinite(value) else 0:.0f}%'></i>"
+        f"<span>{_signed(value)}</span>"
         for name, value in rows
     )
     return f"<div class='bars'>{_lines(cells)}</div>"

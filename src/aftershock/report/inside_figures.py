@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .looks import COLOURS, FAINT, style, upright, zero_line
+from ..recorder.explanation import shown_size
+from .looks import COLOURS, FAINT, gaps, style, upright, zero_line
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -49,7 +50,7 @@ def channel_figure(found: FlightExplanation, culprit: Culprit) -> Figure:
     figure = go.Figure()
     figure.add_bar(
         y=[f"in {label}" for label, _ in CHANNELS.values()][::-1],
-        x=[culprit.channels[name] for name in CHANNELS][::-1],
+        x=gaps([shown_size(culprit.channels[name], found) for name in CHANNELS][::-1]),
         orientation="h",
         marker={"color": [colour for _, colour in CHANNELS.values()][::-1]},
         hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
@@ -69,7 +70,7 @@ def layer_figure(found: FlightExplanation, step: int) -> Figure:
     figure = go.Figure()
     figure.add_bar(
         y=[escape(name) for name in names],
-        x=values.values[order].tolist(),
+        x=gaps([shown_size(value, found) for value in values.values[order].tolist()]),
         orientation="h",
         marker={"color": [RAISES if values.values[i] > 0 else LOWERS for i in order]},
         hovertemplate="%{y}: %{x:+.4g}<extra></extra>",
@@ -80,7 +81,7 @@ def layer_figure(found: FlightExplanation, step: int) -> Figure:
     return figure
 
 
-def example_figure(culprit: Culprit) -> Figure:
+def example_figure(found: FlightExplanation, culprit: Culprit) -> Figure:
     """Which examples of a batch carry its contribution."""
     import plotly.graph_objects as go
 
@@ -89,7 +90,7 @@ def example_figure(culprit: Culprit) -> Figure:
     figure = go.Figure()
     figure.add_bar(
         x=places,
-        y=[shares[i] for i in places],
+        y=gaps([shown_size(shares[i], found) for i in places]),
         marker={"color": [RAISES if shares[i] > 0 else LOWERS for i in places]},
         hovertemplate="example %{x}: %{y:+.4g}<extra></extra>",
     )
