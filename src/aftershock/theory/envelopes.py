@@ -201,8 +201,8 @@ def moved(state: JointState, dx: Tangent, tau: float) -> JointState:
     return replace(state, theta=state.theta + tau * dx.theta, m=state.m + tau * dx.m, v=state.v + tau * dx.v)
 
 
-def probe_constant(change: Change, probe: Probe, time: int, control: JointState, shocked: JointState) -> float:
-    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`. 6 g.
+def probe_constant(change: Change, probe: Probe, outcome: int, control: JointState, shocked: JointState) -> float:
+    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`, F read at state `outcome`. 6 g.
 
     >>> from dataclasses import replace
     >>> control = path.control(0).after
@@ -217,7 +217,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
         return 0.0
 
     def slope(tau: float) -> Tensor:
-        return layout.join(probe.gradient(trajectory, time, moved(control, deviation, tau)).grads)
+        return layout.join(probe.gradient(trajectory, outcome, moved(control, deviation, tau)).grads)
 
     here = slope(0.0)
     return max(float(norms(slope(tau) - here)) / (tau * size) for tau in SEGMENT)
