@@ -154,10 +154,9 @@ def operator_norm(operator: LinearOperator, iterations: int = 12, generator: Ran
     >>> size > 1, how
     (True, 'exact')
     """
-    layout = operator.layout
+    layout, draw = operator.layout, generator_of(generator)
     if 3 * layout.size <= DENSE:
         return _spectral(operator.as_matrix()), "exact"
-    draw = generator_of(generator)
     noise = torch.randn(3, layout.size, generator=draw, dtype=torch.float64, device=draw.device).to(layout.device)
     dx, found = Tangent(*(layout.expand(row) for row in noise)), 0.0
     for _ in range(iterations):
