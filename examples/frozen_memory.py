@@ -21,8 +21,8 @@ def main() -> dict[str, FrozenMemory]:
     }
     found = {}
     for name, coordinate in places.items():
-        memory = found[name] = FrozenMemory.at(path, step=1, coordinate=coordinate)
-        response = memory.response(horizons=400)
+        memory = found[name] = FrozenMemory.of(path, step=1, coordinate=coordinate)
+        response = memory.response(horizon=400)
         largest = abs(response).argmax("horizon") + 1
         peaks = {channel: int(largest.sel(channel=channel)) for channel in ("m", "v")}
         print(f"{name}: spectral radius {memory.spectral_radius:.6f}, largest response {peaks} states after the write")

@@ -39,6 +39,7 @@ from aftershock.theory.remainder import Decomposition
 DOCS = Path(__file__).parent.parent / "docs"
 NEEDED = {"lightning": ["lightning"], "transformers": ["transformers", "accelerate"]}
 TRAINERS = [name for name, packages in NEEDED.items() if all(map(find_spec, packages))]
+LOSSES = {"lightning": "training_loss", "transformers": "model_loss"}  # what is imported beside the callback
 ALONE = [
     f"aftershock.{name}"
     for name in (
@@ -60,6 +61,10 @@ PUBLIC = {
     **{name: getattr(ak, name) for name in dir(ak)},
     **{name: getattr(theory, name) for name in theory.__all__},
     **{name: getattr(distributed, name) for name in ("RankRecorder", "recorder_for")},
+    **{
+        LOSSES[name]: getattr(importlib.import_module(f"aftershock.integrations.{name}"), LOSSES[name])
+        for name in TRAINERS
+    },
     "default_triggers": triggers.default_triggers,
     **{
         kind.__name__: kind

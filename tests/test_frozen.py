@@ -396,10 +396,10 @@ def test_a_coordinate_of_a_step_is_the_diagonal_of_the_dense_transition(name: st
     path, truth, tolerance = systems(name)
     d = len(truth)
     for i in {0, d // 3, d - 1}:
-        found = FrozenMemory.at(path, 1, i).matrix
+        found = FrozenMemory.of(path, 1, i).matrix
         np.testing.assert_allclose(found, truth[i], rtol=tolerance, atol=tolerance * abs(truth[i]).max())
         assert abs(found[1, 0]) + abs(found[0, 1]) > 0
-    found = FrozenMemory.at(path, 1, slice(1, d)).matrix  # more coordinates than products at once
+    found = FrozenMemory.of(path, 1, slice(1, d)).matrix  # more coordinates than products at once
     truth = truth[1:].mean(0)
     np.testing.assert_allclose(found, truth, rtol=tolerance, atol=tolerance * abs(truth).max())
 
@@ -409,11 +409,11 @@ def test_coordinates_have_names() -> None:
     layout = path.point.loss.layout
     flat = dict(zip(layout.names, np.split(np.arange(layout.size), np.cumsum(layout.sizes)[:-1])))
     rows = flat["0.weight"].reshape(5, 4)
-    close(FrozenMemory.at(path, 1, ("0.weight", (2, 3))).matrix, truth[rows[2, 3]])
-    close(FrozenMemory.at(path, 1, ("0.weight", 2)).matrix, truth[rows[2]].mean(0))
-    close(FrozenMemory.at(path, 1, ("2.bias", slice(1, None))).matrix, truth[flat["2.bias"][1:]].mean(0))
-    close(FrozenMemory.at(path, -2, "0.bias").matrix, truth[flat["0.bias"]].mean(0))
-    close(FrozenMemory.at(path, 1, -1).matrix, truth[-1])
+    close(FrozenMemory.of(path, 1, ("0.weight", (2, 3))).matrix, truth[rows[2, 3]])
+    close(FrozenMemory.of(path, 1, ("0.weight", 2)).matrix, truth[rows[2]].mean(0))
+    close(FrozenMemory.of(path, 1, ("2.bias", slice(1, None))).matrix, truth[flat["2.bias"][1:]].mean(0))
+    close(FrozenMemory.of(path, -2, "0.bias").matrix, truth[flat["0.bias"]].mean(0))
+    close(FrozenMemory.of(path, 1, -1).matrix, truth[-1])
 
 
 def test_the_estimate_over_a_range_is_unbiased() -> None:
@@ -472,17 +472,17 @@ def test_coordinates_that_do_not_exist_are_named() -> None:
         (slice(None), "different betas"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            FrozenMemory.at(path, 0, coordinate)
+            FrozenMemory.of(path, 0, coordinate)
     with pytest.raises(InvalidInput, match="not on this path"):
-        FrozenMemory.at(path, 2, 0)
+        FrozenMemory.of(path, 2, 0)
 
 
 def test_a_parameter_without_gradient_cannot_be_frozen() -> None:
     case: Case = make("unused_parameters")  # warmed by five batches: the next one leaves b out
     path = case.path(2)
-    FrozenMemory.at(path, 1, "b.bias")
+    FrozenMemory.of(path, 1, "b.bias")
     with pytest.raises(InvalidInput, match=r"step 0 .* no gradient"):
-        FrozenMemory.at(path, 0, "b.bias")
+        FrozenMemory.of(path, 0, "b.bias")
 
 
 def test_a_coordinate_without_a_derivative_cannot_be_frozen() -> None:
@@ -490,9 +490,9 @@ def test_a_coordinate_without_a_derivative_cannot_be_frozen() -> None:
     weight = case.model.embed.weight
     case.optimizer.state[weight]["exp_avg"][5] = 0.1  # a hybrid state: v = 0 but m ≠ 0
     path = case.path(2)
-    FrozenMemory.at(path, 0, ("embed.weight", 4))
+    FrozenMemory.of(path, 0, ("embed.weight", 4))
     with pytest.raises(NotFinite, match="no derivative at 3 of these"):
-        FrozenMemory.at(path, 0, ("embed.weight", 5))
+        FrozenMemory.of(path, 0, ("embed.weight", 5))
 
 
 # --- the picture

@@ -54,6 +54,12 @@ def test_a_seed_and_a_generator_both_do_and_repeat_themselves(name: str, monkeyp
         draw(np.random.default_rng(3))
 
 
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_neither_is_refused_where_nothing_need_be_drawn_too(name: str) -> None:
+    with pytest.raises(InvalidInput, match=r"torch\.Generator or an integer seed; got 1\.5"):
+        DRAWS[name](1.5)
+
+
 @pytest.mark.parametrize("name", ["sample_futures", "FittedProcess", "readout_null"])
 def test_a_seed_is_a_generator_with_this_seed(name: str) -> None:
     draw = DRAWS[name]

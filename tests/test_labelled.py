@@ -162,7 +162,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
         "prospective_structure": theory.prospective_structure(
             found["scores"]["response"].isel(answer=slice(0, 4)).rename(answer="future")
         ),
-        "modes": theory.FrozenMemory.at(path, 1, 0).modes(),
+        "modes": theory.FrozenMemory.of(path, 1, 0).modes(),
     }
     for name, data in others.items():
         assert not data.attrs, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import aftershock as ak
+from aftershock import theory
 from aftershock.core.calls import Calls
 from aftershock.core.state import JointState
 
@@ -274,3 +276,12 @@ def test_step_counts_are_torchs_under_any_default_type(default: torch.dtype, fus
         assert_same_bits(case, path, path.trajectory.state(5))
     finally:
         torch.set_default_dtype(before)
+
+
+def test_at_is_the_changed_step_another_is_step_and_what_comes_out_is_an_outcome_or_a_horizon() -> None:
+    homes = (ak.Path, ak.Change, theory.FrozenMemory, theory)
+    public = {name: getattr(home, name) for home in homes for name in dir(home) if name[0] != "_"}
+    named = {name: list(inspect.signature(f).parameters) for name, f in public.items() if inspect.isroutine(f)}
+    assert not [name for name, parameters in named.items() if {"time", "horizons"} & set(parameters)]
+    assert all(named[name] == ["self", "step"] for name in ("transition", "control", "index"))
+    assert "at" not in vars(theory.FrozenMemory)

@@ -180,7 +180,7 @@ def test_the_frozen_memory_is_the_engines(scene: Scene, path: ak.Path) -> None:
     ours = frozen_memory(scene, scene.standard)
     moved = scene.after(scene.xi[:1]).theta - scene.control.theta
     felt = abs(scene.standard.gradient(scene.control.theta) * moved)[0]
-    theirs = theory.FrozenMemory.at(path, 1, int(felt.argmax()))
+    theirs = theory.FrozenMemory.of(path, 1, int(felt.argmax()))
     for name, value in asdict(theirs).items():
         assert value != 0
         assert getattr(ours, name) == pytest.approx(value, rel=1e-7)

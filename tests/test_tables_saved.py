@@ -32,7 +32,7 @@ def scene() -> SimpleNamespace:
     change = path.replace(others, 1)
     exact = change.response(probe, scales=[0.5, 1.0], answers=("exact", "tangent")).data["response"]
     by_system = xr.concat([exact, 2 * exact, 3 * exact], dim="system")
-    frozen = theory.FrozenMemory.at(path, 1, 0)
+    frozen = theory.FrozenMemory.of(path, 1, 0)
     futures = [batches[1:3], batches[2:4]]
     return SimpleNamespace(**locals())
 

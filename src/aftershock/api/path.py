@@ -141,21 +141,21 @@ class Path:
         """
         return self._checked
 
-    def check_before(self, at: int, time: int | None) -> None:
-        """The same check at the last few steps before state `time`, where the response to a change at step `at` and
-        its prediction disagree: one of their Hessians may be wrong. Nothing where `time` is None.
+    def check_before(self, at: int, outcome: int | None) -> None:
+        """The same check at the last few steps before state `outcome`, where the response to a change at step `at` and
+        its prediction disagree: one of their Hessians may be wrong. Nothing where `outcome` is None.
 
-        >>> path.check_before(at=0, time=3)  # steps 1 and 2; what is wrong is raised
+        >>> path.check_before(at=0, outcome=3)  # steps 1 and 2; what is wrong is raised
         """
-        for step in range(max(at + 1, time - SUSPECTS), time) if time is not None else ():
+        for step in range(max(at + 1, outcome - SUSPECTS), outcome) if outcome is not None else ():
             self._check_step(step)
 
-    def check_after(self, at: int, time: int) -> None:
-        """The same at the first steps after a change at step `at` whose prediction was wrong at state `time`.
+    def check_after(self, at: int, outcome: int) -> None:
+        """The same at the first steps after a change at step `at` whose prediction was wrong at state `outcome`.
 
-        >>> path.check_after(at=0, time=4)
+        >>> path.check_after(at=0, outcome=4)
         """
-        self.check_before(at, min(at + 1 + SUSPECTS, time))
+        self.check_before(at, min(at + 1 + SUSPECTS, outcome))
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`.
@@ -193,30 +193,30 @@ class Path:
     @cached_property
     def _checked(self) -> Check:
         last = len(self) - 1
-        return Check.joined({at: self._check_step(at) for at in sorted({0, last // 2, last})})
+        return Check.joined({step: self._check_step(step) for step in sorted({0, last // 2, last})})
 
-    def _check_step(self, at: int) -> Check:
-        if at not in self._proofs:
+    def _check_step(self, step: int) -> Check:
+        if step not in self._proofs:
             try:
-                self._proofs[at] = self._prove(at)
+                self._proofs[step] = self._prove(step)
             except (WrongHessian, Nondeterministic, UnsupportedModel, UnsupportedAttention) as error:
-                self._proofs[at] = type(error)(
-                    f"at step {at} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
+                self._proofs[step] = type(error)(
+                    f"at step {step} of the path {error}. Exact runs, answers=('exact',), need no Hessian"
                 )
-        found = self._proofs[at]
+        found = self._proofs[step]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return found
 
-    def _prove(self, at: int) -> Check:
+    def _prove(self, step: int) -> Check:
         """The check from the state before a step, and whether buffers moved until then matter to it."""
-        step, start = self.steps[at], self.point.captured.state
-        if at == 0:
-            return self.point.check(step.batch, self.memory)
-        here = replace(self.point.captured, state=self.trajectory.state(at), random=step.random)
-        found = type(self.point)(here).check_later(step.batch, self._check_step(0), self.memory)
+        taken, start = self.steps[step], self.point.captured.state
+        if step == 0:
+            return self.point.check(taken.batch, self.memory)
+        here = replace(self.point.captured, state=self.trajectory.state(step), random=taken.random)
+        found = type(self.point)(here).check_later(taken.batch, self._check_step(0), self.memory)
         earlier = moved_buffers(here.state.buffers, start.buffers)
-        hidden = hidden_buffers(here.loss, here.state, earlier, step.batch, step.random)
+        hidden = hidden_buffers(here.loss, here.state, earlier, taken.batch, taken.random)
         return replace(found, hidden=tuple(dict.fromkeys((*found.hidden, *hidden))))
 
     # --- changes
@@ -298,27 +298,27 @@ class Path:
     def _change(self, kind: str, at: int, edits: Sequence[Edit]) -> Change:
         return Change(self, self.index(at), kind, tuple(edits))
 
-    def index(self, at: int) -> int:
+    def index(self, step: int) -> int:
         """The place of a step, counted from the first; one below 0 counts from the end.
 
         >>> path.index(2), path.index(-1)
         (2, 3)
         """
-        at = whole(at, "a step is given by its place on the path")
-        if not -len(self) <= at < len(self):
-            raise InvalidInput(f"step {at} is not on this path of {len(self)} steps")
-        return at % len(self)
+        step = whole(step, "a step is given by its place on the path")
+        if not -len(self) <= step < len(self):
+            raise InvalidInput(f"step {step} is not on this path of {len(self)} steps")
+        return step % len(self)
 
     # --- operators
 
-    def control(self, at: int) -> ControlStep:
-        """The control at step `at`: states before and after, raw gradient, linearization. One gradient.
+    def control(self, step: int) -> ControlStep:
+        """The control at a step: states before and after, raw gradient, linearization. One gradient.
 
         >>> control = path.control(0)
         >>> abs(float(control.raw.norm()) - control.step.clip.norm) < 1e-12
         True
         """
-        return ControlStep.of(self.trajectory, self.index(at))
+        return ControlStep.of(self.trajectory, self.index(step))
 
     def write_in(self, at: int = 0) -> WriteIn:
         """B at step `at`, from ξ to δx right after it: δm = (1−β1) J ξ, δv = 2(1−β2) g⊙J ξ, δθ = M δm + V δv.
@@ -330,23 +330,23 @@ class Path:
         """
         return WriteIn(self.control(at).linear)
 
-    def transition(self, at: int) -> Transition:
-        """A = K + B H P_θ at step `at`, from δx before the step to δx after it.
+    def transition(self, step: int) -> Transition:
+        """A = K + B H P_θ at a step, from δx before the step to δx after it.
 
         About 1.2 gradients; then a Hessian product per δx. `as_matrix()` is for small models.
 
         >>> path.transition(1).as_matrix().shape
         torch.Size([66, 66])
         """
-        at = self.index(at)
-        return Transition(self.trajectory.linearize(self.steps[at], self.trajectory.state(at)))
+        step = self.index(step)
+        return Transition(self.trajectory.linearize(self.steps[step], self.trajectory.state(step)))
 
     def propagate(self, start: int, stop: int) -> Propagator:
         """Φ = A_{stop−1} … A_start, from the state before step `start` to the state before step `stop`.
 
         A Hessian product per δx and step.
 
-        >>> first, second = (path.transition(at).as_matrix() for at in (1, 2))
+        >>> first, second = (path.transition(step).as_matrix() for step in (1, 2))
         >>> torch.allclose(path.propagate(1, 3).as_matrix(), second @ first)
         True
         """

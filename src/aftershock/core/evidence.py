@@ -25,8 +25,20 @@ from .state import JointState
 from .trajectory import Trajectory
 
 Quantity = Literal["gradient", "moments", "weights", "decay", "buffer", "count", "hyperparameter", "random"]
-ROUNDINGS = 1e3  # a gradient solved from moments is this many roundings off at most: 1/(1−β1), sums of many terms
-LOOSE = 0.1  # over several steps the runs drift apart, and proportions hold roughly
+
+
+@dataclass(frozen=True)
+class Leeway:
+    """The numbers that decide whether a hypothesis gives what the live run has."""
+
+    roundings: float = 1e3  # that a gradient solved from moments is off at most: 1/(1−β1), sums of many terms
+    loose: float = 0.1  # over several steps the runs drift apart, and proportions hold roughly
+    # Of the whole difference: a hypothesis that leaves more of it explains a part, and where the difference is within
+    # the tolerance itself the path's own gradient would pass, too.
+    left: float = 0.1
+
+
+LEEWAY = Leeway()
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Evidence:
     @property
     def tolerance(self) -> float:
         eps = max(torch.finfo(dtype).eps for dtype in self.layout.dtypes)
-        return min(ROUNDINGS * eps, LOOSE) if self.sharp else LOOSE
+        return min(LEEWAY.roundings * eps, LEEWAY.loose) if self.sharp else LEEWAY.loose
 
     @cached_property
     def g_path(self) -> Float[Tensor, " param"]:
@@ -111,7 +123,8 @@ class Evidence:
         active = self.spread([float(a > b) for a, b in zip(self.live.counts, self.before.counts)])
         squares = active * (self.live.v.double() - beta2 * self.before.v.double()) / (1 - beta2)
         noise = torch.finfo(self.layout.dtype).eps * norms(self.before.v.double()) / (1 - beta2.max())
-        return bool(norms(squares - (active * arrived).square()) <= max(LOOSE, self.tolerance) * norms(squares) + noise)
+        off, near = norms(squares - (active * arrived).square()), max(LEEWAY.loose, self.tolerance)
+        return bool(off <= near * norms(squares) + noise)
 
     @cached_property
     def stepped(self) -> JointState:
@@ -147,7 +160,7 @@ class Evidence:
             return found is not None and equal(found.m, self.live.m)
         off = norms(self.gradient(found) - self.g_live)
         whole = norms(self.g_path - self.g_live)
-        return bool(off <= self.tolerance * norms(self.g_live) and off < 0.1 * whole)
+        return bool(off <= self.tolerance * norms(self.g_live) and off < LEEWAY.left * whole)
 
 
 def fit(one: Float[Tensor, " param"], other: Float[Tensor, " param"]) -> tuple[float, float]:

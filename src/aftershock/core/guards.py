@@ -23,19 +23,35 @@ from .randomness import RandomState
 from .reductions import finite, gradients_apart, mean, norm, norms, products
 from .state import JointState
 
-# Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
-# and 1e-2 in float32 at the best step. The known silent errors start at 6e-3 (spectral_norm).
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-2}
+
+@dataclass(frozen=True)
+class Proof:
+    """The numbers that decide whether gradients and Hessian products are right."""
+
+    # Rounding of the gradient over the step, plus curvature of the gradient over it: about 1e-5 in float64
+    # and 1e-2 in float32 at the best step. The known silent errors start at 6e-3 (spectral_norm).
+    double: float = 1e-3
+    single: float = 5e-2
+    clear: float = 0.1  # of these: a product is right then, and no better step size is looked for
+    # Of a gradient run twice: sums in another order, as of a GPU's atomic additions, stay far below it in float32, and
+    # other random numbers or another batch are far above.
+    noise: float = 1e-3
+    # Biases of zero and an empty image put a ReLU on its kink: no step is small enough there. Products that are right
+    # beside it, where each parameter is moved by this much of its size, are right; wrong ones are wrong there, too.
+    beside: float = 0.1
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Of the error of a Hessian product, and of its asymmetry."""
+        return self.double if dtype == torch.float64 else self.single
+
+
+PROOF = Proof()
 # The usual best step first. A network of millions of ReLUs crosses kinks unless the step is tiny, and their
 # jumps do not shrink with it; models that compute parts in float32 need large steps even in float64.
 RELATIVE_STEPS = {
     torch.float64: (1e-6, 1e-8, 1e-9, 1e-4, 1e-3, 1e-2),
     torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3),
 }
-NOISE_LIMIT = 1e-3
-# Biases of zero and an empty image put a ReLU on its kink: no step is small enough there. Products that are right
-# beside it, where each parameter is moved by this much of its size, are right; wrong ones are wrong there, too.
-BESIDE = 0.1
 CHANGING = (
     "the same Hessian product was wrong once and right once: the model or loss_fn counts its calls, or uses something "
     "that changes by itself"
@@ -52,13 +68,13 @@ class Check:
     hidden: tuple[str, ...]  # buffers that a step moves and the loss depends on
     dtype: torch.dtype
     steps: tuple[int, ...] = ()  # of the path, where it was made at several
-    beside: bool = False  # made at weights moved by `BESIDE`: those of the run lie on a kink
+    beside: bool = False  # made at weights moved by `Proof.beside`: those of the run lie on a kink
     other_masks: float = 0.0  # how far off a gradient is whose passes draw other dropout masks than training's; 0: none
 
     @property
     def tolerance(self) -> float:
         """What an error was compared with."""
-        return TOLERANCE[self.dtype]
+        return PROOF.tolerance(self.dtype)
 
     @classmethod
     def joined(cls, checks: Mapping[int, Check]) -> Check:
@@ -82,7 +98,7 @@ class Check:
             f"(in {str(self.dtype).removeprefix('torch.')}{where}) and are symmetric to {self.asymmetry:.1e}; "
         )
         if self.beside:
-            text += f"that is at weights moved by {BESIDE:.0%}, since the run's own lie on a kink; "
+            text += f"that is at weights moved by {PROOF.beside:.0%}, since the run's own lie on a kink; "
         text += "replay is exact to the bit" if self.replay_noise == 0 else f"replay noise {self.replay_noise:.1e}"
         if self.other_masks:
             text += "; they are of other dropout masks than training's, which torch's fused attention draws by itself"
@@ -102,12 +118,12 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
     if not once.random.same(random):  # what draws may draw otherwise where it is differentiated twice
         graph_apart(loss, state.theta, state.buffers, batch, random, "the check", once)
     del once  # memory is short on a large model: no more vectors than are needed
-    tolerance = TOLERANCE[_working_dtype(loss)]
+    tolerance = PROOF.tolerance(_working_dtype(loss))
     compared = partial(_compared, loss, batch=batch, random=random, rounding=rounding)
     error, asymmetry = compared(state)
     beside = error > tolerance >= asymmetry and _on_kink(loss, state, batch, random)
     if beside:
-        away = BESIDE * _direction(loss, state, _directions(loss))
+        away = PROOF.beside * _direction(loss, state, _directions(loss))
         with contextlib.suppress(NotFinite):  # on both sides: on one of them a unit is dead, and nothing is compared
             sides = [compared(replace(state, theta=state.theta + side * away)) for side in (1, -1)]
             error, asymmetry = torch.tensor(sides, dtype=torch.float64).amax(0).tolist()  # NaN stays NaN
@@ -138,7 +154,7 @@ def check_later(loss: LossFunction, state: JointState, batch: Batch, random: Ran
     moved, rounding = moved_buffers(state.buffers, graph.gradient.buffers), _rounding(loss, graph.gradient)
     del graph
     error, dtype = _best_difference(loss, state, batch, random, u, hu, rounding), _working_dtype(loss)
-    if not error <= TOLERANCE[dtype]:
+    if not error <= PROOF.tolerance(dtype):
         return None
     return replace(first, error=error, hidden=hidden_buffers(loss, state, moved, batch, random), dtype=dtype)
 
@@ -189,7 +205,7 @@ def _on_kink(loss: LossFunction, state: JointState, batch: Batch, random: Random
             up, down = gradient(h) - middle, middle - gradient(-h)
         except NotFinite:
             continue
-        if not float(norms(up - down)) > TOLERANCE[dtype] * float(norms(up + down)):
+        if not float(norms(up - down)) > PROOF.tolerance(dtype) * float(norms(up + down)):
             return False
     return True
 
@@ -222,7 +238,7 @@ def repeated(
     if _fingerprint(loss, state) != before:
         raise UnsupportedModel(WRITTEN)
     noise = gradients_apart(once.grads, twice.grads)
-    if noise > NOISE_LIMIT:
+    if noise > PROOF.noise:
         raise Nondeterministic(
             f"the same gradient at {where}, run twice from the same random state, differs by {noise:.1%}. The model or "
             "loss_fn uses something that changes by itself: the time, os.urandom, an iterator, a random generator that "
@@ -297,9 +313,10 @@ def _best_difference(
 ) -> float:
     """Relative distance of H u from a central difference at the best step."""
     dtype, error = _working_dtype(loss), float("inf")
+    tolerance = PROOF.tolerance(dtype)
     for h in RELATIVE_STEPS[dtype]:
         error = min(error, _difference_error(loss, state, batch, random, u, hu, h, rounding / h))
-        if error <= 0.1 * TOLERANCE[dtype]:
+        if error <= PROOF.clear * tolerance:
             break
     return error
 

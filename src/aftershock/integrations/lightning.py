@@ -31,6 +31,12 @@ def training_loss(module: nn.Module, fed: Batch) -> Tensor:
     """The loss of `module.training_step`, from what `FlightCallback` records: (batch, its index).
 
     It is the loss_fn of a recorded LightningModule; `build()` of the command line returns `(module, training_loss)`.
+
+    >>> class Classifier(lightning.LightningModule):
+    ...     def training_step(self, batch):
+    ...         return loss_fn(model, batch)
+    >>> bool(training_loss(Classifier(), (probe, 0)) == loss_fn(model, probe))
+    True
     """
     batch, index = fed
     step: Any = module.training_step

@@ -26,6 +26,12 @@ def model_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
     It is the loss_fn of a recorded model; `build()` of the command line returns `(model, model_loss)`. The Trainer
     sets `model.config.use_cache = False`: build() must do so too, or the replay differs by rounding.
+
+    >>> class Classifier(nn.Module):
+    ...     def forward(self, inputs, labels):
+    ...         return {"loss": loss_fn(model, (inputs, labels))}
+    >>> bool(model_loss(Classifier(), {"inputs": probe[0], "labels": probe[1]}) == loss_fn(model, probe))
+    True
     """
     return _loss_of(model(**inputs))
 

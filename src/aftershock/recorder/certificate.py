@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS
 from .facts import Facts
-from .stability import TOO_FAST
+from .stability import GROWTH
 from .unrecorded import after
 from .verdict import CALM
 
@@ -29,7 +29,7 @@ def certificate(found: FlightExplanation) -> Certificate:
         growth = instruments.amplification
         said = f"{growth.sentence[0].upper()}{growth.sentence[1:]}, and none is predicted. "
         said += "Measured numbers are of real runs."
-        return Certificate((*findings, Finding("care", "growth", "per step", growth.per_step, TOO_FAST, said)))
+        return Certificate((*findings, Finding("care", "growth", "per step", growth.per_step, GROWTH.too_fast, said)))
     return Certificate((*findings, *_predictions(found)))
 
 

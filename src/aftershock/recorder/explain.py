@@ -39,7 +39,7 @@ from .opening import OTHERS, Code, open_event
 from .recorder import FlightRecorder
 from .records import Source
 from .reruns import Run, state_after
-from .stability import TOO_FAST, amplification, sharpness
+from .stability import GROWTH, amplification, sharpness
 from .suspects import LEAST, inquire
 from .sweep import sweep
 from .treatments import Outcome, Treatment, not_by_luck, possible, proved, try_all, twice
@@ -241,7 +241,7 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
     try:
         path.require_linear(watch)
         if watched:
-            f.growth, f.sharp = amplification(trajectory, last, enough=TOO_FAST), sharpness(trajectory, last - 1)
+            f.growth, f.sharp = amplification(trajectory, last, enough=GROWTH.too_fast), sharpness(trajectory, last - 1)
             if not f.growth.linear_ok:
                 f.refused = f.growth.sentence
                 return

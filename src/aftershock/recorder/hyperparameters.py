@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,12 +26,16 @@ class Schedule:
     told: float = 0.5  # of the way to the new value, in the logarithm: from there on the change is told
     returned: float = 0.1  # of an excursion: what may be left of it where the schedule went on meanwhile
     most: float = 1e3  # ratios beyond it, such as from zero, are equally unusual
+    # What the logarithm of a change's ratio counts for, by kind; by reason, not measured. No schedule goes away and
+    # returns, so that an excursion comes before a jump; a ramp is slow enough for v to follow; a warm-up is meant.
+    weights: Mapping[str, float] = field(
+        default_factory=lambda: {"excursion": 1.5, "jump": 1.0, "restart": 1.0, "ramp": 0.5, "warm-up": 0.1}
+    )
     harmless: float = 0.3  # weight of a change towards smaller steps, which seldom raise a loss
 
 
 SCHEDULE = Schedule()
 NAMES = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
-WEIGHTS = {"excursion": 1.5, "jump": 1.0, "restart": 1.0, "ramp": 0.5, "warm-up": 0.1}
 NAMED = 2  # parameter groups whose values are told, where they differ
 
 
@@ -132,7 +136,7 @@ def _change(
     groups, was, now, far = zip(*members)
     ratio = max((_ratio(name, *pair) for pair in zip(was, now)), key=lambda r: abs(_log(r)))
     smaller = ratio > 1 if name == "eps" else ratio < 1 and not name.startswith("beta")
-    unusual = abs(_log(ratio)) * WEIGHTS[kind] * (SCHEDULE.harmless if smaller else 1.0)
+    unusual = abs(_log(ratio)) * SCHEDULE.weights[kind] * (SCHEDULE.harmless if smaller else 1.0)
     first, last = min(x for x, _ in far), max(x for _, x in far)
     steps, between = (numbers[at], numbers[until - 1]), (numbers[first], numbers[last])
     return HyperChange(name, kind, at, until, steps, between, groups, was, now, ratio, unusual, of)

@@ -43,14 +43,14 @@ class Heights:
     many: float = 0.5  # of the earlier half of the batches after it: if fewer are high, they are odd ones
     # Of the later half of the batches after it: if fewer are high, what came was a bad shard and has ended.
     staying: float = 0.25
+    fewest_alike: int = 2  # earlier batches of a rare kind, whose losses speak of it
+    most_alike: int = 3  # batches whose median stands for their kind: one of them may be bad itself
+    newest: int = 4  # how many steps before a batch's own its loss is looked at again, at least
+    looked: int = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 
 
 HEIGHTS = Heights()
 LEADERS = 3
-FEWEST_ALIKE = 2  # earlier batches of a rare kind, whose losses speak of it
-MOST_ALIKE = 3  # batches whose median stands for their kind: one of them may be bad itself
-NEWEST = 4  # how many steps before a batch's own its loss is looked at again, at least
-LOOKED = 12  # earlier states, spread over the window: those before an earlier culprit must be among them
 
 
 # --- the update against its memory
@@ -318,7 +318,7 @@ def _low(values: Sequence[float]) -> float:
 def _settled(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> list[int]:
     """Times up to some steps before, less those at which the run's own values are high, as where it has only begun to
     learn: there every batch is, and that says nothing of one."""
-    last = max(0, at - NEWEST)
+    last = max(0, at - HEIGHTS.newest)
     own = [seen(quantity, step) for step in trajectory.steps[: last + 2]]
     return [time for time in range(last + 1) if not high(statistics.median(own[max(0, time - 1) : time + 2]))]
 
@@ -327,7 +327,8 @@ def _earlier_times(trajectory: Trajectory, at: int, high: Callable[[float], bool
     """Some of these, spread over the window; states in memory are free."""
     settled = _settled(trajectory, at, high, quantity)
     kept = [time for time in settled if trajectory.kept(time) is not None] or settled[-1:]
-    return sorted({kept[round(i * (len(kept) - 1) / (LOOKED - 1))] for i in range(LOOKED)}) if kept else []
+    count = HEIGHTS.looked
+    return sorted({kept[round(i * (len(kept) - 1) / (count - 1))] for i in range(count)}) if kept else []
 
 
 class _Alike(NamedTuple):
@@ -341,7 +342,8 @@ class _Alike(NamedTuple):
 def _alike(trajectory: Trajectory, at: int, high: Callable[[float], bool], quantity: Quantity) -> _Alike:
     """Those of the settled times that are so of the batch of step `at`."""
     times, likeness = _settled(trajectory, at, high, quantity), Likeness(trajectory.steps[: at + 1])
-    return _Alike(likeness.nearest(at, times, MOST_ALIKE), bool(likeness.kin(at, times, least=FEWEST_ALIKE)))
+    nearest = likeness.nearest(at, times, HEIGHTS.most_alike)
+    return _Alike(nearest, bool(likeness.kin(at, times, least=HEIGHTS.fewest_alike)))
 
 
 def _elsewhere(trajectory: Trajectory, times: Sequence[int], batch: Batch, quantity: Quantity) -> tuple[float, ...]:

@@ -24,10 +24,10 @@ class Nearness:
     two_kinds: float = 4.0
     a_kind: int = 3  # other batches that make one: two are near to each other by chance
     far: float = 5.0  # robust σ above the median gradient norm, beyond which a batch is no reference
+    stand_ins: int = 2  # batches that stand in for one: a single one would bring its own luck
 
 
 NEARNESS = Nearness()
-ALIKE = 2  # batches that stand in for one: a single one would bring its own luck
 BINS = 4096  # in which whole numbers are counted
 
 
@@ -70,7 +70,7 @@ class Likeness:
     def stand_in(self, step: int, among: Collection[int]) -> Step:
         """The same step with the mean of those batches of other steps that are most like its own, the same inputs left
         out."""
-        batches = [self.steps[i].batch for i in self.nearest(step, among, ALIKE)]
+        batches = [self.steps[i].batch for i in self.nearest(step, among, NEARNESS.stand_ins)]
         return replace(self.steps[step], batch=mean_batch(batches)) if batches else self.steps[step]
 
     def nearest(self, step: int, among: Collection[int], count: int) -> list[int]:
@@ -87,7 +87,7 @@ class Likeness:
         near = self._near(step, among)
         order = sorted(near, key=lambda i: -near[i])
         values = torch.tensor([near[i] for i in order], dtype=torch.float64)
-        if len(order) <= ALIKE:
+        if len(order) <= NEARNESS.stand_ins:
             return []
         counts, sums = torch.arange(1, len(order)), values.cumsum(0)
         apart = sums[:-1] / counts - (sums[-1] - sums[:-1]) / (len(order) - counts)

@@ -21,6 +21,17 @@ from ..core.reductions import total_norm
 from ..core.state import JointState
 from ..core.structure import flatten
 
+
+@dataclass(frozen=True)
+class Odd:
+    """The number that decides whether a batch or a draw is what a step that is not finite is laid to."""
+
+    # Of the others on the same weights: it is the odd one where more than half of them are finite. Not all need be: one
+    # of them may be as bad.
+    finite: float = 0.5
+
+
+ODD = Odd()
 WHERE = "the step that is not finite"
 NAMED = 3  # parameters in a sentence
 
@@ -113,12 +124,12 @@ def not_a_number(
         kind = "overflow" if seen.overflows else "finite"
     elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
         kind = "batch values"
-    elif 2 * sum(redrawn) > len(redrawn):
+    elif sum(redrawn) > ODD.finite * len(redrawn):
         kind = "draw"
     elif not beside:
         kind = "unknown"
     else:
-        kind = "batch" if 2 * sum(other.finite for other in beside) > len(beside) else "weights"
+        kind = "batch" if len(sound) > ODD.finite * len(beside) else "weights"
     module, operation = None, None
     if not math.isfinite(seen.loss):
         module, operation = seen.source(sound)

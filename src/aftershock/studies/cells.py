@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .quotes import Quote
 from .replication import COUNT, LOWER, UPPER, Replication, replications, sparse
-from .verdicts import LEVEL, LOST, NOT_RUN, TRIVIAL, Measure, Spread, judge, replicable, spread
+from .verdicts import AGREEMENT, LOST, NOT_RUN, TRIVIAL, Measure, Spread, judge, replicable, spread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -197,7 +197,8 @@ def _ours_text(measure: Measure, quote: Quote | None, ours: Spread) -> str:
     if quote is not None and quote.kind == "statement":
         return ("yes" if ours.middle else "no") + _of_draws(measure, measure.values == 1, "yes in ")
     if measure.kind == "p":
-        return number(ours.middle) + _of_draws(measure, measure.values < LEVEL, f"p < {LEVEL:g} in ")
+        level = AGREEMENT.level
+        return number(ours.middle) + _of_draws(measure, measure.values < level, f"p < {level:g} in ")
     if math.isnan(ours.low):
         return number(ours.middle)
     return f"{number(ours.middle)} [{number(ours.low)}, {number(ours.high)}]"

@@ -16,17 +16,28 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from .quotes import Quote
+from .verdicts import AGREEMENT
 
 if TYPE_CHECKING:
     import numpy as np
 
-LEVEL = 0.05
-POWER = 0.8  # of catching a wrong value
+
+@dataclass(frozen=True)
+class Power:
+    """The numbers that decide what a verdict says it would have caught, beside its level (`verdicts.Agreement`)."""
+
+    caught: float = 0.8  # of the cases of a wrong value: the customary one, four of five
+    rare: float = 0.0005  # how likely a number that has a factor may still be of the other sign
+    ceiling: float = 0.0005  # half a unit of 1.000: a number printed so could not be larger, and tests little
+    many: int = 2  # times the paper's systems, from which on the share of misses measured with five times as many holds
+    few: float = 0.5  # of the paper's systems: with fewer the bootstrap is too sure of itself (`MISSED_SPARSE`)
+
+
+POWER = Power()
 LARGEST = 10.0  # factors beyond it are not looked for
 # Measured by `python -m benchmarks.replication` on the six root seeds of the quadratic study: the share of perfect
 # replications that is missed, with five times the paper's systems, and with as many as the paper's.
 MISSED_MANY, MISSED_FEW = 0.048, 0.071
-MANY = 2  # times the paper's systems
 # With less than half of the paper's systems the bootstrap is too sure of itself. Simulated: 6 log-normal numbers with a
 # deviation of 0.2, 0.6 and 1.2 beside the median of 16 miss 9.5, 10.8 and 11.8 %.
 MISSED_SPARSE = 0.11
@@ -40,8 +51,6 @@ CALIBRATION = (
 )
 MEDIAN, LOWER, UPPER = "median", "lower quartile", "upper quartile"
 RANGE, COUNT, SHARE = "range", "count", "share"
-CEILING = 0.0005  # half a unit of 1.000
-RARE = 0.0005  # how likely a number that has a factor may still be of the other sign
 NEVER = 1e-10  # pairs of order statistics less likely than this are left out
 TIED = 1e-7  # to which two chances are one
 ROUNDING = 1e-12  # of the largest difference: nearer than this two are one
@@ -107,7 +116,7 @@ def saturated(values: np.ndarray, quote: Quote) -> bool:
 
 def _at_ceiling(one: Replication, quote: Quote) -> Replication:
     """A share or correlation that the paper prints as 1.000 could not be larger: that ours is near it tests little."""
-    full = quote.value == 1 and quote.half_unit <= CEILING
+    full = quote.value == 1 and quote.half_unit <= POWER.ceiling
     return Replication(one.number, holds=True, saturated=True) if full and one.holds else one
 
 
@@ -128,12 +137,12 @@ def _one(values: np.ndarray, number: str, paper: float, quote: Quote) -> Replica
 
 def _missed(ours: int, papers: int) -> float:
     """How likely a perfect replication misses a number, by the systems on either side."""
-    return MISSED_SPARSE if sparse(ours, papers) else MISSED_MANY if ours >= MANY * papers else MISSED_FEW
+    return MISSED_SPARSE if sparse(ours, papers) else MISSED_MANY if ours >= POWER.many * papers else MISSED_FEW
 
 
 def sparse(ours: int, papers: int) -> bool:
     """Whether ours are so few that a miss says little."""
-    return ours < papers / 2
+    return ours < POWER.few * papers
 
 
 def _range(values: np.ndarray, quote: Quote) -> Replication:
@@ -181,7 +190,7 @@ class Law:
 
 def bounds(mine: Law, theirs: Law, rounding: float) -> tuple[float, float]:
     """How far the paper's number may lie below and above ours."""
-    low, high = (_difference(mine, theirs, level) for level in (LEVEL / 2, 1 - LEVEL / 2))
+    low, high = (_difference(mine, theirs, level) for level in (AGREEMENT.level / 2, 1 - AGREEMENT.level / 2))
     return low - rounding, high + rounding
 
 
@@ -245,10 +254,10 @@ def _places(size: int, count: int, quantile: float) -> tuple[np.ndarray, np.ndar
 
 
 def _caught(mine: Law, theirs: Law, low: float, high: float) -> tuple[float, float]:
-    """The smallest factor, up and down, that falls outside in POWER of the cases; of what may be zero, a difference."""
-    if theirs.quantile(1 - RARE) < 0:
+    """The smallest factor, up and down, that falls outside in enough cases; of what may be zero, a difference."""
+    if theirs.quantile(1 - POWER.rare) < 0:
         mine, theirs, low, high = mine.mirrored(), theirs.mirrored(), -high, -low
-    if theirs.quantile(RARE) > 0:
+    if theirs.quantile(POWER.rare) > 0:
         up = _smallest(lambda log: _above(mine, theirs, high, math.exp(log), 0.0), math.log(LARGEST))
         down = _smallest(lambda log: _below(mine, theirs, low, math.exp(-log), 0.0), math.log(LARGEST))
         return math.exp(max(up, down)), math.nan
@@ -268,13 +277,13 @@ def _below(mine: Law, theirs: Law, limit: float, factor: float, shift: float) ->
 
 
 def _smallest(caught: Callable[[float], float], largest: float) -> float:
-    """The smallest size at which POWER of the cases are caught, to a thousandth of the largest; inf where none is."""
-    if caught(largest) < POWER:
+    """The smallest size at which enough cases are caught, to a thousandth of the largest; inf where none is."""
+    if caught(largest) < POWER.caught:
         return math.inf
     low, high = 0.0, largest
     while high - low > largest / 1000:
         middle = (low + high) / 2
-        low, high = (low, middle) if caught(middle) >= POWER else (middle, high)
+        low, high = (low, middle) if caught(middle) >= POWER.caught else (middle, high)
     return high
 
 
@@ -287,17 +296,17 @@ def _count(outcomes: np.ndarray, theirs: float, total: float) -> Replication:
     pooled = (ours + theirs) / (n + total)
     error = math.sqrt(pooled * (1 - pooled) * (1 / n + 1 / total))
     distance = ours / n - theirs / total
-    reach = float(stats.norm.ppf(1 - LEVEL / 2)) * error
-    power = float(stats.norm.ppf(POWER)) * error
+    reach = float(stats.norm.ppf(1 - AGREEMENT.level / 2)) * error
+    power = float(stats.norm.ppf(POWER.caught)) * error
     return Replication(
-        COUNT, p >= LEVEL, distance - reach, distance + reach, catches_difference=reach + power, missed=missed
+        COUNT, p >= AGREEMENT.level, distance - reach, distance + reach, catches_difference=reach + power, missed=missed
     )
 
 
 def _fisher(ours: int, trials: int, theirs: int, total: int) -> tuple[float, float]:
-    """Fisher's p of two counts, and how likely equal shares with as many successes in all have p < LEVEL.
+    """Fisher's p of two counts, and how likely equal shares with as many successes in all have p < level.
 
-    Counts are few, so that the latter lies well below LEVEL.
+    Counts are few, so that the latter lies well below the level.
     """
     import numpy as np
     from scipy import stats
@@ -306,4 +315,4 @@ def _fisher(ours: int, trials: int, theirs: int, total: int) -> tuple[float, flo
     could = np.arange(max(0, both - total), min(both, trials) + 1)
     chances = stats.hypergeom(trials + total, both, trials).pmf(could)
     p = np.array([chances[chances <= chance * (1 + TIED)].sum() for chance in chances])
-    return float(p[could == ours][0]), float(chances[p < LEVEL].sum())
+    return float(p[could == ours][0]), float(chances[p < AGREEMENT.level].sum())

@@ -13,9 +13,19 @@ if TYPE_CHECKING:
     import numpy as np
     import xarray as xr
 
-FEWEST_SYSTEMS = 4  # below it quartiles say nothing
-LEVEL = 0.05
-FACTOR = 10.0  # values at rounding agree within an order of magnitude
+
+@dataclass(frozen=True)
+class Agreement:
+    """The numbers that decide whether ours agrees with the paper's."""
+
+    fewest_systems: int = 4  # below it quartiles say nothing
+    # The customary one, for the paper's tests, and for ours of its numbers: of those that are right one in twenty is
+    # missed.
+    level: float = 0.05
+    factor: float = 10.0  # values at rounding agree within an order of magnitude
+
+
+AGREEMENT = Agreement()
 LOST, NOT_RUN = "lost in noise", "not run"
 POOLED_SCALES, COMPLEMENT = "pooled scales", "complement"
 TRIVIAL = ("by definition", "tied in both")  # true of any implementation: shown, and not counted
@@ -55,7 +65,7 @@ RULES = {
     "run time": "seconds on another machine: not judged",
     LOST: "rounding alone moves the loss as much as most of these responses do: not judged, and blank where nothing is "
     "left",
-    "too few systems": f"fewer than {FEWEST_SYSTEMS} systems were run; no verdict",
+    "too few systems": f"fewer than {AGREEMENT.fewest_systems} systems were run; no verdict",
     NOT_RUN: "a number of the paper's own systems, which were not run here: it stands alone",
     "": "ours only: the paper has no such number",
 }
@@ -94,7 +104,7 @@ class Measure:
     @property
     def too_few(self) -> bool:
         """Whether so little was run that nothing can be said: systems, or the candidates that the paper pools."""
-        return (self.candidates or self.systems) < FEWEST_SYSTEMS
+        return (self.candidates or self.systems) < AGREEMENT.fewest_systems
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ def judge(measure: Measure, quote: Quote, generator: np.random.Generator) -> tup
     if measure.kind == "share":
         return _same_share(measure.values, paper), "fisher"
     if measure.kind == "p":
-        return _by_draws((measure.values < LEVEL) == (paper < LEVEL), "same side of 0.05")
+        return _by_draws((measure.values < AGREEMENT.level) == (paper < AGREEMENT.level), "same side of 0.05")
     if quote.kind == "statement":
         rule = "same side of 0.05" if "p =" in measure.note else "same statement"
         return _by_draws(measure.values == paper, rule)
@@ -184,11 +194,12 @@ def _by_systems(values: np.ndarray, ours: Spread, quote: Quote, generator: np.ra
 def _by_draws(same: np.ndarray, rule: str) -> tuple[bool | None, str]:
     """Does the test say what the paper's does, in one draw or in almost every one?"""
     share = float(same.mean())
-    return (None, "either way") if LEVEL < share < 1 - LEVEL else (share >= 1 - LEVEL, rule)
+    level = AGREEMENT.level
+    return (None, "either way") if level < share < 1 - level else (share >= 1 - level, rule)
 
 
 def _at_rounding(ours: float, paper: float, limit: float) -> tuple[bool, str]:
-    if ours > 0 and 1 / FACTOR <= ours / paper <= FACTOR:
+    if ours > 0 and 1 / AGREEMENT.factor <= ours / paper <= AGREEMENT.factor:
         return True, "order of magnitude"
     both = ours < limit and paper < limit
     return both, "both at rounding" if both else "order of magnitude"
@@ -197,7 +208,7 @@ def _at_rounding(ours: float, paper: float, limit: float) -> tuple[bool, str]:
 def _binomial(outcomes: np.ndarray, share: float) -> bool:
     from scipy import stats
 
-    low, high = stats.binom.interval(1 - LEVEL, len(outcomes), share)
+    low, high = stats.binom.interval(1 - AGREEMENT.level, len(outcomes), share)
     return bool(low <= outcomes.sum() <= high)
 
 
@@ -206,7 +217,7 @@ def _same_share(outcomes: np.ndarray, share: float) -> bool:
     from scipy import stats
 
     trials, ours, theirs = len(outcomes), int(outcomes.sum()), round(share * len(outcomes))
-    return bool(stats.fisher_exact([[ours, trials - ours], [theirs, trials - theirs]]).pvalue >= LEVEL)
+    return bool(stats.fisher_exact([[ours, trials - ours], [theirs, trials - theirs]]).pvalue >= AGREEMENT.level)
 
 
 def _labelled(values: np.ndarray) -> xr.DataArray:

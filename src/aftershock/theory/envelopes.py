@@ -154,10 +154,9 @@ def operator_norm(operator: LinearOperator, iterations: int = 12, generator: Ran
     >>> size > 1, how
     (True, 'exact')
     """
-    layout = operator.layout
+    layout, draw = operator.layout, generator_of(generator)
     if 3 * layout.size <= DENSE:
         return _spectral(operator.as_matrix()), "exact"
-    draw = generator_of(generator)
     noise = torch.randn(3, layout.size, generator=draw, dtype=torch.float64, device=draw.device).to(layout.device)
     dx, found = Tangent(*(layout.expand(row) for row in noise)), 0.0
     for _ in range(iterations):
@@ -201,8 +200,8 @@ def moved(state: JointState, dx: Tangent, tau: float) -> JointState:
     return replace(state, theta=state.theta + tau * dx.theta, m=state.m + tau * dx.m, v=state.v + tau * dx.v)
 
 
-def probe_constant(change: Change, probe: Probe, time: int, control: JointState, shocked: JointState) -> float:
-    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`. 6 g.
+def probe_constant(change: Change, probe: Probe, outcome: int, control: JointState, shocked: JointState) -> float:
+    """L_F: the largest ‖∇F(θ^c + τ δθ) − ∇F(θ^c)‖ / (τ ‖δθ‖) over `SEGMENT`, F read at state `outcome`. 6 g.
 
     >>> from dataclasses import replace
     >>> control = path.control(0).after
@@ -217,7 +216,7 @@ def probe_constant(change: Change, probe: Probe, time: int, control: JointState,
         return 0.0
 
     def slope(tau: float) -> Tensor:
-        return layout.join(probe.gradient(trajectory, time, moved(control, deviation, tau)).grads)
+        return layout.join(probe.gradient(trajectory, outcome, moved(control, deviation, tau)).grads)
 
     here = slope(0.0)
     return max(float(norms(slope(tau) - here)) / (tau * size) for tau in SEGMENT)

@@ -97,13 +97,13 @@ class FrozenMemory:
         )
 
     @classmethod
-    def at(cls, path: Path, step: int, coordinate: Coordinate) -> FrozenMemory:
+    def of(cls, path: Path, step: int, coordinate: Coordinate) -> FrozenMemory:
         """The diagonal of each block of A_s (eq:joint_state_jacobian) at one coordinate, or its mean over several.
 
         coordinate: a flat index or slice (parameters in the order of their groups), the name of a parameter, or
         (name, index), indexed as the tensor itself. Costs 1.2 g and one Hessian product, 1–2 g, per coordinate.
 
-        >>> frozen = theory.FrozenMemory.at(path, step=1, coordinate="2.bias")
+        >>> frozen = theory.FrozenMemory.of(path, step=1, coordinate="2.bias")
         >>> frozen.stable, round(frozen.a, 3)
         (True, 0.999)
         """
@@ -113,14 +113,14 @@ class FrozenMemory:
     def estimate(
         cls, path: Path, step: int, coordinate: Coordinate, *, samples: int, generator: Randomness = 0
     ) -> FrozenMemory:
-        """An unbiased estimate of `at` over many coordinates, at one Hessian product per sample.
+        """An unbiased estimate of `of` over many coordinates, at one Hessian product per sample.
 
         Each H_ii is estimated by z_i (Hz)_i with random signs z on these coordinates; b_m and b_v are exact.
 
         generator: draws the signs; or an integer seed.
 
         >>> frozen = theory.FrozenMemory.estimate(path, 1, slice(None), samples=4)
-        >>> frozen.b_m == theory.FrozenMemory.at(path, 1, slice(None)).b_m
+        >>> frozen.b_m == theory.FrozenMemory.of(path, 1, slice(None)).b_m
         True
         """
         place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
@@ -137,24 +137,24 @@ class FrozenMemory:
             [[self.a, self.b_m, self.b_v], [self.d_m, self.beta1, 0.0], [self.d_v, 0.0, self.beta2]], dtype=np.float64
         )
 
-    def response(self, horizons: int, probe_sensitivity: float = 1.0) -> xr.DataArray:
-        """γ_F r_k(h) for h = 1 … `horizons`, r_k(h) = e_θᵀ Ā^{h−1} e_k. `probe_sensitivity` is γ_F = ∂F/∂θ.
+    def response(self, horizon: int, probe_sensitivity: float = 1.0) -> xr.DataArray:
+        """γ_F r_k(h) for h = 1 … `horizon`, r_k(h) = e_θᵀ Ā^{h−1} e_k. `probe_sensitivity` is γ_F = ∂F/∂θ.
 
         eq:memory_channel_response.
         """
         import numpy as np
 
-        if horizons < 1:
-            raise InvalidInput(f"the first horizon is 1; got horizons={horizons}")
+        if horizon < 1:
+            raise InvalidInput(f"the first horizon is 1; got horizon={horizon}")
         if not math.isfinite(probe_sensitivity) or probe_sensitivity == 0:
             raise InvalidInput(f"the probe's sensitivity must be finite and not zero; got {probe_sensitivity}")
         row, rows = np.array([1.0, 0.0, 0.0]), []
         with np.errstate(over="ignore", invalid="ignore"):
-            for h in range(1, horizons + 1):
+            for h in range(1, horizon + 1):
                 if not np.isfinite(row).all():
                     raise NotFinite(
                         f"the response overflows at horizon {h}: the spectral radius of this frozen system is "
-                        f"{self.spectral_radius:.4g}; ask for fewer horizons"
+                        f"{self.spectral_radius:.4g}; ask for an earlier horizon"
                     )
                 rows.append(row[1:])
                 row = row @ self.matrix
@@ -188,15 +188,15 @@ class FrozenMemory:
         values = {"two_step": two_step, "feedback": feedback, "transient": (two_step | feedback) & self.stable}
         return xr.Dataset({name: ("channel", v) for name, v in values.items()}, {"channel": list(CHANNELS)})
 
-    def peak(self, horizons: int, probe_sensitivity: float = 1.0) -> xr.Dataset:
-        """Summaries of the response over `horizons`: peak, peak_horizon h*_k, peak_sign and the others.
+    def peak(self, horizon: int, probe_sensitivity: float = 1.0) -> xr.Dataset:
+        """Summaries of the response up to `horizon`: peak, peak_horizon h*_k, peak_sign and the others.
 
         `settled` says that no later horizon exceeds the peak, so that h*_k is the earliest peak of all h ≥ 1: in a
         stable system the modal bound only falls, and it has fallen below the peak (or b_k = 0, and nothing ever comes
         out). It needs a modal form.
         """
-        found = summarize(self.response(horizons, probe_sensitivity))
-        later = self.bounds(horizons + 1)["modal"].isel(horizon=-1, drop=True) * abs(probe_sensitivity)
+        found = summarize(self.response(horizon, probe_sensitivity))
+        later = self.bounds(horizon + 1)["modal"].isel(horizon=-1, drop=True) * abs(probe_sensitivity)
         silent = found["peak"].copy(data=[self.b_m == 0, self.b_v == 0])
         return found.assign(settled=((later <= found["peak"]) & self.stable) | silent)
 
@@ -308,7 +308,7 @@ class FrozenMemory:
         )
         return data.assign(reason="" if vectors is not None else _NO_MODES)
 
-    def bounds(self, horizons: int) -> xr.Dataset:
+    def bounds(self, horizon: int) -> xr.Dataset:
         """Three bounds of |r_k(h)|, each looser than the one before; NaN where there is no modal form.
 
         modal      Σ_i |e_θᵀ v_i| |w_i* e_k| |λ_i|^{h−1}
@@ -318,11 +318,11 @@ class FrozenMemory:
         import numpy as np
         import xarray as xr
 
-        if horizons < 1:
-            raise InvalidInput(f"the first horizon is 1; got horizons={horizons}")
+        if horizon < 1:
+            raise InvalidInput(f"the first horizon is 1; got horizon={horizon}")
         modes = self.modes()
         with np.errstate(over="ignore"):
-            powers = abs(self.poles)[:, None] ** np.arange(horizons)
+            powers = abs(self.poles)[:, None] ** np.arange(horizon)
         modal = _labelled(abs(modes["residue"].values) @ powers, "modal")
         _, vectors, inverse = self._eigen
         ends = np.full(2, math.nan)

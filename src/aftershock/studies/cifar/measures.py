@@ -29,7 +29,7 @@ from ..measures import (
     ranking,
     rankings,
 )
-from ..verdicts import LEVEL, Measure
+from ..verdicts import AGREEMENT, Measure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,7 +237,7 @@ def _by_draws(
 
 
 def _is_larger(test: xr.Dataset) -> bool:
-    return float(test["p_holm"]) < LEVEL and float(test["difference"]) > 0
+    return float(test["p_holm"]) < AGREEMENT.level and float(test["difference"]) > 0
 
 
 def _draws(systems: int) -> list[np.ndarray]:

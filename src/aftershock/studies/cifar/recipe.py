@@ -172,7 +172,7 @@ def _frozen_memory(scene: Scene) -> theory.FrozenMemory:
     (edit,) = path.perturb(scene.natural[:1]).edits
     moved = edit.shock(control).endpoint(1.0)[0].theta - control.after.theta
     first = layout.compact(path.watch(0, scene.probe, 1).slopes() * moved)[0]
-    return theory.FrozenMemory.at(path, 1, int(first.abs().argmax()))
+    return theory.FrozenMemory.of(path, 1, int(first.abs().argmax()))
 
 
 # --- Experiment 2
