@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -37,7 +37,7 @@ def memories(draw: st.DrawFn, top: float = 1.5) -> FrozenMemory:
 
 
 def dense(memory: FrozenMemory) -> np.ndarray:
-    a, b_m, b_v, d_m, d_v, beta1, beta2 = astuple(memory)
+    a, b_m, b_v, d_m, d_v, beta1, beta2 = memory.coefficients.values()
     return np.array([[a, b_m, b_v], [d_m, beta1, 0], [d_v, 0, beta2]])
 
 

@@ -165,7 +165,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
         "modes": theory.FrozenMemory.of(path, 1, 0).modes(),
     }
     for name, data in others.items():
-        assert not data.attrs, name
+        assert set(data.attrs) == (PROVENANCE if name != "prospective_structure" else set()), name
     assert (others["activation_margin"]["step"].item(), others["activation_margin"]["reason"].item()) == (2, "")
     assert others["prospective_structure"]["summary"].item() == "peak"
 

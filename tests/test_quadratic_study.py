@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import nn
@@ -181,7 +179,7 @@ def test_the_frozen_memory_is_the_engines(scene: Scene, path: ak.Path) -> None:
     moved = scene.after(scene.xi[:1]).theta - scene.control.theta
     felt = abs(scene.standard.gradient(scene.control.theta) * moved)[0]
     theirs = theory.FrozenMemory.of(path, 1, int(felt.argmax()))
-    for name, value in asdict(theirs).items():
+    for name, value in theirs.coefficients.items():
         assert value != 0
         assert getattr(ours, name) == pytest.approx(value, rel=1e-7)
 

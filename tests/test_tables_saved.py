@@ -1,4 +1,7 @@
-"""Every dataset that the theory returns is saved and loaded one way, to the bit; what else is there is left alone."""
+"""Every dataset and labelled array that the theory returns is saved and loaded one way, to the bit.
+
+What else is there is left alone.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import xarray as xr
 from aftershock import theory
 from aftershock.errors import AftershockError, InvalidFile, InvalidInput
 from aftershock.results.files import MARK
+from aftershock.results.provenance import provenance
 
 from .cases import make
 
@@ -77,6 +81,14 @@ TABLES: dict[str, Callable[[SimpleNamespace], xr.Dataset]] = {
     "write_in_bound": lambda s: theory.write_in_bound(s.change),
     "write_paths": lambda s: theory.write_paths(s.change, s.probe),
 }
+ARRAYS: dict[str, Callable[[SimpleNamespace], xr.DataArray]] = {
+    "FrozenMemory.loop_gains": lambda s: s.frozen.loop_gains,
+    "FrozenMemory.loop_signs": lambda s: s.frozen.loop_signs(),
+    "FrozenMemory.response": lambda s: s.frozen.response(3),
+    "FrozenMemory.short_response": lambda s: s.frozen.short_response(),
+    "FrozenMemory.transfer": lambda s: s.frozen.transfer(2.0),
+    "switch_fraction": lambda s: theory.switch_fraction(s.change, scales=[0.5, 1.0]),
+}
 
 
 def returning_datasets() -> set[str]:
@@ -117,6 +129,33 @@ def test_a_table_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
 
 def test_every_function_that_returns_a_dataset_is_among_them() -> None:
     assert returning_datasets() - {"load"} == set(TABLES)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_labelled_array_comes_back_to_the_bit_as_one(name: str, tmp_path: Path) -> None:
+    made = ARRAYS[name](scene())
+    theory.save(made, tmp_path / "table")
+    found = theory.load(tmp_path / "table")
+    assert isinstance(found, xr.DataArray)
+    assert found.name == made.name
+    assert_same(found.to_dataset(), made.to_dataset())
+    theory.save(found, tmp_path / "table")  # again, over itself
+    assert found.identical(theory.load(tmp_path / "table"))  # type: ignore[arg-type]
+    theory.save(made.to_dataset(), tmp_path / "table")
+    assert isinstance(theory.load(tmp_path / "table"), xr.Dataset)
+
+
+def test_what_is_made_from_a_path_says_so() -> None:
+    """Tables, and arrays, of numbers that were given have nothing to tell."""
+    for name in ("activation_margin", "error_shares", "FrozenMemory.amplification", "FrozenMemory.bounds",
+                 "FrozenMemory.modes", "FrozenMemory.peak"):  # fmt: skip
+        assert TABLES[name](scene()).attrs == provenance(scene().path.trajectory), name
+    for name, made in ARRAYS.items():
+        assert made(scene()).attrs == provenance(scene().path.trajectory), name
+    given = theory.FrozenMemory(**scene().frozen.coefficients)
+    assert given == scene().frozen
+    assert not given.response(3).attrs
+    assert not given.peak(3).attrs
 
 
 def odd() -> xr.Dataset:
@@ -242,10 +281,13 @@ def test_what_no_file_can_hold_is_refused_and_the_old_table_stays(what: object, 
     assert_same(theory.load(tmp_path / "table"), odd())
 
 
-def test_what_is_no_dataset_is_told_how_it_is_saved(tmp_path: Path) -> None:
+def test_what_is_no_table_is_told_how_it_is_saved(tmp_path: Path) -> None:
     found = theory.switch_fraction(scene().change)
-    with pytest.raises(InvalidInput, match=r"got DataArray\. A labelled array becomes one with \.to_dataset"):
-        theory.save(found, tmp_path / "table")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"got ndarray\. A result that is a class has a save of its own"):
+        theory.save(found.values, tmp_path / "table")  # type: ignore[arg-type]
+    for name in (None, "", 3):
+        with pytest.raises(InvalidInput, match=r"saved under its name, and this one has none: array\.rename"):
+            theory.save(found.rename(name), tmp_path / "table")
     theory.save(found.to_dataset(name="fraction"), tmp_path / "table")
     assert theory.load(tmp_path / "table")["fraction"].equals(found)
     assert MARK not in theory.load(tmp_path / "table").attrs

@@ -21,6 +21,7 @@ from ..core.reductions import paired, products
 from ..core.rollout import Moment, Rows, rollout
 from ..core.state import CHANNELS, JointState, Tangent, difference
 from ..errors import InvalidInput
+from ..results.provenance import provenance
 from .remainder import PARTS, ROWS, minus
 from .switching import SmoothExtension, require_same_loss, start_pair
 
@@ -58,6 +59,7 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0, memory: str 
     return xr.Dataset(
         {name: (("change", "horizon"), value) for name, value in values.items()},
         {"change": names_of(change.edits), "horizon": watch.range},
+        provenance(watch.trajectory),
     )
 
 

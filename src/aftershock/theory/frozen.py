@@ -12,12 +12,14 @@ coefficients of a real run move, and its coordinates are coupled.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.randomness import Randomness
 from ..errors import InvalidInput, NotFinite
+from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
 
@@ -50,6 +52,8 @@ class FrozenMemory:
     ([10, 1], [True, False])
     >>> frozen.stable, round(frozen.spectral_radius, 3), abs(frozen.poles).round(3).tolist()
     (True, 0.999, [0.999, 0.949, 0.949])
+    >>> list(frozen.coefficients)
+    ['a', 'b_m', 'b_v', 'd_m', 'd_v', 'beta1', 'beta2']
     >>> frozen.loop_gains.values.round(3).tolist(), frozen.loop_signs().values.tolist()
     ([-0.018, 0.0], [-1, 0])
     >>> dict(frozen.modes().sizes), frozen.characteristic_polynomial.round(3).tolist()
@@ -68,9 +72,11 @@ class FrozenMemory:
     d_v: float
     beta1: float
     beta2: float
+    # A mapping of what made them, which its tables carry: a path's provenance; of numbers that were given nothing.
+    made: Any = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        broken = [name for name, value in asdict(self).items() if not math.isfinite(value)]
+        broken = [name for name, value in self.coefficients.items() if not math.isfinite(value)]
         if broken:
             raise NotFinite(
                 f"the frozen coefficient {broken[0]} is {getattr(self, broken[0])}: no frozen system exists at this "
@@ -107,7 +113,8 @@ class FrozenMemory:
         >>> frozen.stable, round(frozen.a, 3)
         (True, 0.999)
         """
-        return cls(**Place.of(path, step, coordinate, exact_diagonal).coefficients())
+        place = Place.of(path, step, coordinate, exact_diagonal)
+        return cls(**place.coefficients(), made=provenance(path.trajectory))
 
     @classmethod
     def estimate(
@@ -124,7 +131,12 @@ class FrozenMemory:
         True
         """
         place = Place.of(path, step, coordinate, sampled_diagonal(samples, generator))
-        return cls(**place.coefficients())
+        return cls(**place.coefficients(), made=provenance(path.trajectory))
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """a, b_m, b_v, d_m, d_v, β1 and β2 by name."""
+        return {name: getattr(self, name) for name in ("a", "b_m", "b_v", "d_m", "d_v", "beta1", "beta2")}
 
     # --- the response of the parameter to a unit write into m or v
 
@@ -158,7 +170,7 @@ class FrozenMemory:
                     )
                 rows.append(row[1:])
                 row = row @ self.matrix
-        return _labelled(probe_sensitivity * np.array(rows).T, "response")
+        return _labelled(probe_sensitivity * np.array(rows).T, "response", self.made)
 
     def short_response(self) -> xr.DataArray:
         """r_k(1 … 4) in closed form (prop:adamw_memory_response, eq:four_step_memory_response)."""
@@ -167,7 +179,7 @@ class FrozenMemory:
         rows = []
         for b, beta in ((self.b_m, self.beta1), (self.b_v, self.beta2)):
             rows.append([0.0, b, b * (self.a + beta), b * self._four_step_factor(beta)])
-        return _labelled(np.array(rows), "response")
+        return _labelled(np.array(rows), "response", self.made)
 
     def _four_step_factor(self, beta: float) -> float:
         return self.a**2 + self.a * beta + beta**2 + self.b_m * self.d_m + self.b_v * self.d_v
@@ -186,7 +198,8 @@ class FrozenMemory:
         two_step = coupled & np.array([abs(self.a + beta) > 1 for beta in betas])
         feedback = coupled & np.array([abs(self._four_step_factor(beta)) > abs(self.a + beta) for beta in betas])
         values = {"two_step": two_step, "feedback": feedback, "transient": (two_step | feedback) & self.stable}
-        return xr.Dataset({name: ("channel", v) for name, v in values.items()}, {"channel": list(CHANNELS)})
+        variables = {name: ("channel", value) for name, value in values.items()}
+        return xr.Dataset(variables, {"channel": list(CHANNELS)}, self.made)
 
     def peak(self, horizon: int, probe_sensitivity: float = 1.0) -> xr.Dataset:
         """Summaries of the response up to `horizon`: peak, peak_horizon h*_k, peak_sign and the others.
@@ -198,7 +211,8 @@ class FrozenMemory:
         found = summarize(self.response(horizon, probe_sensitivity))
         later = self.bounds(horizon + 1)["modal"].isel(horizon=-1, drop=True) * abs(probe_sensitivity)
         silent = found["peak"].copy(data=[self.b_m == 0, self.b_v == 0])
-        return found.assign(settled=((later <= found["peak"]) & self.stable) | silent)
+        settled = ((later <= found["peak"]) & self.stable) | silent
+        return found.assign(settled=settled).assign_attrs(self.made)
 
     # --- spectrum and transfer functions
 
@@ -208,7 +222,7 @@ class FrozenMemory:
         import xarray as xr
 
         gains = [self.b_m * self.d_m, self.b_v * self.d_v]
-        return xr.DataArray(gains, {"channel": list(CHANNELS)}, "channel", name="loop_gain")
+        return xr.DataArray(gains, {"channel": list(CHANNELS)}, "channel", name="loop_gain", attrs=self.made)
 
     def loop_signs(self) -> xr.DataArray:
         """sign(b_m d_m) = −sign(H) and sign(b_v d_v) = sign(m g H), as −1, 0 or 1; 0 where β_k = 0 cuts the loop."""
@@ -262,7 +276,7 @@ class FrozenMemory:
         if np.polyval(self.characteristic_polynomial, z) == 0:
             raise InvalidInput(f"{z} is a pole of this frozen system; its transfer functions do not exist there")
         values = [complex(np.divide(*(np.polyval(p, z) for p in self.transfer_polynomials(k)))) for k in CHANNELS]
-        return xr.DataArray(values, {"channel": list(CHANNELS)}, "channel", name="transfer")
+        return xr.DataArray(values, {"channel": list(CHANNELS)}, "channel", name="transfer", attrs=self.made)
 
     # --- modes
 
@@ -305,6 +319,7 @@ class FrozenMemory:
         data = xr.Dataset(
             {"pole": ("mode", poles), "residue": (("channel", "mode"), residues), "condition": condition},
             {"channel": list(CHANNELS)},
+            self.made,
         )
         return data.assign(reason="" if vectors is not None else _NO_MODES)
 
@@ -323,14 +338,15 @@ class FrozenMemory:
         modes = self.modes()
         with np.errstate(over="ignore"):
             powers = abs(self.poles)[:, None] ** np.arange(horizon)
-        modal = _labelled(abs(modes["residue"].values) @ powers, "modal")
+        modal = _labelled(abs(modes["residue"].values) @ powers, "modal", {})
         _, vectors, inverse = self._eigen
         ends = np.full(2, math.nan)
         if vectors is not None and inverse is not None:
             ends = np.linalg.norm(vectors[0]) * np.linalg.norm(inverse[:, 1:], axis=0)
-        norm = _labelled(ends[:, None] * powers[0], "norm")
+        norm = _labelled(ends[:, None] * powers[0], "norm", {})
         condition = xr.DataArray(float(modes["condition"]) * powers[0], {"horizon": modal["horizon"]}, "horizon")
-        return xr.Dataset({"modal": modal, "norm": norm, "condition": condition, "reason": modes["reason"]})
+        values = {"modal": modal, "norm": norm, "condition": condition, "reason": modes["reason"]}
+        return xr.Dataset(values, attrs=self.made)
 
 
 # --- labels
@@ -345,8 +361,8 @@ def _even(out: float, back: float, unit: float) -> float:
     return unit / abs(out) if out else abs(back) / unit if back else 1.0
 
 
-def _labelled(values: np.ndarray, name: str) -> xr.DataArray:
+def _labelled(values: np.ndarray, name: str, made: Mapping[str, Any]) -> xr.DataArray:
     import xarray as xr
 
     coords = {"channel": list(CHANNELS), "horizon": range(1, values.shape[1] + 1)}
-    return xr.DataArray(values, coords, ("channel", "horizon"), name=name)
+    return xr.DataArray(values, coords, ("channel", "horizon"), name=name, attrs=made)

@@ -27,6 +27,7 @@ from ..core.planning import at_once
 from ..core.rollout import Rows, rollout
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
+from ..results.provenance import provenance
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -211,6 +212,8 @@ def switch_fraction(
         coords={
             "change": names_of(change.edits), "scale": list(scales), "horizon": range(1, last - change.at + 1),
         },
+        name="switch_fraction",
+        attrs=provenance(path.trajectory),
     )  # fmt: skip
 
 
@@ -285,7 +288,8 @@ def activation_margin(change: Change, step: int, *, scale: float = 1.0, index: i
     >>> int(found["switched"]), bool(found["switching_defect"] <= found["bound"])
     (1, True)
     """
-    return margin_of(pair_at(change, step, scale=scale, index=index))
+    found = margin_of(pair_at(change, step, scale=scale, index=index))
+    return found.assign_attrs(provenance(change.path.trajectory))
 
 
 def margin_of(pair: PairStep) -> xr.Dataset:

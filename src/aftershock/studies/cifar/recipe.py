@@ -160,7 +160,7 @@ def memory(scene: Scene) -> xr.Dataset:
             for channel, found in swept.items()
         }
     )
-    frozen = asdict(_frozen_memory(scene))
+    frozen = _frozen_memory(scene).coefficients
     data = data.assign(frozen_memory=("coefficient", list(frozen.values()))).assign_coords(coefficient=list(frozen))
     return _numbered(data.drop_vars("answer"), "channel_change", "persistence_change")
 

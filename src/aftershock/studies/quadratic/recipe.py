@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +196,7 @@ def memory(scene: Scene) -> dict[str, xr.Dataset]:
         for channel, swept in lasting.items():
             dims = (f"decay_{channel}", "persistence_change")
             curves |= _short_and_long(f"persistence_{channel}", f"persistence_long_{channel}", dims, swept[k])
-        frozen = asdict(frozen_memory(scene, probe))
+        frozen = frozen_memory(scene, probe).coefficients
         curves["frozen_memory"] = ("coefficient", list(frozen.values()))
         found[name] = xr.Dataset(curves, {**coords, "coefficient": list(frozen)})
     return found
