@@ -236,6 +236,20 @@ CALM: dict[str, Callable[[int, random.Random], float]] = {
 }
 
 
+def near_zero(i: int, g: random.Random) -> float:
+    """What is learned by heart: a raised rate lifts it to three hundred times itself, and it falls again."""
+    return (math.exp(-i / 50) + 1e-4 * (1 + 300 * RATES["near zero"][i])) * math.exp(0.2 * g.gauss(0, 1))
+
+
+def learned_before(i: int, g: random.Random) -> float:
+    """Recorded from where nothing more is gained: a restart lifts it to four times itself, and it falls again."""
+    return 0.1 * (1 + 3 * (i >= 750) * math.exp(-(i % 750) / 100)) * math.exp(0.1 * g.gauss(0, 1))
+
+
+for name, losses in (("near zero", near_zero), ("learned before", learned_before)):
+    RATES[name], CALM[name] = RATES["warm restarts"], losses
+
+
 @pytest.mark.parametrize("name", list(CALM))
 def test_a_calm_run_does_not_drift(name: str) -> None:
     for seed in range(3):
@@ -261,6 +275,18 @@ def test_a_slow_divergence_fires_once() -> None:
     drift = Drift()
     drift.begin(64)
     assert sum(bool(drift.fires(Fake(2.0 + max(0, i - 300) * 1e-2))) for i in range(2000)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("growth", [1.004, 1.0025])
+def test_a_slow_divergence_under_a_rate_that_rises_slowly_fires(growth: float) -> None:
+    """Steps in which the rate goes up by half follow each other faster than a median settles."""
+    rates = [5e-3 * growth ** max(0, i - 300) for i in range(2500)]
+    generator = random.Random(0)
+    means = [0.3 + 0.8 * math.exp(-i / 40) + max(0.0, rate - 0.1) ** 1.2 for i, rate in enumerate(rates)]
+    losses = [mean * math.exp(0.15 * generator.gauss(0, 1)) for mean in means]
+    at = fired(losses, rates)
+    assert at is not None
+    assert 0.6 < means[at] < 0.9
 
 
 @pytest.mark.parametrize("told", [{"clip": torch.tensor(0.5)}, {}])

@@ -147,7 +147,7 @@ def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
     drift = Drift(over=16, patience=16)
     recorder = run(tmp_path, 130, change, triggers=[drift], window=16)
     found = explained(recorder, None)
-    assert found.facts.event.usual == pytest.approx(drift._lowest, rel=1e-3)
+    assert found.facts.event.usual == pytest.approx(drift._lowest.median, rel=1e-3)
     assert found.verdict.startswith("The loss has risen slowly: its running median is ")
     assert "What began this is not known: the window's first losses, from step " in found.verdict
     assert (
