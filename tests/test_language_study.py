@@ -702,6 +702,7 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidInput, match=r"needs the package datasets: pip install .aftershock\[language\]"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)
 
+
 def hub(asked: list[dict[str, Any]], gone: str = "") -> types.SimpleNamespace:
     """A stand-in for `datasets`: openwebtext is a program, whose rows are kept as parquet; `gone` cannot be reached."""
 
