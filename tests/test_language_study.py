@@ -701,3 +701,47 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InvalidInput, match=r"needs the package datasets: pip install .aftershock\[language\]"):
         text.token_sequences(wiki, lambda texts: [[0]], 1, 3)
+
+
+def hub(asked: list[dict[str, Any]], gone: str = "") -> types.SimpleNamespace:
+    """A stand-in for `datasets`: openwebtext is a program, whose rows are kept as parquet; `gone` cannot be reached."""
+
+    def load_dataset(name: str, configuration: str | None = None, **options: Any) -> Any:
+        asked.append({"name": name, "configuration": configuration, **options})
+        if name == gone:
+            raise ConnectionError("no hub")
+        if "openwebtext" in name and "revision" not in options:
+            raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        return iter([{"text": "w1 w2 "}, {"text": "w3"}])
+
+    return types.SimpleNamespace(load_dataset=load_dataset)
+
+
+@pytest.mark.parametrize(("word", "part"), [("openwebtext", None), ("Skylion007/openwebtext:plain_text", "plain_text")])
+def test_a_dataset_that_is_a_program_is_read_from_its_parquet(
+    word: str, part: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "datasets", hub(asked))
+    source = text.find_text(word)
+    ids = text.token_sequences(source, lambda texts: [[int(w[1]) for w in t.split()] for t in texts], 1, 3)
+    assert ids.tolist() == [[1, 2, 3]]
+    common = {"name": "Skylion007/openwebtext", "split": "train", "streaming": True}
+    parquet = {"configuration": None, "data_dir": part, "revision": "refs/convert/parquet"}
+    assert asked == [{**common, "configuration": part}, {**common, **parquet}]
+    broken = types.SimpleNamespace(load_dataset=lambda *_, **__: exec('raise RuntimeError("another")'))
+    monkeypatch.setitem(sys.modules, "datasets", broken)
+    with pytest.raises(InvalidInput, match=r"Skylion007/openwebtext cannot be read \(RuntimeError: another\)"):
+        text.require_text(source)
+
+
+def test_a_text_that_cannot_be_had_is_told_before_anything_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    texts = ["wikitext-103", "openwebtext", "codeparrot"]
+    monkeypatch.setitem(sys.modules, "datasets", hub(asked))
+    assert len(recipe.language_study([str(folder / "neox")], texts, quick=True).systems) == 3
+    monkeypatch.setitem(sys.modules, "datasets", hub(asked, gone="codeparrot/codeparrot-clean"))
+    with pytest.raises(InvalidInput, match=r"codeparrot/codeparrot-clean cannot be read \(ConnectionError: no hub\)"):
+        recipe.language_study([str(folder / "neox")], texts, quick=True)

@@ -340,9 +340,16 @@ def test_each_cause_of_a_deviation_is_found() -> None:
         (0.69, 0.73, 0.478, "not clear of noise"),  # less than half of the error, and within what the noise is known to
         (1.5, 1.9, 0.03, "finite differences"),
         (1.9, 2.36, 0.03, "exact tangent only"),
+        (2.05, 2.07, 0.03, "none"),
+        # an error that is mostly noise says nothing, whatever its exponent
+        (2.05, 2.07, 1.18, "not clear of noise"),
+        (1.5, 1.9, 0.3, "not clear of noise"),
+        (1.9, 2.36, 0.3, "not clear of noise"),
+        (1.69, 2.57, 0.3, "not clear of noise"),
+        (math.nan, 2.0, 0.3, "undefined"),
     ],
 )
-def test_a_deviation_is_real_on_the_same_side_and_clear_of_noise(
+def test_a_cause_is_told_only_where_the_error_is_clear_of_noise(
     fd: float, tangent: float, noise: float, cause: str
 ) -> None:
     assert deviations._cause(fd, tangent, noise) == cause
@@ -400,19 +407,30 @@ def test_float64_tells_float_noise_from_what_is_real(both: dict[str, xr.Dataset]
     assert "16 candidates that were run in float64" in about(both["language"], "steps").sentence
 
 
+def test_an_exponent_of_two_under_noise_is_no_good_news() -> None:
+    noisy = system("a", "noisy", 1000)
+    noisy["noise_floor"][:] = 2e-5  # of errors of 1e-5 at the smallest scale, whose exponent is 2 all the same
+    told = about(joined([noisy])["language"], "exponents: not clear of noise")
+    assert told.level == "care"
+    assert "say nothing, near 2 or not" in told.sentence
+    assert "2.00 and 2.00" in told.sentence
+
+
 @pytest.mark.parametrize(
-    ("coarse", "finer", "cause"),
+    ("exponent", "coarse", "finer", "cause"),
     [
-        ("none", "none", "none"),
-        ("opposite sides", "none", "float noise"),
-        ("undefined", "none", "none"),
-        ("not clear of noise", "real", "real"),
-        ("none", "finite differences", "finite differences"),
-        ("real", "undefined", "real"),
+        (2.0, "none", "none", "none"),
+        (2.0, "not clear of noise", "none", "none"),  # nothing deviated
+        (1.0, "not clear of noise", "none", "float noise"),
+        (1.0, "opposite sides", "none", "float noise"),
+        (math.nan, "undefined", "none", "none"),
+        (1.0, "not clear of noise", "real", "real"),
+        (2.0, "none", "finite differences", "finite differences"),
+        (1.0, "real", "undefined", "real"),
     ],
 )
-def test_float64_decides_where_it_was_run(coarse: Any, finer: Any, cause: str) -> None:
-    one = deviations.Deviation("a, b", "float32", 1.0, 1.0, 0.5, 0.5, 0, 8, coarse)
+def test_float64_decides_where_it_was_run(exponent: float, coarse: Any, finer: Any, cause: str) -> None:
+    one = deviations.Deviation("a, b", "float32", exponent, exponent, 0.5, 0.5, 0, 8, coarse)
     assert deviations._decided(one, replace(one, dtype="float64", cause=finer)).cause == cause
 
 

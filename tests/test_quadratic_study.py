@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+import xarray as xr
+from benchmarks import persistence
 from torch import nn
 
 import aftershock as ak
 from aftershock import theory
+from aftershock.studies.measures import NAMES
+from aftershock.studies.paper import TABLES
 from aftershock.studies.quadratic.family import (
     DIMENSION,
     HYPER,
@@ -19,6 +26,7 @@ from aftershock.studies.quadratic.family import (
 )
 from aftershock.studies.quadratic.frozen import frozen_memory
 from aftershock.studies.quadratic.recipe import mechanism, memory, prospects, quadratic_study
+from aftershock.studies.quadratic.rows import rows_of, step_
 from aftershock.studies.quadratic.scene import BURN_IN, CANDIDATES, HORIZON, Scene
 from aftershock.studies.study import System, systems_of
 
@@ -199,6 +207,62 @@ def test_futures_share_the_past_and_differ_afterwards(scene: Scene) -> None:
     first, last = response.isel(horizon=0), response.isel(horizon=-1)
     assert (first.isel(future=0).values == first.isel(future=1).values).all()
     assert not (last.isel(future=0).values == last.isel(future=1).values).any()
+
+
+def test_every_way_of_matching_v_does_what_its_name_says(scene: Scene) -> None:
+    """The first displacement η m̂ (1/d − 1/d'), by torch's own step from θ with v and with v + Δv."""
+    change = scene.after(0.25 * scene.xi).v - scene.control.v
+    gradient = scene.future[0].gradient(scene.control.theta)
+
+    def moved(dv: torch.Tensor, decay: float) -> torch.Tensor:
+        ends = []
+        for added in (dv, torch.zeros_like(dv)):
+            start = rows_of(scene.control, len(dv))
+            start.v.add_(added).clamp_(min=0)
+            ends.append(step_(start, gradient.expand(len(dv), -1).clone(), replace(HYPER, beta2=decay)).theta)
+        return ends[0] - ends[1]
+
+    wanted = moved(change, HYPER.beta2)
+    for name, dv in persistence.rescaled(scene, 1e-4 * change, 0.9):
+        small = moved(dv, 0.9) / 1e-4
+        exact = moved(1e-4 * change, HYPER.beta2) / 1e-4
+        if name.startswith("coordinate"):
+            close(small, exact, 1e-3)
+        elif name.startswith("norm"):
+            close(small.norm(dim=1), exact.norm(dim=1), 1e-3)
+        else:
+            assert torch.equal(dv, 1e-4 * change)
+    found = dict(persistence.rescaled(scene, change, 0.9))
+    close(moved(found["norm, exactly"], 0.9).norm(dim=1), wanted.norm(dim=1))
+    factors = found["norm, exactly"] / change
+    assert float((factors - factors[:, :1]).abs().max()) < 1e-12  # one for each candidate
+
+
+def test_the_search_over_readings_begins_with_the_studys_own(scene: Scene) -> None:
+    swept = persistence.swept_v(scene)
+    own = swept.sel(deviation="0.25 of the shock", match=persistence.EXACTLY)
+    for name, data in memory(scene).items():
+        here = own.sel(probe=NAMES[name])
+        np.testing.assert_array_equal(here, data["persistence_v"])
+        np.testing.assert_array_equal(persistence.channels(scene).sel(probe=NAMES[name]), data["channel_exact"])
+    same = swept.sel(decay=HYPER.beta2)  # where no β changes, every rule is the identity
+    np.testing.assert_allclose(same, same.sel(match=["none"]).values.repeat(5, same.dims.index("match")), rtol=1e-6)
+
+
+def test_ratios_to_the_papers_table_are_geometric_means() -> None:
+    quotes, key = TABLES[persistence.SWEEPS].quotes(), "m, β1 = {:g}".format
+    decays, probes = [0.5, 0.9], ["Standard", "Anisotropic"]
+    found = xr.Dataset(
+        {
+            name: (
+                ("probe", "decay", "change", "system"),
+                np.array([[[[factor * quotes[key(d), f"{p}: {word}"].value]] for d in decays] for p in probes]),
+            )
+            for word, name, factor in (("M", "peak", 2.0), ("ARE", "total_abs", 0.5), ("h*", "peak_horizon", 3.0))
+        },
+        {"probe": probes, "decay": decays},
+    )
+    assert persistence.ratios(found, persistence.SWEEPS, key, "decay") == pytest.approx((1, np.log(2), 3))
 
 
 def test_a_piece_depends_on_its_system_alone() -> None:

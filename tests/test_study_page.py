@@ -241,6 +241,7 @@ def test_every_figure_is_a_picture_and_a_page(results: dict[str, Any], tmp_path:
 
 # --- what the repository carries
 
+QUOTES = {label: table.quotes() for label, table in TABLES.items()}
 KEPT = sorted(path.parent for path in STORED.glob("*/systems"))  # studies whose systems are small enough to be kept
 
 
@@ -264,23 +265,44 @@ def test_kept_systems_make_the_tables_and_figures_beside_them(folder: Path, tmp_
     assert [one.name for one in drawn if escape(one.caption) not in page] == []
 
 
+def place(cell: dict[str, Any]) -> tuple[str, str, str]:
+    return cell["table"], cell["row"], cell["column"]
+
+
+def kept_values(study: str, name: str) -> dict[tuple[str, str, str], np.ndarray]:
+    cells = json.loads((STORED / study / f"{name}.json").read_text())["cells"]
+    return {place(cell): np.array(cell["values"], dtype=float) for cell in cells}
+
+
 @pytest.mark.parametrize("study", ["quadratic", "cifar"])
 def test_the_verdicts_in_the_repository_are_those_of_its_values(study: str) -> None:
-    stored, values = (json.loads((STORED / study / f"{name}.json").read_text()) for name in ("tables", "values"))
-    numbers = {(one["table"], one["row"], one["column"]): one["values"] for one in values["cells"]}
+    stored, numbers = json.loads((STORED / study / "tables.json").read_text()), kept_values(study, "values")
     judged = [cell for cell in stored["cells"] if cell["replications"]]
     assert len(judged) > 100
-    quotes = {label: table.quotes() for label, table in TABLES.items()}
     for cell in judged:
-        quote = quotes[cell["table"]][cell["row"], cell["column"]]
-        own = np.array(numbers[cell["table"], cell["row"], cell["column"]], dtype=float)
-        found = replications(own, quote)
+        found = replications(numbers[place(cell)], QUOTES[cell["table"]][cell["row"], cell["column"]])
         wanted = [(one["number"], one["holds"], one["saturated"]) for one in cell["replications"]]
         assert [(one.number, one.holds, one.saturated) for one in found] == wanted, cell
     known = stored["agreement"]["replication"]
     said = f"{known['agree']} of {known['judged']} numbers replicate"
     assert said in (STORED / study / "tables.md").read_text(encoding="utf-8")
     assert said in (STORED / study / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_text_counts_the_replications_of_all_four_root_seeds() -> None:
+    stored = json.loads((STORED / "cifar" / "tables.json").read_text())["cells"]
+    three, fourth = kept_values("cifar", "values"), kept_values("cifar", "values-2038")
+    found = []
+    for cell in stored:
+        if cell["replications"] and cell["known"] and place(cell) in fourth:
+            own = np.concatenate([three[place(cell)], fourth[place(cell)]])
+            found += replications(own, QUOTES[cell["table"]][cell["row"], cell["column"]])
+    counted = [one for one in found if one.counted]
+    count, missed = f"{sum(one.holds for one in counted)} of {len(counted)}", sum(one.missed for one in counted)
+    texts = [(STORED.parent / name).read_text(encoding="utf-8") for name in ("results.md", "../README.md")]
+    said = f"64 systems of each network, {count} replicate, where a perfect replication would miss {missed:.1f}"
+    assert said in texts[0]
+    assert f"64 systems of each, {count}." in texts[1]
 
 
 def test_the_results_in_the_repository_stay_small() -> None:

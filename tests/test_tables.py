@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -538,6 +539,7 @@ def test_the_files_hold_every_cell(quadratic: list[Cell], tmp_path: Path) -> Non
     assert tied["paper"] is None
     stored = json.loads((tmp_path / "values.json").read_text(), parse_constant=refuse)
     values = stored["cells"]
+    assert not re.search(r"\d\.0[,\]]", (tmp_path / "values.json").read_text())  # whole numbers are short
     assert stored["systems"] == [str(name) for name in made("quadratic")["standard"]["system"].values]
     assert [len(one["values"]) for one in values] == [len(c.values) for c in quadratic]
     np.testing.assert_allclose(values[0]["values"], slopes(6) / 32, rtol=1e-5)  # NRMSE of the standard probe, α = 1/32

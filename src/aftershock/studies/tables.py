@@ -204,13 +204,13 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def _values(cells: Sequence[Cell], systems: Sequence[str]) -> str:
-    """One line a cell, five digits a number, so that anybody can judge, pool or calibrate again.
+    """One line a cell, five digits a number, whole ones as such, so that anybody can judge, pool or calibrate again.
 
     Values of one kind of system are in the order of that kind's names.
     """
     lines = [
         json.dumps(
-            {"table": c.table, "row": c.row, "column": c.column, "values": [_five(x) for x in c.values]},
+            {"table": c.table, "row": c.row, "column": c.column, "values": [_short(x) for x in c.values]},
             ensure_ascii=False,
             separators=(",", ":"),
         )
@@ -222,6 +222,12 @@ def _values(cells: Sequence[Cell], systems: Sequence[str]) -> str:
 
 def _five(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def _short(value: float) -> float | None:
+    """1 and not 1.0: a quarter of the values are whole."""
+    digits = _five(value)
+    return digits if digits is None or not digits.is_integer() else int(digits)
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:

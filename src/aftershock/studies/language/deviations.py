@@ -96,7 +96,7 @@ def _deviation(found: Candidates, i: int) -> Deviation:
 
 def _decided(coarse: Deviation, finer: Deviation) -> Deviation:
     """What is gone in float64 was float noise; what is there is what it is there."""
-    gone = finer.cause == "none" and coarse.cause not in ("none", "undefined")
+    gone = finer.cause == "none" and (_deviates(coarse.fd) or _deviates(coarse.tangent))
     cause = coarse.cause if finer.cause == "undefined" else "float noise" if gone else finer.cause
     return replace(coarse, cause=cause, finer=finer)
 
@@ -104,14 +104,17 @@ def _decided(coarse: Deviation, finer: Deviation) -> Deviation:
 def _cause(fd: float, tangent: float, noise: float) -> Cause:
     if math.isnan(fd) or math.isnan(tangent):
         return "undefined"
-    bent, exact_bent = abs(fd - SMOOTH) > NEAR, abs(tangent - SMOOTH) > NEAR
-    if not bent:
-        return "exact tangent only" if exact_bent else "none"
-    if not exact_bent:
+    if noise > CLEAR:
+        return "not clear of noise"
+    if not _deviates(fd):
+        return "exact tangent only" if _deviates(tangent) else "none"
+    if not _deviates(tangent):
         return "finite differences"
-    if (fd > SMOOTH) != (tangent > SMOOTH):
-        return "opposite sides"
-    return "real" if noise <= CLEAR else "not clear of noise"
+    return "real" if (fd > SMOOTH) == (tangent > SMOOTH) else "opposite sides"
+
+
+def _deviates(exponent: float) -> bool:
+    return abs(exponent - SMOOTH) > NEAR
 
 
 def validity(found: Candidates) -> Validity:
@@ -292,9 +295,9 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
         ),
         "not clear of noise": (
             "care",
-            "not known: the deviation stays with the exact tangent, and cannot be told from float noise of the two "
-            f"exact runs, which is more than {CLEAR:.0%} of its error at the smallest scale and known to a factor of a "
-            "few; float64 would tell",
+            f"not known: float noise of the two exact runs is more than {CLEAR:.0%} of the tangent's error at the "
+            "smallest scale, and known to a factor of a few, so that these exponents say nothing, near 2 or not; "
+            "float64 would tell",
         ),
         "finite differences": ("care", "an error of the finite differences: the exact tangent has 2"),
         "opposite sides": (

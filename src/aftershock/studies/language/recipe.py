@@ -20,7 +20,7 @@ from ..study import Study, System, require_device
 from .candidates import DROWNED, lost_in_noise
 from .models import ModelSource, find_model
 from .scene import DTYPES, FULL, QUICK, Protocol, Scene, collect, logits_of, prepare
-from .text import TextSource, find_text
+from .text import TextSource, find_text, require_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -65,6 +65,8 @@ def language_study(
     }
     if len(grid) < len(models) * len(texts) * len(set(dtypes)):
         raise InvalidInput("two models or two texts have the same name; name them: --model NAME=PATH, --text NAME=FILE")
+    for text in {text.place: text for _, text, _ in grid.values()}.values():
+        require_text(text)  # told now, and not after the first systems are paid for
     systems = tuple(System(kind, seed, 0) for kind in grid)
     run = partial(run_piece, grid=grid, tokenizer=tokenizer, protocol=protocol, device=device)
     return Study("language", systems, (PIECE,), run, attributes(protocol, seed, quick))

@@ -21,6 +21,8 @@ DATASETS = {  # the paper's three, as the hub has them
     "codeparrot": "codeparrot/codeparrot-clean",
 }
 COLUMNS = ("text", "content")  # of a dataset's rows
+SCRIPT = "scripts are no longer supported"  # what `datasets` says, from version 4 on, of one that comes as a program
+PARQUET = "refs/convert/parquet"  # where the hub keeps a dataset's rows beside it, a folder for each configuration
 BLOCK = 2**18  # characters that are encoded at once
 
 
@@ -50,6 +52,12 @@ def find_text(word: str) -> TextSource:
     if "/" not in dataset:
         raise InvalidInput(f"there is no text {place!r}: {choices}")
     return TextSource(safe(named or place.rpartition("/")[2].partition(":")[0]), dataset, "")
+
+
+def require_text(source: TextSource) -> None:
+    """Refuse a dataset that cannot be had: reads its first row."""
+    if not Path(source.place).is_file():
+        next(_rows(source.place))
 
 
 def token_sequences(source: TextSource, encode: Encode, count: int, length: int) -> Int64[Tensor, "sequence token"]:
@@ -82,22 +90,36 @@ def _rows(place: str) -> Iterator[str]:
     """Documents of a dataset's training split, streamed."""
     name, _, configuration = place.partition(":")
     try:
-        from datasets import load_dataset
+        import datasets  # noqa: F401
     except ImportError as error:
         raise InvalidInput(
             f"the dataset {name} needs the package datasets: {install('language')}; or give a file"
         ) from error
     try:
-        rows = iter(load_dataset(name, configuration or None, split="train", streaming=True))
+        rows = _streamed(name, configuration or None)
         first = next(rows)
     except Exception as error:  # no network, no such dataset: each has its own class
-        raise InvalidInput(f"the dataset {name} cannot be read ({type(error).__name__}: {error})") from error
+        raise InvalidInput(
+            f"the dataset {name} cannot be read ({type(error).__name__}: {error}); try again, or give a file"
+        ) from error
     column = next((c for c in COLUMNS if c in first), None)
     if column is None:
         raise InvalidInput(f"the dataset {name} has no column {' or '.join(COLUMNS)}; it has {', '.join(first)}")
     yield first[column]
     for row in rows:
         yield row[column]
+
+
+def _streamed(name: str, configuration: str | None) -> Iterator[dict[str, str]]:
+    """A dataset's rows; of one that comes as a program, such as openwebtext, those that the hub keeps as parquet."""
+    from datasets import load_dataset
+
+    try:
+        return iter(load_dataset(name, configuration, split="train", streaming=True))
+    except RuntimeError as error:
+        if SCRIPT not in str(error):
+            raise
+    return iter(load_dataset(name, data_dir=configuration, revision=PARQUET, split="train", streaming=True))
 
 
 def _blocks(pieces: Iterable[str]) -> Iterator[str]:
