@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from math import nan
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.errors import InvalidFile
 from aftershock.recorder.event import Event
-from aftershock.recorder.triggers import AtStep, Drift, risen
+from aftershock.recorder.store import Seen
+from aftershock.recorder.triggers import AtStep, Drift, SlowRise
 from aftershock.recorder.unrecorded import after
 from aftershock.recorder.words import percent, plus_minus
 
@@ -158,7 +161,7 @@ def test_a_slow_rise_is_measured_from_the_lowest_median(tmp_path: Path) -> None:
 
 def test_a_spike_whose_window_a_slow_rise_joined_is_explained_as_a_spike(tmp_path: Path) -> None:
     """A rise that is told four steps after the spike, from far below it."""
-    said = "the loss has risen slowly: its running median is 0.2, 6.0 robust σ above 1e-06"
+    said = SlowRise.of(0.2, 1e-6, 0.03)
     rise: Any = SimpleNamespace(
         begin=lambda window: None, fires=lambda seen: said if seen.step == SPIKE + 4 else None, end=lambda: None
     )
@@ -167,13 +170,18 @@ def test_a_spike_whose_window_a_slow_rise_joined_is_explained_as_a_spike(tmp_pat
     assert (found.facts.event.rise, found.kind, found.blamed) == (None, "own batch", (SPIKE,))
 
 
-def test_what_a_drift_says_can_be_read_again() -> None:
-    rise = "the loss has risen slowly: its running median is 0.236, 6.0 robust σ above 0.02708"
-    spike = "the loss is 3, 9.1 robust σ above its median"
-    for reason in (rise, f"{rise}; step 9: {spike}"):
-        assert risen(reason) == (0.02708, pytest.approx((0.236 - 0.02708) / 6))
-    for reason in (spike, f"{spike}; {rise}", f"{rise}; {spike}", f"{spike}; step 305: {rise}"):
-        assert risen(reason) is None  # the step that is explained was seen for something else, too
+def test_the_numbers_of_a_drift_are_kept_beside_its_words() -> None:
+    said = SlowRise.of(0.236, 0.02708, 0.0348)
+    assert said == "the loss has risen slowly: its running median is 0.236, 6.0 robust σ above 0.02708"
+    for rise in (None, (said.lowest, said.sigma)):
+        values = json.loads(json.dumps(Seen(9, said, 0.1, rise).to_json()))
+        assert Seen.of(values, Path()).rise == rise
+    for wrong in ("high", [1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, "x"]):
+        with pytest.raises(InvalidFile, match="from where the loss has risen"):
+            Seen.of({**Seen(9, said, 0.1).to_json(), "rise": wrong}, Path())
+
+
+def test_an_event_that_is_measured_from_what_was_known_before() -> None:
     event = Event.of([0.3] * 9, 8, known=(0.1, 0.01))
     assert (event.usual, event.onset, event.is_one) == (0.1, 3, True)
 

@@ -23,7 +23,7 @@ from .records import Source
 from .replay import Replay, replay, untaken
 from .store import Flight
 from .sweep import Swept
-from .triggers import ALARM, risen, robust_z
+from .triggers import ALARM, robust_z
 
 OTHERS = 8  # batches run on the weights of a step, to tell a bad batch from bad weights
 
@@ -59,7 +59,7 @@ def open_event(
     chosen = chosen_step(flight, step, of)
     asked, target = _asked(flight, chosen)
     replayed = _untaken(flight, asked, code) if target is None else _replayed(flight, target, window, code, memory)
-    rise = risen(flight.reason) if of != "norm" and asked == target == flight.trigger else None
+    rise = flight.rise if of != "norm" and asked == target == flight.trigger else None
     by_loss = event = _event(replayed, "loss", rise)
     norm_first = rise is None and asked == target and _norm_first(replayed, by_loss)
     if rise is None and asked == target:

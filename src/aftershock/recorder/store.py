@@ -33,6 +33,7 @@ class Seen:
     step: int
     reason: str
     height: float  # 0: the loss is usual; infinite: it is not a number
+    rise: tuple[float, float] | None = None  # of a slow rise alone: the lowest running median, and σ
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "height": str(self.height)}  # JSON has no infinity
@@ -46,7 +47,19 @@ class Seen:
             height = math.nan
         if type(step) is not int or not isinstance(reason, str) or not height >= 0:
             raise InvalidFile(f"{folder} does not say which step it was kept for, and why")
-        return cls(step, reason, height)
+        return cls(step, reason, height, _rise(values.get("rise"), folder))
+
+
+def _rise(value: Any, folder: Path) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    try:
+        lowest, sigma = map(float, value)
+    except (TypeError, ValueError):
+        lowest = sigma = math.nan
+    if not (math.isfinite(lowest) and 0 < sigma < math.inf):
+        raise InvalidFile(f"{folder} does not say from where the loss has risen")
+    return lowest, sigma
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class Flight:
     run: Mapping[str, Any]  # its id, when it began, its window
     trigger: int | None = None  # the step that the window was kept for
     reason: str = ""
+    rise: tuple[float, float] | None = None  # where that is a slow rise: the lowest running median, and σ
     missing: tuple[int, ...] = ()  # steps that the window lacks, since a file of theirs or of a state is lost
     damaged: tuple[str, ...] = ()  # what was passed over because it cannot be read
     others: tuple[int, ...] = ()  # triggers of the run's other windows, where it was chosen among them
@@ -332,8 +346,8 @@ def _unbroken(
         because = next(iter(damaged.values()), "a state or a step before it is missing")
         raise InvalidFile(f"step {wanted} of {window.folder} cannot be replayed: {because}")
     kept = {number: records[number] for number in range(begin, last + 1)}
-    trigger, reason = (None, "") if seen is None else (seen.step, seen.reason)
-    return Flight(window.folder, kept, inside, run, trigger, reason, missing)
+    trigger, reason, rise = (None, "", None) if seen is None else (seen.step, seen.reason, seen.rise)
+    return Flight(window.folder, kept, inside, run, trigger, reason, rise, missing)
 
 
 # --- files

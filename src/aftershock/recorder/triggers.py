@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
 import signal
 import statistics
@@ -264,17 +263,19 @@ class Spike:
     def end(self) -> None: ...
 
 
-RISEN_SLOWLY = "the loss has risen slowly: its running median is"
+class SlowRise(str):
+    """What `Drift` says, and the numbers that it was said of."""
 
+    lowest: float  # running median
+    sigma: float
 
-def risen(reason: str) -> tuple[float, float] | None:
-    """The lowest running median, and σ, of a window that `Drift` alone kept, by what it said; None where something else
-    was seen at that step. What was seen at other steps of the window does not matter."""
-    said = re.match(rf"{RISEN_SLOWLY} (\S+), (\S+) robust σ above ([^\s;]+)(?:; step \d+: |$)", reason)
-    if said is None:
-        return None
-    middle, sigmas, lowest = map(float, said.groups())
-    return lowest, (middle - lowest) / sigmas
+    @classmethod
+    def of(cls, median: float, lowest: float, sigma: float) -> SlowRise:
+        rise = (median - lowest) / sigma
+        said = f"the loss has risen slowly: its running median is {median:.4g}, {rise:.1f} robust σ above {lowest:.4g}"
+        found = cls(said)
+        found.lowest, found.sigma = lowest, sigma
+        return found
 
 
 @dataclass
@@ -369,7 +370,9 @@ class Drift:
             return None
         then, rise = low.spread or 0.0, middle - low.median
         sigma = max(scatter(last)[1], then, ALARM.flattest * abs(middle)) if rise > self.threshold * then else math.inf
-        return _risen_slowly(middle, low, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
+        return (
+            SlowRise.of(middle, low.median, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
+        )
 
     def _rises_on(self, middle: float) -> str | None:
         """Above the lowest median of the whole run, whatever the rate did. The spread now is no measure: losses that go
@@ -380,17 +383,13 @@ class Drift:
         sigma = max(low.spread or 0.0, ALARM.flattest * abs(middle))
         bars = self.threshold * sigma, (ALARM.doubled - 1) * abs(low.median), ALARM.lost * (low.before - low.median)
         stays = low.stays(middle - low.median > max(bars), self.patience)
-        return _risen_slowly(middle, low, sigma) if stays and middle >= low.since else None
+        return SlowRise.of(middle, low.median, sigma) if stays and middle >= low.since else None
 
     def end(self) -> None: ...
 
 
 def _last(values: Collection[float], count: int) -> list[float]:
     return list(itertools.islice(values, max(0, len(values) - count), None))
-
-
-def _risen_slowly(middle: float, low: _Lowest, sigma: float) -> str:
-    return f"{RISEN_SLOWLY} {middle:.4g}, {(middle - low.median) / sigma:.1f} robust σ above {low.median:.4g}"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from .records import Record
 from .ring import Ring
 from .script import missing_build
 from .store import Seen
-from .triggers import ALARM, Trigger, Triggered, robust_z, say, usual
+from .triggers import ALARM, SlowRise, Trigger, Triggered, robust_z, say, usual
 from .writer import Writer
 
 
@@ -43,7 +43,9 @@ class Windows:
         reasons = [] if asked is None else [asked]
         reasons += [reason for trigger in triggers if (reason := trigger.fires(record))]
         if reasons:
-            self._seen(Seen(record.step, "; ".join(reasons), self._height(record)))
+            only = reasons[0] if len(reasons) == 1 else None  # beside something else it is not what is explained
+            rise = (only.lowest, only.sigma) if isinstance(only, SlowRise) else None
+            self._seen(Seen(record.step, "; ".join(reasons), self._height(record), rise))
         if math.isfinite(record.loss):
             self._losses.append(record.loss)
         if self._open is not None and record.step >= self._open.until:
