@@ -369,11 +369,6 @@ def shown_size(value: float, found: FlightExplanation) -> float:
     return on_scale(value, found, SHOWABLE) if found.sizes_hold else math.nan
 
 
-def parts_hold(found: FlightExplanation, culprit: Culprit) -> bool:
-    """May channels, layers and examples of a step be shown? It was run without, and its prediction was right."""
-    return found.sizes_hold and math.isfinite(culprit.measured) and saying.right(found, culprit)
-
-
 def _cells(culprit: Culprit, found: FlightExplanation) -> dict[str, str]:
     """A step in words; what is not known is empty."""
     predicted = shown_size(culprit.predicted, found)

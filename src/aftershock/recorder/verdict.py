@@ -446,9 +446,14 @@ SAID = {
 }
 
 
+def near(best: Culprit) -> bool:
+    """Was the step run without, and its prediction right?"""
+    return math.isfinite(best.measured) and abs(best.predicted - best.measured) <= BARS.near * abs(best.measured)
+
+
 def right(found: FlightExplanation, best: Culprit) -> bool:
-    """Was the step predicted well enough to speak of the parts of the prediction?"""
-    return found.facts.instruments.linear_ok and abs(best.predicted - best.measured) <= BARS.near * abs(best.measured)
+    """May channels, layers and examples of a step be told? Its prediction was right, and others are, too."""
+    return found.facts.instruments.linear_ok and found.sizes_hold and near(best)
 
 
 def _waited(found: FlightExplanation, best: Culprit) -> str:
@@ -463,7 +468,7 @@ def _waited(found: FlightExplanation, best: Culprit) -> str:
 
 
 def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
-    shares = [share for _, share in best.examples]
+    shares = [share for _, share in best.examples] if right(found, best) else []
     if not shares:
         note = str(found.data["example_note"].sel({"step": best.step}).item())
         return [f"Its examples were not ranked: {note}."] if note else []

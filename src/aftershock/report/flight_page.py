@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..recorder.event import BARS
-from ..recorder.explanation import UNTRUSTED, parts_hold, shown_size
+from ..recorder.explanation import UNTRUSTED, shown_size
 from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
 from ..recorder.stability import Sharpness
-from ..recorder.verdict import CALM, right
+from ..recorder.verdict import CALM, near, right
 from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
 from . import flight_steps as steps
@@ -243,14 +243,14 @@ def _inside(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
     blamed = [c for c in culprits if c.step in found.blamed]
     if not blamed:
         return []
-    known = next((c for c in blamed if parts_hold(found, c)), None)
+    known = next((c for c in blamed if right(found, c)), None)
     if known is None:
         why = "its prediction was wrong, and the parts of it would be too."
         if not found.facts.instruments.linear_ok:
             why = "the run amplifies too fast for predictions, and for their parts, to mean anything."
         elif math.isnan(blamed[0].predicted):
             why = "nothing could be predicted here."
-        elif right(found, blamed[0]):
+        elif near(blamed[0]):
             why = "its prediction was right, and those of other steps are not to be trusted."
         told = f"Where step {blamed[0].step} waited, and which layers and examples carried it, is not shown: {why}"
         return [section(f"Inside step {blamed[0].step}", f"<p class='story'>{told}</p>")]
@@ -365,7 +365,7 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     predicted = any(not math.isnan(shown_size(c.predicted, found)) for c in culprits)
     columns = ["step", "delay", "batch", *(["role", "left", "measured"] if tried else [])]
     # parts of what means nothing, or was refuted, or not tried, would mean nothing either
-    channels = [name for name in inside.CHANNELS if any(parts_hold(found, c) for c in culprits[:ROWS])]
+    channels = [name for name in inside.CHANNELS if any(right(found, c) for c in culprits[:ROWS])]
     columns += [*(["predicted"] if predicted else []), *(f"in {inside.CHANNELS[name][0]}" for name in channels)]
     heads = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in columns)
     rows = "\n".join(_row(found, culprit, tried, predicted, channels) for culprit in culprits[:ROWS])
@@ -390,7 +390,7 @@ def _row(found: FlightExplanation, culprit: Culprit, tried: bool, predicted: boo
         cells.append(number(culprit.left, _share(culprit)))
         cells.append(_number(culprit.measured, culprit.measured_spread))
     cells += [_number(shown_size(culprit.predicted, found))] if predicted else []
-    parts = culprit.channels if parts_hold(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
+    parts = culprit.channels if right(found, culprit) else dict.fromkeys(culprit.channels, math.nan)
     cells += [_number(shown_size(parts[name], found)) for name in channels]
     return f"<tr class='{'tried' if culprit.role else 'predicted'}'>{''.join(cells)}</tr>"
 

@@ -9,8 +9,9 @@ from html import escape
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..recorder.explanation import batches_of, parts_hold, shown_size
+from ..recorder.explanation import batches_of, shown_size
 from ..recorder.facts import BlameFacts
+from ..recorder.verdict import right
 from ..recorder.words import plus_minus, share
 from .inside_figures import CHANNELS
 from .shell import section
@@ -196,7 +197,7 @@ def _batch(found: FlightExplanation, step: int) -> str:
 
 def _inside(found: FlightExplanation, culprit: Culprit) -> list[str]:
     """Its examples, memories and layers as predicted, where that was seen to be right."""
-    if not parts_hold(found, culprit):
+    if not right(found, culprit):
         if not culprit.role or math.isnan(shown_size(culprit.predicted, found)):
             return []
         return ["<p>Its examples, memories and layers are not shown: the prediction of the step was wrong.</p>"]
