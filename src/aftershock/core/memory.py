@@ -22,6 +22,7 @@ UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 CARD_SHARE, LIBRARIES = 0.95, 2**30  # of a card's memory, what may be used; bytes of it that libraries take
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
+NO_MEMORY = ("DefaultCPUAllocator: ", "std::bad_alloc")  # what torch says on a CPU, in a plain RuntimeError
 
 
 _set_aside: dict[int, int] = {}  # by owner: what torch counts as free and only the owner can use
@@ -61,7 +62,9 @@ def free(device: torch.device) -> int:
 
 
 def free_of_all() -> str:
-    """Such as 1.0 GiB of 8.0 GiB: of the GPU that is in use, for an error."""
+    """Such as 1.0 GiB of 8.0 GiB: of the GPU that is in use, or of the host without one, for an error."""
+    if not torch.cuda.is_available():
+        return readable(free(torch.device("cpu")))
     return " of ".join(map(readable, torch.cuda.mem_get_info()))
 
 
@@ -100,6 +103,13 @@ def _number(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that memory ran out: torch's error of a GPU, its plain one of a CPU, Python's, or ours."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
 def in_smaller_pieces(
     size: Size, work: Callable[[Size], Result], smaller: Callable[[Size], Size | None], what: str
 ) -> Result:
@@ -108,8 +118,9 @@ def in_smaller_pieces(
     while trying is not None:
         try:
             return work(trying)
-        except (torch.OutOfMemoryError, OutOfMemory):  # ours: a part of it has no smaller piece of its own
-            pass  # what it held is gone before the next try
+        except Exception as error:  # what it held is gone before the next try
+            if not ran_out(error):  # ours: a part of it has no smaller piece of its own
+                raise
         torch.cuda.empty_cache()
         trying = smaller(trying)
     raise OutOfMemory(

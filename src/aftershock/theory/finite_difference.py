@@ -19,6 +19,7 @@ from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.exact_rows import ExactRows
 from ..core.footprint import Footprint
+from ..core.memory import ran_out
 from ..core.planning import plan_readings, plan_rerun_lanes
 from ..core.probe import Watch
 from ..core.readings import row_readings
@@ -149,7 +150,7 @@ class LogitReader:
                 z = z.detach().requires_grad_()
                 return torch.autograd.grad(token_loss(z, labels), z)[0]
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if ran_out(error):
                     raise
                 raise InvalidLoss(
                     "logits(model, batch) gives the logits and their labels, as cross_entropy takes them; here it "
