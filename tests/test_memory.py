@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
-from aftershock.core.memory import budget, free, in_smaller_pieces, left_on_card, readable
+from aftershock.core.memory import budget, enough, free, in_smaller_pieces, lacking, left_on_card, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
 from aftershock.core.sweeps import adjoint_sweep
@@ -69,6 +70,17 @@ def test_budgets() -> None:
         with pytest.raises(InvalidInput):
             budget(bad, cpu)
     assert readable(1536) == "1.5 KiB"
+
+
+def test_advice_is_enough_and_what_is_lacking_is_seen() -> None:
+    """Of needs whose digits would be rounded down, and of those that are a byte more than may be used."""
+    cpu = torch.device("cpu")
+    for need in (7, 999, 1_079_000, 2**20 - 1, 5 * 2**20 + 1, 123_456_789_012):
+        advised = budget(enough(need).removeprefix('memory="').removesuffix('"'), cpu)
+        assert need <= advised <= 1.02 * need * 1.1 + 1, need
+        needed, limit = re.findall(r"[\d.]+ \w+(?= beside| may)", lacking(need, need - 1))
+        assert needed != limit
+    assert lacking(3 * 2**20, 2**20) == "needs 3.0 MiB beside the model and the path, and 1.0 MiB may be used"
 
 
 def test_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
 import os
 import re
 import weakref
@@ -22,6 +24,7 @@ UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 CARD_SHARE, LIBRARIES = 0.95, 2**30  # of a card's memory, what may be used; bytes of it that libraries take
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
+MARGIN = 1.02  # of a need, that is advised: what is free moves a little between two calls
 NO_MEMORY = ("DefaultCPUAllocator: ", "std::bad_alloc")  # what torch says on a CPU, in a plain RuntimeError
 
 
@@ -129,13 +132,31 @@ def in_smaller_pieces(
     )
 
 
-def readable(count: float) -> str:
+def readable(count: float, digits: int = 1) -> str:
     """1536 → '1.5 KiB'."""
+    count, unit = _in_units(count)
+    return f"{count:.{digits if unit != 'B' else 0}f} {unit}"
+
+
+def enough(need: float) -> str:
+    """The memory= that a need fits into, for an error: its digits are rounded up, so that what is shown is enough."""
+    count, unit = _in_units(MARGIN * need)
+    return f'memory="{math.ceil(10 * count) / 10:.1f} {unit}"'
+
+
+def lacking(need: int, available: int) -> str:
+    """What work needs and what it may use, which is less, in as many digits as tell the two apart."""
+    pairs = ((readable(need, digits), readable(available, digits)) for digits in itertools.count(1))
+    needed, limit = next((a, b) for a, b in pairs if a != b)
+    return f"needs {needed} beside the model and the path, and {limit} may be used"
+
+
+def _in_units(count: float) -> tuple[float, str]:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            return count, unit
         count /= 1024
-    return f"{count:.1f} TiB"
+    return count, "TiB"
 
 
 def keep_freed() -> None:

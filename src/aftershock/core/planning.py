@@ -18,7 +18,7 @@ import torch
 from ..errors import OutOfMemory
 from .footprint import Curvature, Footprint, record_gradient, room
 from .lanes import LANES
-from .memory import budget, free, readable
+from .memory import budget, enough, free, lacking, readable
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .row_costs import Load, pool_bytes, rollout_bytes
@@ -236,8 +236,8 @@ def plan_readings(watch: Watch, rows: int, reading: Callable[[int], int], memory
 
     if needed(1) > available:
         raise OutOfMemory(
-            f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
-            f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
+            f"one rerun {lacking(needed(1), available)}. What would fit: {enough(needed(1))}, a smaller model or a "
+            "smaller batch"
         )
     lanes = len(trajectory.dynamics.loss.player.lanes)
     sizes = (n for n in range(rows, 1, -1) if n <= lanes or trajectory.together("gradient", n + 1))
@@ -363,7 +363,7 @@ def _advice(work: Work, answers: Sequence[str], memory: str | int | None, availa
     trajectory = work.watch.trajectory
     one = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in answers}
     worst = max(one, key=lambda answer: one[answer])
-    fits = [f'memory="{readable(1.02 * one[worst])}"']
+    fits = [enough(one[worst])]
     if some := [answer for answer in answers if one[answer] <= available]:
         fits.append(f"answers={some}")
     single = replace(work, scales=1)
@@ -373,8 +373,8 @@ def _advice(work: Work, answers: Sequence[str], memory: str | int | None, availa
     if trajectory.keep == "checkpoints" and _fits(replace(work, kept=True), answers, left):
         fits.append(f'keep="states" in follow(), where the path takes {readable(trajectory.not_kept)} more')
     return (
-        f"the {worst} answer to one change needs {readable(one[worst])} beside the model and the path, and "
-        f"{readable(available)} may be used. What would fit: {', '.join(fits)}; a smaller batch needs less"
+        f"the {worst} answer to one change {lacking(one[worst], available)}. What would fit: {', '.join(fits)}; a "
+        "smaller batch needs less"
     )
 
 
