@@ -579,6 +579,31 @@ def test_gates_of_rows_stay_within_the_budget(what: str, share: int) -> None:
     xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
 
 
+BETAS = [0.5, 0.8]
+MEASURED: dict[str, Callable[..., Any]] = {  # of some changes and a probe, within a budget
+    "scores": theory.scores,
+    "channel_responses": theory.channel_responses,
+    "error_shares": theory.error_shares,
+    "switch_fraction": lambda change, probe, **given: theory.switch_fraction(change, **given).to_dataset(name="share"),
+    "persistence": functools.partial(theory.persistence, beta1=BETAS),
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_measures_of_changes_stay_within_the_budget_or_refuse_it(what: str) -> None:
+    """What one change needs is told, and enough: within it every change goes alone, with the same numbers."""
+    path, others, probe = ready("mlp", together=False)
+    change, work = path.replace(others), MEASURED[what]
+    with pytest.raises(OutOfMemory, match=r"needs .* and 4\.0 MiB may be used. What would fit: memory=") as refused:
+        work(change, probe, memory="4 MiB")
+    advised = re.search(r'memory="([^"]+)"', str(refused.value))[1]
+    whole, found = work(change, probe), list[xr.Dataset]()
+    real, _ = measured(lambda: found.append(work(change, probe, memory=advised)))
+    limit = budget(advised, CPU)
+    assert 0.6 * limit <= real <= limit, f"{readable(real)} of {readable(limit)}"
+    xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
+
+
 def nothing_fits(*work: object) -> int:
     raise OutOfMemory("no rerun")
 
@@ -726,7 +751,7 @@ def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
     noise_floor(watch, control)
     held, _ = measured(lambda: noise_floor(watch, control))
     assert held <= 6.1 * f.vector + f.step  # and single numbers
-    change, limit = short.replace(others[:1]), 11 * f.vector
+    change, limit = short.replace(others[:1]), 15 * f.vector  # of one hybrid at a time
     held, _ = measured(lambda: theory.channel_responses(change, probe, answers=("exact",), memory=limit))
     assert held <= 9.1 * f.vector + f.step
 

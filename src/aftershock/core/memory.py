@@ -132,6 +132,26 @@ def in_smaller_pieces(
     )
 
 
+def in_chunks(count: int, size: int, work: Callable[[range], Result], what: str) -> list[Result]:
+    """`work` on so many things, `size` at a time as planned, and fewer from where memory runs out in spite of that."""
+    found, first = list[Result](), 0
+
+    def some(size: int) -> tuple[int, Result]:
+        return size, work(range(first, min(first + size, count)))
+
+    while first < count:
+        size, result = in_smaller_pieces(size, some, lambda size: size // 2 or None, what)
+        found.append(result)
+        first += size
+    return found
+
+
+def in_one_piece(work: Callable[[], Result], what: str) -> Result:
+    """Work that is not cut: where memory runs out, the error says so by name."""
+    (found,) = in_chunks(1, 1, lambda _: work(), what)
+    return found
+
+
 def readable(count: float, digits: int = 1) -> str:
     """1536 → '1.5 KiB'."""
     count, unit = _in_units(count)
