@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
-from aftershock.core.memory import budget, free, in_smaller_pieces, left_on_card, readable
+from aftershock.core.memory import budget, enough, free, in_smaller_pieces, lacking, left_on_card, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
 from aftershock.core.sweeps import adjoint_sweep
@@ -69,6 +72,17 @@ def test_budgets() -> None:
     assert readable(1536) == "1.5 KiB"
 
 
+def test_advice_is_enough_and_what_is_lacking_is_seen() -> None:
+    """Of needs whose digits would be rounded down, and of those that are a byte more than may be used."""
+    cpu = torch.device("cpu")
+    for need in (7, 999, 1_079_000, 2**20 - 1, 5 * 2**20 + 1, 123_456_789_012):
+        advised = budget(enough(need).removeprefix('memory="').removesuffix('"'), cpu)
+        assert need <= advised <= 1.02 * need * 1.1 + 1, need
+        needed, limit = re.findall(r"[\d.]+ \w+(?= beside| may)", lacking(need, need - 1))
+        assert needed != limit
+    assert lacking(3 * 2**20, 2**20) == "needs 3.0 MiB beside the model and the path, and 1.0 MiB may be used"
+
+
 def test_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     card, gib = torch.device("cuda", 0), 2**30
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * gib)
@@ -79,14 +93,64 @@ def test_what_is_left_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_on_card(torch.device("cpu"), gib, ours=0) is None
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemory])
-def test_smaller_pieces_are_tried_whoever_says_that_memory_ran_out(error: type[Exception]) -> None:
+CPU_ERROR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), OutOfMemory("one row"), MemoryError(), RuntimeError(CPU_ERROR)]
+)
+def test_smaller_pieces_are_tried_whoever_says_that_memory_ran_out(error: Exception) -> None:
     def work(size: int) -> int:
         if size > 2:
-            raise error("one row alone does not fit")
+            raise error
         return size
 
     assert in_smaller_pieces(8, work, lambda size: size // 2 or None, "rows") == 2
+
+
+def test_another_error_is_no_lack_of_memory() -> None:
+    def work(size: int) -> int:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        in_smaller_pieces(8, work, lambda size: size // 2 or None, "rows")
+
+
+def test_whether_memory_ran_out_is_asked_of_one_function() -> None:
+    """torch's own class is that of a GPU alone."""
+    named = {str(path.relative_to(HOME)) for path in HOME.rglob("*.py") if "torch.OutOfMemoryError" in path.read_text()}
+    assert named == {"core/memory.py", "core/playback.py", "recorder/snapshot.py"}  # the last two: of a GPU
+
+
+LITTLE = """
+import resource
+
+import torch
+from torch import nn
+
+import aftershock as ak
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10))
+optimizer = torch.optim.AdamW(model.parameters())
+point = ak.capture(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
+draw = lambda: (torch.randn(64, 256), torch.randint(10, (64,)))
+path, pool, probe = point.follow([draw() for _ in range(3)]), [draw() for _ in range(8)], draw()
+change, exact = path.replace(pool), {"answers": ("exact",)}
+whole = change.estimate(probe, **exact).memory
+one = path.replace(pool[:1]).estimate(probe, **exact).memory
+expected = change.response(probe, **exact, memory=2 * one).exact
+held = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (held + (one + whole) // 2,) * 2)
+print(bool((abs(change.response(probe, **exact).exact - expected) < 1e-6).all()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is capped as Linux does it")
+def test_memory_that_runs_out_on_a_cpu_halves_the_chunks() -> None:
+    """The planned peak of eight changes does not fit, that of a few does: found by a failing allocation, no plan."""
+    done = subprocess.run([sys.executable, "-c", LITTLE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["tanh_mlp", "dropout", "two_groups"])

@@ -22,6 +22,7 @@ from aftershock import theory
 from aftershock.api import contributions, examples, ranking
 from aftershock.core import sweep_plans
 from aftershock.core.changes import ControlGradient
+from aftershock.core.exact_rows import ExactRows
 from aftershock.core.footprint import Curvature, Footprint, measured
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.memory import budget, readable
@@ -32,6 +33,7 @@ from aftershock.core.responses import ANSWERS, Pass, respond
 from aftershock.core.rows import Sharing
 from aftershock.core.trajectory import Trajectory
 from aftershock.errors import OutOfMemory
+from aftershock.recorder.reruns import Run, run_again
 
 from .cases import Case, cross_entropy, make, mlp, next_token
 
@@ -579,6 +581,31 @@ def test_gates_of_rows_stay_within_the_budget(what: str, share: int) -> None:
     xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
 
 
+BETAS = [0.5, 0.8]
+MEASURED: dict[str, Callable[..., Any]] = {  # of some changes and a probe, within a budget
+    "scores": theory.scores,
+    "channel_responses": theory.channel_responses,
+    "error_shares": theory.error_shares,
+    "switch_fraction": lambda change, probe, **given: theory.switch_fraction(change, **given).to_dataset(name="share"),
+    "persistence": functools.partial(theory.persistence, beta1=BETAS),
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_measures_of_changes_stay_within_the_budget_or_refuse_it(what: str) -> None:
+    """What one change needs is told, and enough: within it every change goes alone, with the same numbers."""
+    path, others, probe = ready("mlp", together=False)
+    change, work = path.replace(others), MEASURED[what]
+    with pytest.raises(OutOfMemory, match=r"needs .* and 4\.0 MiB may be used. What would fit: memory=") as refused:
+        work(change, probe, memory="4 MiB")
+    advised = re.search(r'memory="([^"]+)"', str(refused.value))[1]
+    whole, found = work(change, probe), list[xr.Dataset]()
+    real, _ = measured(lambda: found.append(work(change, probe, memory=advised)))
+    limit = budget(advised, CPU)
+    assert 0.6 * limit <= real <= limit, f"{readable(real)} of {readable(limit)}"
+    xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
+
+
 def nothing_fits(*work: object) -> int:
     raise OutOfMemory("no rerun")
 
@@ -715,6 +742,33 @@ def test_memory_that_runs_out_in_spite_of_the_plan(monkeypatch: pytest.MonkeyPat
             work(pool, probe)
 
 
+RERUN = {
+    **MEASURED,
+    "decompose": lambda change, probe: theory.decompose(change, probe=probe).data,
+    "logit_tangent": lambda change, probe: theory.logit_tangent(change, probe, lambda model, b: (model(b[0]), b[1])),
+}
+
+
+@pytest.mark.parametrize("what", RERUN)
+def test_measures_that_run_out_of_memory_take_fewer_rows_or_say_so(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tanh_mlp")
+    change, probe, work, advance = case.path(4).replace(case.batches(5)), case.batch(), RERUN[what], ExactRows.advance
+    expected = work(change, probe)
+    for most in (4, -1):
+
+        def failing(rows: ExactRows, *given: Any, most: int = most) -> None:
+            if len(rows) > most:
+                raise torch.OutOfMemoryError("no memory")
+            advance(rows, *given)
+
+        monkeypatch.setattr(ExactRows, "advance", failing)
+        if most > 0:
+            xr.testing.assert_allclose(work(change, probe), expected, rtol=1e-9, atol=1e-15)
+        elif what != "scores":  # carries no exact rows, though its rollout has them
+            with pytest.raises(OutOfMemory, match="ran out of memory in spite of the plan"):
+                work(change, probe)
+
+
 def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
     """On a path that keeps its first state: the noise floor carries a row and the control, and a hybrid runs beside the
     two states that it is made of."""
@@ -726,7 +780,7 @@ def test_what_is_measured_beside_responses_holds_no_state_twice() -> None:
     noise_floor(watch, control)
     held, _ = measured(lambda: noise_floor(watch, control))
     assert held <= 6.1 * f.vector + f.step  # and single numbers
-    change, limit = short.replace(others[:1]), 11 * f.vector
+    change, limit = short.replace(others[:1]), 15 * f.vector  # of one hybrid at a time
     held, _ = measured(lambda: theory.channel_responses(change, probe, answers=("exact",), memory=limit))
     assert held <= 9.1 * f.vector + f.step
 
@@ -757,3 +811,22 @@ def test_examples_of_a_small_model_pass_by_thousands_on_a_gpu(monkeypatch: pytes
     limit = 2000 * (held(600) - held(300)) // 300  # of two thousand of them
     each = sweep_plans.ExampleFootprint.of(path.trajectory, others[0])
     assert 1024 <= sweep_plans.examples_at_once(path.trajectory, each, 3600, limit) <= 2000
+
+
+def test_reruns_of_a_recorded_run_that_do_not_fit_together_go_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, advance = make("tanh_mlp"), ExactRows.advance
+    trajectory = case.path(4).trajectory
+    runs = [Run(1, {place: None}) for place in (1, 2, 3)]
+    expected, most = run_again(trajectory, runs, 3), 1
+
+    def failing(rows: ExactRows, *given: Any) -> None:
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("no memory")
+        advance(rows, *given)
+
+    monkeypatch.setattr(ExactRows, "advance", failing)
+    for found, values in zip(run_again(trajectory, runs, 3), expected, strict=True):
+        assert found == pytest.approx(values)
+    most = -1
+    with pytest.raises(OutOfMemory, match="reruns of the recorded run ran out of memory"):
+        run_again(trajectory, runs, 3)

@@ -89,17 +89,19 @@ def test_what_counts_as_the_same_batch() -> None:
         assert not same_batch(a, b)
 
 
-def test_rows_that_do_not_fit_together_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["gpu", "cpu"]
+)
+def test_rows_that_do_not_fit_together_are_halved(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where mapped rows run out of memory to the last one, fewer changes are carried at once, and then each alone."""
     case = make("tanh_mlp")
     path, probe, others = with_rows(case.path(4), True), case.batch(), case.batches(5)
     expected = path.replace(others).response(probe).data["response"].values  # rows have been compared here
 
     def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(rows_module, "_mapped", full)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**33))
     found = path.replace(others).response(probe).data["response"].values
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
     monkeypatch.setattr(ExactRows, "advance", full)

@@ -22,6 +22,7 @@ from .batches import Batch
 from .derivatives import derivative_error, first_line, named_line, refuse_reentrant
 from .keeper import Keeper, Left
 from .layout import Layout
+from .memory import ran_out
 from .outside import marked, refuse_written
 from .places import Places
 from .randomness import RandomState, drawing_from
@@ -153,9 +154,11 @@ class Calls:
         try:
             with self.surroundings(model), self.forward():
                 loss = self.loss_fn(model, map_leaves(_same, self.place(batch)))
-        except (AftershockError, torch.OutOfMemoryError):
+        except AftershockError:
             raise
         except Exception as error:
+            if ran_out(error):
+                raise
             if "same device" in str(error):
                 raise MixedDevices(
                     f"the model is on {self.layout.device}, and loss_fn met a tensor elsewhere at {where}: "
@@ -182,9 +185,9 @@ class Calls:
         try:
             scale = None if self.autocast.scale == 1.0 else torch.full_like(loss, self.autocast.scale)
             grads = torch.autograd.grad(loss, leaves, scale, create_graph=create_graph, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if ran_out(error):
+                raise
             raise derivative_error(error) from error
         if any(grad is None for grad in grads):
             refuse_reentrant(loss)

@@ -17,6 +17,7 @@ from .changes import ControlStep
 from .derivatives import first_line
 from .loss import LossFunction
 from .mapping import mapped_over
+from .memory import ran_out
 from .randomness import RandomState
 from .reductions import each_with, norm
 from .structure import flatten
@@ -137,9 +138,11 @@ def example_derivatives(
 
     try:
         (losses, slopes), _, _ = function.call(leaves, buffers, random, program, derivative=True)
-    except (AftershockError, torch.OutOfMemoryError):
+    except AftershockError:
         raise
     except Exception as error:
+        if ran_out(error):
+            raise
         layer = _coupling(function.model)
         eval_mode = ", or train and capture with that layer in eval mode" if layer else ""
         raise ExamplesCouple(

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import AftershockError, OutOfMemory
+from ..errors import AftershockError
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
 from .batches import Accumulated
 from .fused import available
 from .gates import Pattern, recording
 from .graphs import GradientGraph
-from .memory import budget, free, note_peak
+from .memory import budget, free, note_peak, ran_out
 from .pools import Pool
 from .rehearsals import rehearse_products
 from .rows import row_gradients
@@ -189,10 +189,8 @@ def _pooled(trajectory: Trajectory, gradient: int) -> tuple[int | None, int]:
     pool = Pool(loss, state.theta, state.buffers, batches, step.random, lambda _: step.where, step.present)
     try:
         peak, _, besides = measured_on(trajectory.device, pool.mapped)
-    except (OutOfMemory, torch.OutOfMemoryError):  # a few of them are too much already
-        return gradient, 0
-    except Exception:  # whatever cannot be mapped runs alone
-        return None, 0
+    except Exception as error:  # a few of them are too much already, or cannot be mapped and run alone
+        return (gradient if ran_out(error) else None), 0
     return peak // FEW, besides
 
 

@@ -20,6 +20,7 @@ from .derivatives import derivative_error
 from .layout import Layout
 from .loss import Gradient, LossFunction
 from .mapping import mapped_over
+from .memory import ran_out
 from .randomness import RandomState
 from .recordings import Recording
 from .reductions import gradients_apart, norms
@@ -175,9 +176,9 @@ class GradientGraph:
         if not sharing.compared("product"):
             try:
                 sharing.settle("product", self._agrees(curved, vectors[0]))
-            except torch.OutOfMemoryError:
-                return False  # not known yet
-            except Exception:  # no batching rule for an operation of this model
+            except Exception as error:  # no batching rule for an operation of this model
+                if ran_out(error):
+                    return False  # not known yet
                 sharing.settle("product", False)
         if not sharing.tries("product", len(vectors)):
             return False
@@ -305,7 +306,7 @@ def _explained() -> Iterator[None]:
     """What a missing second derivative means, in the user's words."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if ran_out(error):
+            raise
         raise derivative_error(error) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
 import os
 import re
 import weakref
@@ -22,6 +24,8 @@ UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 MALLOC_OPTIONS = {-1: 2**31 - 1, -4: 0}  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
 CARD_SHARE, LIBRARIES = 0.95, 2**30  # of a card's memory, what may be used; bytes of it that libraries take
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.85}  # of what is free: the user's own process needs the rest
+MARGIN = 1.02  # of a need, that is advised: what is free moves a little between two calls
+NO_MEMORY = ("DefaultCPUAllocator: ", "std::bad_alloc")  # what torch says on a CPU, in a plain RuntimeError
 
 
 _set_aside: dict[int, int] = {}  # by owner: what torch counts as free and only the owner can use
@@ -61,7 +65,9 @@ def free(device: torch.device) -> int:
 
 
 def free_of_all() -> str:
-    """Such as 1.0 GiB of 8.0 GiB: of the GPU that is in use, for an error."""
+    """Such as 1.0 GiB of 8.0 GiB: of the GPU that is in use, or of the host without one, for an error."""
+    if not torch.cuda.is_available():
+        return readable(free(torch.device("cpu")))
     return " of ".join(map(readable, torch.cuda.mem_get_info()))
 
 
@@ -100,6 +106,13 @@ def _number(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that memory ran out: torch's error of a GPU, its plain one of a CPU, Python's, or ours."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
 def in_smaller_pieces(
     size: Size, work: Callable[[Size], Result], smaller: Callable[[Size], Size | None], what: str
 ) -> Result:
@@ -108,8 +121,9 @@ def in_smaller_pieces(
     while trying is not None:
         try:
             return work(trying)
-        except (torch.OutOfMemoryError, OutOfMemory):  # ours: a part of it has no smaller piece of its own
-            pass  # what it held is gone before the next try
+        except Exception as error:  # what it held is gone before the next try
+            if not ran_out(error):  # ours: a part of it has no smaller piece of its own
+                raise
         torch.cuda.empty_cache()
         trying = smaller(trying)
     raise OutOfMemory(
@@ -118,13 +132,51 @@ def in_smaller_pieces(
     )
 
 
-def readable(count: float) -> str:
+def in_chunks(count: int, size: int, work: Callable[[range], Result], what: str) -> list[Result]:
+    """`work` on so many things, `size` at a time as planned, and fewer from where memory runs out in spite of that."""
+    found, first = list[Result](), 0
+
+    def some(size: int) -> tuple[int, Result]:
+        return size, work(range(first, min(first + size, count)))
+
+    while first < count:
+        size, result = in_smaller_pieces(size, some, lambda size: size // 2 or None, what)
+        found.append(result)
+        first += size
+    return found
+
+
+def in_one_piece(work: Callable[[], Result], what: str) -> Result:
+    """Work that is not cut: where memory runs out, the error says so by name."""
+    (found,) = in_chunks(1, 1, lambda _: work(), what)
+    return found
+
+
+def readable(count: float, digits: int = 1) -> str:
     """1536 → '1.5 KiB'."""
+    count, unit = _in_units(count)
+    return f"{count:.{digits if unit != 'B' else 0}f} {unit}"
+
+
+def enough(need: float) -> str:
+    """The memory= that a need fits into, for an error: its digits are rounded up, so that what is shown is enough."""
+    count, unit = _in_units(MARGIN * need)
+    return f'memory="{math.ceil(10 * count) / 10:.1f} {unit}"'
+
+
+def lacking(need: int, available: int) -> str:
+    """What work needs and what it may use, which is less, in as many digits as tell the two apart."""
+    pairs = ((readable(need, digits), readable(available, digits)) for digits in itertools.count(1))
+    needed, limit = next((a, b) for a, b in pairs if a != b)
+    return f"needs {needed} beside the model and the path, and {limit} may be used"
+
+
+def _in_units(count: float) -> tuple[float, str]:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            return count, unit
         count /= 1024
-    return f"{count:.1f} TiB"
+    return count, "TiB"
 
 
 def keep_freed() -> None:

@@ -18,7 +18,7 @@ import torch
 from ..errors import OutOfMemory
 from .footprint import Curvature, Footprint, record_gradient, room
 from .lanes import LANES
-from .memory import budget, free, readable
+from .memory import budget, enough, free, lacking, readable
 from .probe import Probe, Watch
 from .responses import ANSWERS, Pass
 from .row_costs import Load, pool_bytes, rollout_bytes
@@ -185,35 +185,42 @@ def _plan(work: Work, answers: Sequence[str], memory: str | int | None, *, park:
 
 
 def at_once(
-    trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None, *, gates: bool = False
+    trajectory: Trajectory,
+    count: int,
+    load: Callable[[int], Load],
+    memory: str | int | None,
+    held: Callable[[int], float],
+    what: str,
 ) -> int:
-    """How many of `count` pieces of work fit, each carrying so many exact and predicted rows; at least one, for which
-    recorded passes give their memory back.
+    """How many of `count` pieces of work fit. Where not even one does, recorded passes give their memory back; where
+    it still does not, that is refused.
 
-    gates: those of exact rows are recorded.
+    load: the rows of so many of them. held: copies of the flat vector beside those and a control that is not kept.
+    what: one of them, for the error.
     """
-    player = trajectory.dynamics.loss.player
-    if predicted:
+    player, each = trajectory.dynamics.loss.player, load(1)
+    vector, control = Footprint.of(trajectory).vector, 3 * (trajectory.spacing > 1)
+    if each.predicted:
         player.narrow()
-    else:
-        plan_rerun_lanes(trajectory, count * exact, len(trajectory), memory)
-    for give_back in (player.narrow, player.give_back):
-        found = _at_once(trajectory, count, exact, predicted, memory, gates)
-        if found is not None or not player.recordings:
-            return found or 1
-        give_back()
-    return _at_once(trajectory, count, exact, predicted, memory, gates) or 1
-
-
-def _at_once(
-    trajectory: Trajectory, count: int, exact: int, predicted: int, memory: str | int | None, gates: bool
-) -> int | None:
-    start = 7 * Footprint.of(trajectory).vector  # the control's step and one change at it
-    if predicted:
         Curvature.of(trajectory)  # what it records is in memory before the rest is planned
-    available = room(trajectory, memory)
-    loads = ((n, Load(n * exact, linear=n * predicted, gates=gates)) for n in _sizes(count))
-    return next((n for n, load in loads if start + rollout_bytes(trajectory, load) <= available), None)
+    else:
+        plan_rerun_lanes(trajectory, load(count).exact, len(trajectory), memory)
+
+    def needed(n: int) -> int:
+        return int(vector * (control + held(n))) + rollout_bytes(trajectory, load(n))
+
+    for give_back in (player.narrow, player.give_back, None):
+        available = room(trajectory, memory)
+        found = next((n for n in _sizes(count) if needed(n) <= available), None)
+        if found is not None:
+            return found
+        if give_back is None or not player.recordings:
+            break
+        give_back()
+    raise OutOfMemory(
+        f"{what} {lacking(needed(1), available)}. What would fit: {enough(needed(1))}, a smaller model or a smaller "
+        "batch"
+    )
 
 
 def plan_readings(watch: Watch, rows: int, reading: Callable[[int], int], memory: str | int | None) -> int:
@@ -236,8 +243,8 @@ def plan_readings(watch: Watch, rows: int, reading: Callable[[int], int], memory
 
     if needed(1) > available:
         raise OutOfMemory(
-            f"one rerun needs {readable(needed(1))} beside the model and the path, and {readable(available)} may be "
-            f'used. What would fit: memory="{readable(1.02 * needed(1))}", a smaller model or a smaller batch'
+            f"one rerun {lacking(needed(1), available)}. What would fit: {enough(needed(1))}, a smaller model or a "
+            "smaller batch"
         )
     lanes = len(trajectory.dynamics.loss.player.lanes)
     sizes = (n for n in range(rows, 1, -1) if n <= lanes or trajectory.together("gradient", n + 1))
@@ -363,7 +370,7 @@ def _advice(work: Work, answers: Sequence[str], memory: str | int | None, availa
     trajectory = work.watch.trajectory
     one = {answer: pass_bytes(work, Pass((answer,), 1)) for answer in answers}
     worst = max(one, key=lambda answer: one[answer])
-    fits = [f'memory="{readable(1.02 * one[worst])}"']
+    fits = [enough(one[worst])]
     if some := [answer for answer in answers if one[answer] <= available]:
         fits.append(f"answers={some}")
     single = replace(work, scales=1)
@@ -373,8 +380,8 @@ def _advice(work: Work, answers: Sequence[str], memory: str | int | None, availa
     if trajectory.keep == "checkpoints" and _fits(replace(work, kept=True), answers, left):
         fits.append(f'keep="states" in follow(), where the path takes {readable(trajectory.not_kept)} more')
     return (
-        f"the {worst} answer to one change needs {readable(one[worst])} beside the model and the path, and "
-        f"{readable(available)} may be used. What would fit: {', '.join(fits)}; a smaller batch needs less"
+        f"the {worst} answer to one change {lacking(one[worst], available)}. What would fit: {', '.join(fits)}; a "
+        "smaller batch needs less"
     )
 
 

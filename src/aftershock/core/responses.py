@@ -14,6 +14,7 @@ from ..errors import OutOfMemory
 from .changes import ControlGradient, ControlStep, Edit, Shock, shocks_of, touched_zero_v
 from .exact_rows import moved
 from .layout import Layout
+from .memory import ran_out
 from .noise import Noise
 from .operators import WriteIn
 from .probe import Reader, Watch
@@ -110,8 +111,9 @@ def _fits(work: Callable[[], None]) -> bool:
     """
     try:
         work()
-    except (OutOfMemory, torch.OutOfMemoryError):
-        pass
+    except Exception as error:
+        if not ran_out(error):
+            raise
     else:
         return True
     torch.cuda.empty_cache()

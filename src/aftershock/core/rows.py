@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import OutOfMemory
 from .batches import Batch, added, micro_batches
 from .mapping import mapped_over
-from .memory import free_of_all
+from .memory import free_of_all, ran_out
 from .randomness import RandomState
 from .reductions import equal, joint_norm, row_norms
 
@@ -71,7 +71,7 @@ class Sharing:
             torch.cuda.empty_cache()
             if size == 1:
                 raise OutOfMemory(
-                    f"one row alone does not fit into the GPU's memory ({free_of_all()} are free); ask for fewer "
+                    f"one row alone does not fit into memory ({free_of_all()} are free); ask for fewer "
                     "changes, scales or answers at once, or use a smaller batch"
                 )
             self.at_once = (size + 1) // 2
@@ -82,7 +82,9 @@ def _or_none(run: Callable[[], T]) -> T | None:
     """None where memory ran out; the error, and with it what it holds, is gone before another try."""
     try:
         return run()
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not ran_out(error):
+            raise
         return None
 
 
@@ -290,9 +292,9 @@ def tried(
     if not loss.sharing.compared(kind):
         try:
             loss.sharing.settle(kind, agrees())
-        except (OutOfMemory, torch.OutOfMemoryError):
-            return None  # not known yet
-        except Exception:  # whatever cannot be mapped runs alone, with the same answer or its own error
+        except Exception as error:  # whatever cannot be mapped runs alone, with the same answer or its own error
+            if ran_out(error):
+                return None  # not known yet
             loss.sharing.settle(kind, False)
     if not loss.sharing.tries(kind, count):
         return None

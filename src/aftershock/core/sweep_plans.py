@@ -15,7 +15,7 @@ from .contributions import LANCZOS
 from .examples import EXAMPLES_AT_ONCE, TESTED, example_derivatives
 from .footprint import Curvature, Footprint, peak_on, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
-from .memory import budget, readable
+from .memory import budget, enough, lacking, readable
 from .planning import LANE_SHARE, Work, plan_history, plan_lanes, plan_reruns, plan_responses
 from .probe import Watch
 from .row_costs import Load, pool_bytes, product_bytes, rollout_bytes
@@ -116,8 +116,7 @@ def examples_at_once(trajectory: Trajectory, each: ExampleFootprint, examples: i
     size = next((n for n in range(most, 0, -1) if each.nbytes(n) <= available), None)
     if size is None:
         raise OutOfMemory(
-            f"one example at a time needs {readable(each.nbytes(1))} beside the model and the path, and "
-            f'{readable(available)} may be used. What would fit: memory="{readable(math.ceil(1.02 * each.nbytes(1)))}"'
+            f"one example at a time {lacking(each.nbytes(1), available)}. What would fit: {enough(each.nbytes(1))}"
         )
     return size
 
@@ -284,9 +283,8 @@ def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> S
     peak = max(readout, held + step + int(PAIRS_SHARE * held) // 2)
     if peak > available and trajectory.device.type == "cpu":
         raise OutOfMemory(
-            f"the sweep over {steps} steps needs {readable(peak)} beside the model and the path, and "
-            f"{readable(available)} may be used. What would fit: {_earlier(peak, available, outcomes * v, steps)}"
-            f'memory="{readable(math.ceil(1.02 * peak))}"'
+            f"the sweep over {steps} steps {lacking(peak, available)}. What would fit: "
+            f"{_earlier(peak, available, outcomes * v, steps)}{enough(peak)}"
         )
     return SweepPlan(place, AtOnce(1, pairs, pairs), peak)
 
@@ -313,7 +311,7 @@ def _earlier(peak: int, available: int, step: int, steps: int) -> str:
 
 def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int, need: int) -> str:
     """What is missing, and what would fit."""
-    fits = [f'memory="{readable(math.ceil(1.02 * need))}"']
+    fits = [enough(need)]
     if len(horizons) > 1:
         if needs.peak(horizons[-1:], 1) <= available:
             fits.append('one outcome (by="response")')
@@ -321,7 +319,4 @@ def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int
         if shorter:
             fits.append(f"horizon={max(shorter)} (now {watch.horizons})")
     batches = "one batch" if least == 1 else f"{least} batches"
-    return (
-        f"ranking {batches} at a time needs {readable(need)} beside the model and the path, and "
-        f"{readable(available)} may be used. What would fit: {', '.join(fits)}"
-    )
+    return f"ranking {batches} at a time {lacking(need, available)}. What would fit: {', '.join(fits)}"

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..core.batches import Accumulated, Batch, example_count
 from ..core.changes import ControlStep, Replace
 from ..core.examples import EXAMPLES_AT_ONCE, example_scores, example_weight
-from ..core.memory import in_smaller_pieces
+from ..core.memory import in_smaller_pieces, ran_out
 from ..core.scores import Adjoint, difference_scores, example_direction
 from ..core.state import JointState, difference
 from ..core.structure import flatten
@@ -43,7 +42,9 @@ def example_shares(
         ), "each put alone into the batch of the step before"
     except AftershockError as error:
         return None, str(error)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not ran_out(error):
+            raise
         return None, "memory ran out while the examples were looked at one by one"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ..core.dynamics import Step
 from ..core.layout import Layout
+from ..core.memory import in_chunks
 from ..core.noise import jitter
 from ..core.planning import plan_rerun_lanes
 from ..core.rollout import Moment, Rows, rollout
@@ -78,16 +81,25 @@ def run_again(
     most = max(map(len, by_start.values()), default=0)
     plan_rerun_lanes(trajectory, most, last, trajectory.memory)
     for at, some in sorted(by_start.items()):
-        work = (trajectory, at, [runs[i] for i in some], last, done, quantity)
-        beside = _side_by_side(*work)
-        if beside is None:
-            trajectory.dynamics.loss.sharing.settle("gradient", False)
-            beside = _side_by_side(*work)
-            assert beside is not None  # alone there is no other control
-        for i, values in zip(some, beside):
+        work = partial(_from_one_step, trajectory, at, [runs[i] for i in some], last, done, quantity)
+        together = in_chunks(len(some), len(some), work, "reruns of the recorded run")
+        for i, values in zip(some, itertools.chain(*together)):
             found[i] = values
             tick()
     return found
+
+
+def _from_one_step(
+    trajectory: Trajectory, at: int, runs: Sequence[Run], last: int, done: Done, quantity: Quantity, some: range
+) -> list[dict[int, float]]:
+    """Some of the runs: side by side, and alone where their control among rows is another run."""
+    work = (trajectory, at, [runs[i] for i in some], last, done, quantity)
+    beside = _side_by_side(*work)
+    if beside is None:
+        trajectory.dynamics.loss.sharing.settle("gradient", False)
+        beside = _side_by_side(*work)
+        assert beside is not None  # alone there is no other control
+    return beside
 
 
 def state_after(trajectory: Trajectory, run: Run, last: int) -> JointState | None:

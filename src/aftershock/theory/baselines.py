@@ -6,7 +6,7 @@ Every score of the table comes from one sweep; the readout permutations need not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from ..core.changes import ControlStep, Shock, first_tangent, names_of, tangent_lag
 from ..core.dynamics import Linearized
+from ..core.footprint import Curvature, Footprint
 from ..core.graphs import GradientGraph
+from ..core.memory import in_chunks, in_one_piece
 from ..core.operators import Transition
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.randomness import Randomness, generator_of
 from ..core.reductions import norms, paired
 from ..core.rollout import Moment, Rows, rollout
+from ..core.row_costs import Load
 from ..core.state import Cotangent, Tangent, difference, lag_of, pair, stack
 from ..core.sweeps import recount_, recount_exactly_, transit_with_
 from ..errors import InvalidInput
@@ -47,7 +50,8 @@ TRAJECTORIES = (
     "semilinear",
 )
 STATIC = ("exact_one_step", "gradient_norm", "write_norm", "curvature")
-PREDICTED = 6  # rows a change carries: four linear ones, one semilinear, and the frozen one
+STARTED = 5  # vectors of each change beside its rows, as measured: its ξ, its start and its exact end
+LINEAR = 5  # rows a change carries beside the semilinear one, the frozen one among them
 
 
 def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: str | int | None = None) -> xr.Dataset:
@@ -86,14 +90,27 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     watch = change.path.watch(change.at, probe, horizon)
     change.path.require_linear(watch)
     path, control = change.path, change.path.control(change.at)
-    slopes = watch.slopes()
-    tables = []
-    size = at_once(path.trajectory, len(change), 0, PREDICTED, path.memory if memory is None else memory)
-    reference = path.trajectory.linearize(control.step, control.before).graph
-    for first in range(0, len(change), size):
-        shocks = [edit.shock(control) for edit in change.edits[first : first + size]]
-        tables.append(_Sweep(watch, control, shocks, slopes).table(reference))
-    return _labelled(watch, change, tables, slopes)
+    limit = path.memory if memory is None else memory
+    size = at_once(path.trajectory, len(change), _rows, limit, _held(watch), "scoring one change")
+    slopes = in_one_piece(watch.slopes, "the slopes of the probe")
+    reference = in_one_piece(
+        lambda: path.trajectory.linearize(control.step, control.before).graph, "the control's graph"
+    )
+
+    def table(some: range) -> dict[str, Tensor]:
+        return _Sweep(watch, control, [change.edits[i].shock(control) for i in some], slopes).table(reference)
+
+    return _labelled(watch, change, in_chunks(len(change), size, table, "scoring changes"), slopes)
+
+
+def _rows(changes: int) -> Load:
+    return Load(semilinear=changes, linear=LINEAR * changes)
+
+
+def _held(watch: Watch) -> Callable[[int], float]:
+    """The readouts and the reference's graph, and what each change holds beside its rows."""
+    f, graph = Footprint.of(watch.trajectory), Curvature.of(watch.trajectory).graph
+    return lambda changes: watch.horizons + graph / f.vector + STARTED * changes
 
 
 class _Sweep:

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ..core.changes import ControlStep, Edit, first_tangent, names_of, scales_of, tangent_lag
 from ..core.exact_rows import same_state
+from ..core.memory import in_chunks, in_one_piece
 from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import count
 from ..core.rollout import Rows, rollout
+from ..core.row_costs import Load
 from ..core.state import CHANNELS, JointState, Lag, Tangent, stack
+from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from ..results.provenance import asked, provenance
 from ..results.summaries import summarize
@@ -73,21 +76,35 @@ def channel_responses(
     path, watch = change.path, change.path.watch(change.at, probe, horizon)
     if "tangent" in wanted:
         path.require_linear(watch)
-    found: dict[str, list[Tensor]] = {name: [] for name in [*wanted, "broken", "counts"]}
-    rows = (len(SUBSETS) - 1) * ("exact" in wanted), len(CHANNELS) * ("tangent" in wanted)
     limit = path.memory if memory is None else memory
-    size = at_once(path.trajectory, len(change), *rows, limit)
+    size = _changes_at_once(path.trajectory, len(change), wanted, limit)
     read = Reader(path.trajectory, watch.probe)
-    _read_controls(read, watch)  # before anything else is in memory
-    for first in range(0, len(change), size):
-        starts = _Starts(watch, change.edits[first : first + size], scale, "tangent" in wanted)
+    in_one_piece(lambda: _read_controls(read, watch), "the control alone")  # before anything else is in memory
+
+    def answered(some: range) -> dict[str, Tensor]:
+        starts = _Starts(watch, change.edits[some.start : some.stop], scale, "tangent" in wanted)
+        counts = torch.tensor([end.counts != starts.control.counts for end in starts.ends])
+        found = {"broken": starts.broken, "counts": counts}
         if "exact" in wanted:
-            found["exact"].append(_hybrids(watch, read, starts, limit))
+            found["exact"] = _hybrids(watch, read, starts, limit)
         if "tangent" in wanted:
-            found["tangent"].append(_isolated(watch, read, starts))
-        found["broken"].append(starts.broken)
-        found["counts"].append(torch.tensor([end.counts != starts.control.counts for end in starts.ends]))
-    return _labelled(watch, change, wanted, {name: torch.cat(parts) for name, parts in found.items()}, scale)
+            found["tangent"] = _isolated(watch, read, starts)
+        return found
+
+    parts = in_chunks(len(change), size, answered, "hybrids of changes")
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return _labelled(watch, change, wanted, found, scale)
+
+
+def _changes_at_once(trajectory: Trajectory, changes: int, answers: Sequence[str], memory: str | int | None) -> int:
+    """As many as fit with all their hybrids; those of one change alone are cut further, down to one at a time."""
+    tangents = len(CHANNELS) * ("tangent" in answers)
+
+    def rows(n: int) -> Load:
+        hybrids = n * (len(SUBSETS) - 1) if n > 1 else 1
+        return Load(exact=hybrids * ("exact" in answers), linear=n * tangents)
+
+    return at_once(trajectory, changes, rows, memory, lambda n: n * (3 + tangents), "a hybrid of one change")
 
 
 def _read_controls(read: Reader, watch: Watch) -> None:
@@ -137,15 +154,18 @@ def _hybrids(
     """Seven exact hybrids of every change, as many at once as fit; nothing for the one that is the control."""
     trajectory = watch.trajectory
     wanted = [(end, kept) for end in starts.ends for kept in SUBSETS[1:]]
-    size, found = at_once(trajectory, len(wanted), 1, 0, memory), []
-    for first in range(0, len(wanted), size):
-        some = [hybrid(starts.control, end, kept) for end, kept in wanted[first : first + size]]
+    held = 3 * (len(starts.ends) + len(starts.tangents))
+    size = at_once(trajectory, len(wanted), lambda n: Load(exact=n), memory, lambda _: held, "a hybrid of one change")
+
+    def run(few: range) -> Float[Tensor, "hybrid horizon"]:
+        some = [hybrid(starts.control, *wanted[i]) for i in few]
         # where none of them is the control, whose readings are known, it need not run along
         distinct = not any(same_state(one, starts.control) for one in some)
         rows = Rows(some, control=None if distinct else starts.control, distinct=distinct)
         moments = rollout(trajectory, watch.first, rows, watch.last)
-        found.append(torch.stack([read.exact(moment) for moment in moments], dim=-1))
-    values = torch.cat(found).view(len(starts.ends), -1, watch.horizons)
+        return torch.stack([read.exact(moment) for moment in moments], dim=-1)
+
+    values = torch.cat(in_chunks(len(wanted), size, run, "hybrids")).view(len(starts.ends), -1, watch.horizons)
     return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
 
 

@@ -19,6 +19,7 @@ from ..core.batches import Batch
 from ..core.changes import ControlStep, Shock, names_of, scales_of
 from ..core.exact_rows import ExactRows
 from ..core.footprint import Footprint
+from ..core.memory import in_chunks, in_one_piece, ran_out
 from ..core.planning import plan_readings, plan_rerun_lanes
 from ..core.probe import Watch
 from ..core.readings import row_readings
@@ -149,7 +150,7 @@ class LogitReader:
                 z = z.detach().requires_grad_()
                 return torch.autograd.grad(token_loss(z, labels), z)[0]
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if ran_out(error):
                     raise
                 raise InvalidLoss(
                     "logits(model, batch) gives the logits and their labels, as cross_entropy takes them; here it "
@@ -171,7 +172,8 @@ class _Reruns:
 
     def __init__(self, watch: Watch, logits: Logits, ways: Sequence[float], memory: str | int | None) -> None:
         plan_rerun_lanes(watch.trajectory, len(ways), watch.horizons, memory)
-        self.watch, self.ways, self.reader = watch, ways, LogitReader(watch, logits)
+        self.watch, self.ways = watch, ways
+        self.reader = in_one_piece(lambda: LogitReader(watch, logits), "the control alone")
         self.size = plan_readings(watch, len(ways), self.reader.nbytes, memory)
         self.gradient_norm: list[float] = []
         self.write_norm: list[float] = []
@@ -185,13 +187,14 @@ class _Reruns:
     def _change(self, shock: Shock) -> Float[Tensor, "way 2 horizon"]:
         self.gradient_norm.append(math.nan if shock.xi is None else float(norms(shock.xi)))
         self.write_norm.append(self._write_norm(shock))
-        found = []
-        for first in range(0, len(self.ways), self.size):
-            some = (shock.endpoint(way)[0] for way in self.ways[first : first + self.size])
-            rows = Rows(some, distinct=self.write_norm[-1] > 0, owned=True)
+        distinct = self.write_norm[-1] > 0
+
+        def run(some: range) -> Float[Tensor, "way 2 horizon"]:
+            rows = Rows((shock.endpoint(self.ways[i])[0] for i in some), distinct=distinct, owned=True)
             moments = rollout(self.watch.trajectory, self.watch.first, rows, self.watch.last)
-            found.append(torch.stack([self.reader.read(moment) for moment in moments], dim=-1).cpu())
-        return torch.cat(found)
+            return torch.stack([self.reader.read(moment) for moment in moments], dim=-1).cpu()
+
+        return torch.cat(in_chunks(len(self.ways), self.size, run, "reruns of one change"))
 
     def _write_norm(self, shock: Shock) -> float:
         theta = self.watch.trajectory.state(self.watch.first).theta  # of both states nothing else is held

@@ -15,10 +15,13 @@ from torch import Tensor
 from ..core.adamw import Run, runs_of
 from ..core.changes import ControlStep, Perturb, names_of, scales_of
 from ..core.dynamics import Step
+from ..core.memory import in_chunks
 from ..core.operators import WriteIn, readout
+from ..core.planning import at_once
 from ..core.probe import Reader, Watch
 from ..core.reductions import count, finite, norms, products
 from ..core.rollout import Rows, rollout
+from ..core.row_costs import Load
 from ..core.state import JointState, difference
 from ..errors import InvalidInput
 from ..results.labelled import LabelledResult
@@ -36,6 +39,7 @@ NULLSPACE = 4.0  # ‖z̃‖ / ‖b‖
 LARGEST_GAMMA = 64.0
 BISECTIONS = 64
 ACCEPTED = 5e-8  # residual over μ1
+CONTROLS = 2  # vectors of the control's steps beside hybrids, as measured
 ROUNDING = 64  # of ‖z‖, in units of eps ‖r‖, below which z is zero
 
 
@@ -242,6 +246,7 @@ def persistence(
     beta2: Sequence[float] | None = None,
     scale: float = 0.25,
     horizon: int | None = None,
+    memory: str | int | None = None,
 ) -> xr.Dataset:
     """How long a change acts through m (or v) under another β1 (or β2), with an equal first displacement.
 
@@ -250,9 +255,10 @@ def persistence(
     is the one at the path's own β1; or Δv alone. The paper does not say how it matches v: here each
     coordinate's Δv is solved for exactly the same displacement through v, η m̂ (1/d − 1/d'); `unmatched`
     counts the coordinates where no v ≥ 0 gives it, which take the nearest v, or Δv as it is. Ratios are to
-    the smallest β. (N+1)·H g per β. Paper: Table "matched-first-displacement persistence sweep".
+    the smallest β. (N+1)·H g per β, and H more for each further piece that the changes are cut into. Paper: Table
+    "matched-first-displacement persistence sweep".
 
-    beta1, beta2: the values to try, of one of them. probe, scale, horizon: as in `change.response`.
+    beta1, beta2: the values to try, of one of them. probe, scale, horizon, memory: as in `change.response`.
 
     >>> found = theory.persistence(change, probe, beta1=[0.5, 0.9])
     >>> found["peak_ratio"].sel(change="replace 1").values.round(2).tolist()
@@ -265,18 +271,32 @@ def persistence(
     watch = change.path.watch(change.at, probe, horizon)
     if watch.horizons < 2:
         raise InvalidInput("a moment moves θ one step after the change: persistence() needs two horizons or more")
-    control = change.path.control(change.at)
-    ends = [edit.shock(control).endpoint(scale)[0] for edit in change.edits]
-    following = change.path.control(change.at + 1)
-    starts = [row for beta in betas for row in _with_decay(following, ends, name, channel, beta)]
-    shape, dims = (len(betas), len(ends)), ("beta", "change")
-    response = _along(watch, following.before, starts, len(ends)).unflatten(0, shape).numpy()
-    first, unmatched = (torch.stack([getattr(x, key) for x in starts]).unflatten(0, shape) for key in FOUND)
+    limit, trajectory = change.path.memory if memory is None else memory, change.path.trajectory
+
+    def rows(changes: int) -> Load:
+        return Load(exact=len(betas) * (1 + changes))
+
+    def held(changes: int) -> float:
+        return CONTROLS + (3 + len(betas)) * changes
+
+    def hybrids(some: range) -> dict[str, Tensor]:
+        control, following = change.path.control(change.at), change.path.control(change.at + 1)
+        ends = [change.edits[i].shock(control).endpoint(scale)[0] for i in some]
+        del control
+        starts = [row for beta in betas for row in _with_decay(following, ends, name, channel, beta)]
+        found = {key: torch.stack([getattr(x, key) for x in starts]) for key in FOUND}
+        found["response"] = _along(watch, following.before, starts, len(ends))
+        return {key: values.unflatten(0, (len(betas), len(ends))) for key, values in found.items()}
+
+    size = at_once(trajectory, len(change), rows, limit, held, f"one change under {len(betas)} values of {name}")
+    parts = in_chunks(len(change), size, hybrids, "hybrids under other β")
+    found = {key: torch.cat([part[key] for part in parts], dim=1).numpy() for key in parts[0]}
+    dims = ("beta", "change")
     data = xr.Dataset(
         {
-            "response": ((*dims, "horizon"), response),
-            "first_displacement": (dims, first.numpy()),
-            "unmatched": (dims, unmatched.numpy()),
+            "response": ((*dims, "horizon"), found["response"]),
+            "first_displacement": (dims, found["displacement"]),
+            "unmatched": (dims, found["unmatched"]),
             "scale": scale,
             "channel": channel,
             **asked(change.kind, watch.at, watch.probe),

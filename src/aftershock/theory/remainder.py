@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core.changes import tangent_lag
 from ..core.gates import Pattern, recording, replaying
 from ..core.guards import hidden_buffers
+from ..core.memory import in_one_piece
 from ..core.operators import WriteIn, readout
 from ..core.probe import Probe, horizon_of
 from ..core.reductions import count, norms
@@ -108,6 +109,10 @@ def decompose(
     >>> float(data["identity_residual"].max()) < 1e-12
     True
     """
+    return in_one_piece(lambda: _decomposed(change, scale, index, horizon, probe), "one exact pair")
+
+
+def _decomposed(change: Change, scale: float, index: int, horizon: int | None, probe: Any) -> Decomposition:
     path = change.path
     watched = None if probe is None else Probe.of(probe)
     horizon = horizon_of(path.trajectory, change.at, horizon, watched)

@@ -23,8 +23,10 @@ from ..core.clipping import TORCH_EPSILON, Clip, clip_
 from ..core.dynamics import Dynamics, Linearized, Step
 from ..core.gates import Gate, Pattern, recording, replaying
 from ..core.graphs import GradientGraph
+from ..core.memory import in_chunks
 from ..core.planning import at_once
 from ..core.rollout import Rows, rollout
+from ..core.row_costs import Load
 from ..core.state import JointState, Tangent, difference
 from ..errors import HiddenState, InvalidInput, UnfrozenGate
 from ..results.provenance import provenance
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ..api.change import Change
 
 
+STARTED = 2  # vectors of the control's step and one change at it, as measured
 SAME_LOSS = 1e-5  # relative: far above float32 rounding, far below an operation that was changed
 
 
@@ -202,10 +205,17 @@ def switch_fraction(
 
     path, last = change.path, len(change.path)
     limit = path.memory if memory is None else memory
-    size = at_once(path.trajectory, len(change), len(scales), 0, limit, gates=True)
+
+    def rows(changes: int) -> Load:
+        return Load(exact=changes * len(scales), gates=True)
+
+    size = at_once(path.trajectory, len(change), rows, limit, lambda _: STARTED, "following the gates of one change")
     found = torch.full((len(change), len(scales), last - change.at), torch.nan, dtype=torch.float64)
-    for first in range(0, len(change), size):
-        _switched_shares_(found[first : first + size], change, first, scales, kinds)
+
+    def follow(some: range) -> None:
+        _switched_shares_(found[some.start : some.stop], change, some.start, scales, kinds)
+
+    in_chunks(len(change), size, follow, "following gates")
     return xr.DataArray(
         found.numpy(),
         dims=("change", "scale", "horizon"),

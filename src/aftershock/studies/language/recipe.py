@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import theory
-from ...core.memory import begin_peak, peak_held
+from ...core.memory import begin_peak, peak_held, ran_out
 from ...core.noise import noise_floor
 from ...core.state import CHANNELS
-from ...errors import InvalidFile, InvalidInput, OutOfMemory
+from ...errors import AftershockError, InvalidFile, InvalidInput, OutOfMemory
 from ..study import Study, System, require_device
 from .candidates import DROWNED, lost_in_noise
 from .models import ModelSource, find_model
@@ -109,7 +109,9 @@ def run_piece(
         begin_peak(torch.device(device))
     try:
         return {SETTING: measured(prepare(system, *grid[system.kind], tokenizer, protocol, device))}
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if isinstance(error, AftershockError) or not ran_out(error):  # ours says what would fit
+            raise
         raise OutOfMemory(
             f"{system.kind} does not fit on {device} ({str(error).splitlines()[0]}). What would fit: a smaller model, "
             "a device with more memory, or this one while nothing else runs on it"
