@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,13 @@ class Case:
         model = copy.deepcopy(self.model, memo)
         optimizer = copy.deepcopy(self.optimizer, memo)
         return Case(self.name, model, optimizer, self.loss_fn, self.batch, self.clip)
+
+
+def advised(refused: Any) -> str:
+    """The memory= that an error says would fit; `refused` is what `pytest.raises` gives."""
+    found = re.search(r'memory="([^"]+)"', str(refused.value))
+    assert found, refused.value
+    return found[1]
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,10 +14,10 @@ import aftershock as ak
 from aftershock.core.footprint import Curvature
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.loss import LossFunction
-from aftershock.errors import HiddenState, InvalidInput
+from aftershock.errors import HiddenState, InvalidInput, OutOfMemory
 from aftershock.theory.baselines import STATIC, TRAJECTORIES, readout_null, scores
 
-from .cases import make
+from .cases import advised, make
 from .oracles import reverse_jacobian
 from .test_operators import H, System
 
@@ -182,7 +182,9 @@ def test_the_whole_table_costs_little_more_than_its_propagations(steps: int, mon
 def test_memory_does_not_change_the_table() -> None:
     case = make("clipped")
     change, probe = case.path(4).replace(case.batches(3)), case.batch()
-    whole, parts = scores(change, probe), scores(change, probe, memory=1)
+    with pytest.raises(OutOfMemory, match="scoring one change needs") as refused:
+        scores(change, probe, memory=1)
+    whole, parts = scores(change, probe), scores(change, probe, memory=advised(refused))
     np.testing.assert_allclose(parts["score"].values, whole["score"].values, rtol=1e-10)
     short = scores(change, probe, horizon=2)
     np.testing.assert_allclose(short["response"], whole["response"].isel(horizon=[0, 1]), rtol=1e-12, atol=1e-18)

@@ -12,10 +12,10 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.core.footprint import Curvature
-from aftershock.errors import HiddenState, InvalidInput
+from aftershock.errors import HiddenState, InvalidInput, OutOfMemory
 from aftershock.theory.channels import HYBRIDS, channel_responses
 
-from .cases import Case, make
+from .cases import Case, advised, make
 from .test_baselines import counters
 from .test_changes import clip_and_step, gradients, probe_loss
 from .test_operators import H, System
@@ -124,8 +124,10 @@ def test_horizon_and_memory_do_not_change_the_numbers(monkeypatch: pytest.Monkey
     assert (count["products"], count["__init__"]) == (3 * 3 * 4, 4)  # three blocks of three changes over four steps
     assert count["gradient"] == 5 + 2 + 3 + 7 * 3 * 4  # readouts, two controls, candidates, seven runs a change
     np.testing.assert_array_equal(channel_responses(change, probe, horizon=2)["response"], whole.isel(horizon=[0, 1]))
+    with pytest.raises(OutOfMemory, match="a hybrid of one change needs") as refused:
+        channel_responses(change, probe, memory=1)
     count["__init__"] = 0
-    one_by_one = channel_responses(change, probe, memory=1)["response"]
+    one_by_one = channel_responses(change, probe, memory=advised(refused))["response"]
     assert count["__init__"] == 3 * 4
     np.testing.assert_allclose(one_by_one.values, whole.values, rtol=1e-12, atol=1e-18)
     assert channel_responses(change, probe, horizon=1)["no_derivative"].sum() == 0

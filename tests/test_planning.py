@@ -35,7 +35,7 @@ from aftershock.core.trajectory import Trajectory
 from aftershock.errors import OutOfMemory
 from aftershock.recorder.reruns import Run, run_again
 
-from .cases import Case, cross_entropy, make, mlp, next_token
+from .cases import Case, advised, cross_entropy, make, mlp, next_token
 
 WITHIN = 0.2
 CPU = torch.device("cpu")
@@ -306,7 +306,7 @@ def test_a_budget_for_nothing_says_what_would_fit() -> None:
     ) as small:
         change.response(probe, memory="100KiB")
     assert "answers=" not in str(small.value)
-    enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
+    enough = advised(small)
     change.response(probe, memory=enough, horizon=1)
     scales = [0.25, 0.5, 1.0]
     need = {a: path.replace([probe]).estimate(probe, answers=(a,), scales=scales).memory for a in ANSWERS}
@@ -536,7 +536,7 @@ def test_a_sweep_in_rows_is_cut_to_fit() -> None:
         need = path.estimate_rank(batches, probe, verify=0).memory
         with pytest.raises(OutOfMemory) as refused:
             path.rank(batches, probe, verify=0, memory="1KiB")
-        least = budget(re.search(r'memory="([^"]+)"', str(refused.value))[1], CPU)
+        least = budget(advised(refused), CPU)
         assert least < 0.7 * need
         for limit in (least, (least + need) // 2):
             assert path.estimate_rank(batches, probe, verify=0, memory=limit).memory <= limit
@@ -598,10 +598,10 @@ def test_measures_of_changes_stay_within_the_budget_or_refuse_it(what: str) -> N
     change, work = path.replace(others), MEASURED[what]
     with pytest.raises(OutOfMemory, match=r"needs .* and 4\.0 MiB may be used. What would fit: memory=") as refused:
         work(change, probe, memory="4 MiB")
-    advised = re.search(r'memory="([^"]+)"', str(refused.value))[1]
+    least = advised(refused)
     whole, found = work(change, probe), list[xr.Dataset]()
-    real, _ = measured(lambda: found.append(work(change, probe, memory=advised)))
-    limit = budget(advised, CPU)
+    real, _ = measured(lambda: found.append(work(change, probe, memory=least)))
+    limit = budget(least, CPU)
     assert 0.6 * limit <= real <= limit, f"{readable(real)} of {readable(limit)}"
     xr.testing.assert_allclose(found[0], whole, rtol=1e-4, atol=1e-6)
 
@@ -622,7 +622,7 @@ def test_a_ranking_that_does_not_fit_says_so_before_its_sweep(monkeypatch: pytes
     path.rank(pool, probe, verify=0, horizon=horizon, memory=last)
     with pytest.raises(OutOfMemory):
         path.rank(pool, probe, verify=0, horizon=horizon + 1, memory=last)
-    enough = re.search(r'memory="([^"]+)"', str(small.value))[1]
+    enough = advised(small)
     path.rank(pool, probe, verify=0, memory=enough)
     monkeypatch.setattr(sweep_plans, "plan_reruns", nothing_fits)
     monkeypatch.setattr(ranking, "adjoint", None)

@@ -243,8 +243,10 @@ def test_the_search_over_readings_begins_with_the_studys_own(scene: Scene) -> No
     own = swept.sel(deviation="0.25 of the shock", match=persistence.EXACTLY)
     for name, data in memory(scene).items():
         here = own.sel(probe=NAMES[name])
-        np.testing.assert_array_equal(here, data["persistence_v"])
-        np.testing.assert_array_equal(persistence.channels(scene).sel(probe=NAMES[name]), data["channel_exact"])
+        # More rows in one call round the losses otherwise, which are of order one: a few of their last places.
+        np.testing.assert_allclose(here, data["persistence_v"], rtol=0, atol=1e-14)
+        own_channels = persistence.channels(scene).sel(probe=NAMES[name])
+        np.testing.assert_allclose(own_channels, data["channel_exact"], rtol=0, atol=1e-14)
     same = swept.sel(decay=HYPER.beta2)  # where no β changes, every rule is the identity
     np.testing.assert_allclose(same, same.sel(match=["none"]).values.repeat(5, same.dims.index("match")), rtol=1e-6)
 

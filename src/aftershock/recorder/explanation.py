@@ -102,8 +102,8 @@ class FlightExplanation(LabelledResult):
     (0.45, 2, nan)
     >>> found.verdict.split(":")[0], found.descriptions[55]
     ('The batch of step 55 itself is the spike', 'tensor([1, 0, 1, 1, 0, 0, 1, 0])')
-    >>> found.certificate.findings[0].quantity
-    'replay_deviation'
+    >>> found.certificate.findings[0].quantity, found.sizes_hold
+    ('replay_deviation', True)
     >>> scalars = []
     >>> found.to_tensorboard(SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar)))
     >>> found.page().name, found.report("spike.html").name, found.save_skip_list("skip.json").read_text().split()
