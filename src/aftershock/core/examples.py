@@ -22,7 +22,6 @@ from .randomness import RandomState
 from .reductions import each_with, norm
 from .structure import flatten
 
-COUPLED = "batch normalization in training mode couples them, and dropout draws one mask for the whole batch"
 TESTED = 8  # examples on which independence is tested before anything is computed
 SPREAD = 32  # and of every thousand further ones
 EXAMPLES_AT_ONCE = 1024  # half as many take 6 % longer each on the benchmarks' MLP, and 1 % on their CNN
