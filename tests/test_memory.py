@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
+from aftershock.core.host import free_of_host
 from aftershock.core.memory import budget, enough, free, in_smaller_pieces, lacking, left_on_card, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
@@ -28,7 +30,7 @@ from .cases import make
 
 HOME = Path(aftershock.__file__).parent
 # where it is decided what may be used, and how work is cut to fit
-PLANS = {f"core/{name}.py" for name in ("memory", "footprint", "path_plans", "planning", "sweep_plans")}
+PLANS = {f"core/{name}.py" for name in ("host", "memory", "footprint", "path_plans", "planning", "sweep_plans")}
 DECIDES = {"budget", "free", "room"}  # functions of `memory` and `footprint`
 SOURCES = ("memory", "footprint")
 ASKS = {"mem_get_info", "total_memory", "memory_allocated", "memory_reserved", "sysconf"}  # of torch and of the system
@@ -58,6 +60,41 @@ def _memory_asked(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DECIDES:
             yield node.func.attr
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "left"),
+    [
+        ("0::/job/step", {}, 7 * 2**30),  # nothing is limited
+        ("0::/job/step", {"job/memory.max": "max", "job/step/memory.max": "max"}, 7 * 2**30),
+        ("0::/job/step", {"job/memory.max": "3221225472", "job/step/memory.max": "max"}, 2 * 2**30 + 2**20),
+        ("0::/../outside", {"memory.max": "2147483648"}, 2**30 + 2**20),  # a container, whose root is its group's
+        ("4:cpu,memory:/docker/1", {"memory/memory.limit_in_bytes": "2147483648"}, 2**30 + 2**20),
+        ("4:memory:/job", {"memory/job/memory.limit_in_bytes": str(2**63 - 4096)}, 7 * 2**30),
+        ("5:cpu:/job", {"cpu/job/memory.limit_in_bytes": "2147483648"}, 7 * 2**30),
+        ("0::/job", {"job/memory.max": "1000"}, 0),  # what is over its limit has nothing
+    ],
+)
+def test_what_a_container_or_a_job_may_use_is_what_is_free(
+    tmp_path: Path, group: str, files: dict[str, str], left: int
+) -> None:
+    """Of a machine with 7 GiB free; a group uses 1 GiB, of which 1 MiB are cached files."""
+    first = not group.startswith("0::")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable: 7340032 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/\n{group}\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+        path.with_name("memory.usage_in_bytes" if first else "memory.current").write_text(f"{2**30}\n")
+        path.with_name("memory.stat").write_text(f"anon 5\n{'total_' * first}inactive_file {2**20}\n")
+    assert free_of_host(tmp_path) == left
+
+
+def test_a_host_that_tells_nothing_has_half_of_its_memory(tmp_path: Path) -> None:
+    assert free_of_host(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    assert 0 < free(torch.device("cpu")) <= 2 * free_of_host(tmp_path)
 
 
 def test_budgets() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import itertools
 import math
-import os
 import re
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import InvalidInput, OutOfMemory
+from .host import free_of_host
 
 Size = TypeVar("Size")
 Result = TypeVar("Result")
@@ -57,11 +57,7 @@ def free(device: torch.device) -> int:
         available, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return available + cached - sum(_set_aside.values())
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: half of what is installed
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return free_of_host()
 
 
 def free_of_all() -> str:
