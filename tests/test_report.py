@@ -254,6 +254,16 @@ def test_the_page_can_be_read_without_eyes(tmp_path: Path) -> None:
     assert tables == captions == 2
 
 
+@pytest.mark.parametrize("rest", ["", "Without any of 8 other steps it stays at 0.7. The event is the spike of 0.7."])
+def test_the_first_sentence_of_a_verdict_is_large_and_no_word_is_lost(rest: str) -> None:
+    first = "Step 3 did it: lr changed from 0.01 to 0.1, i.e. by <10>."
+    parser = Tags()
+    parser.feed(html := shell.opening("The spike", f"{first} {rest}".strip()))
+    assert parser.text == f"The spike\n{first} {rest}".strip()
+    assert f"<p class='verdict'>{escape(first)}{' <span' if rest else '</p>'}" in html
+    assert html.count(f"<span class='rest'>{rest}</span>") == bool(rest)
+
+
 def test_a_page_carries_its_library_or_shares_it(tmp_path: Path) -> None:
     figure = shell.plot(figures.response_figure(made()), "response", "a caption", "words")
     alone = shell.write_page(tmp_path / "alone.html", "t", [shell.section("One", figure)])

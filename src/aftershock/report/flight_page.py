@@ -19,7 +19,7 @@ from ..recorder.words import SO_FAR, plus_minus, share
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
-from .shell import WORDS, findings, number, plot, provenance_table, section, write_page
+from .shell import WORDS, findings, number, opening, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..recorder.explanation import Culprit, FlightExplanation
@@ -51,8 +51,8 @@ def write_flight_page(found: FlightExplanation, path: str | Path, *, title: str 
     title = _title(found) if title is None else title
     culprits = found.culprits
     sections = [
-        f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(found.verdict)}</p>\n"
-        f"{_which(found)}<h2>How far to trust this</h2>\n{findings(found.certificate)}</header>",
+        f"<header>{opening(title, found.verdict)}\n{_which(found)}"
+        f"<h2>How far to trust this</h2>\n{findings(found.certificate)}</header>",
         _course(found),
         *_treatments(found),
         *_trials(found, culprits),

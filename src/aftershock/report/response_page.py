@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..api.response import signed_peak
 from . import figures
-from .shell import findings, number, plot, provenance_table, section, write_page
+from .shell import findings, number, opening, plot, provenance_table, section, write_page
 
 if TYPE_CHECKING:
     from ..api.response import Response
@@ -41,7 +41,7 @@ def write_response_page(
     """
     told = [story] if isinstance(story, str) else list(story or [])
     sections = [
-        f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(response.verdict)}</p></header>",
+        f"<header>{opening(title, response.verdict)}</header>",
         *(_paragraph(text) for text in told),
         *_curves(response),
         section("Summary", _summary_table(response)),

@@ -106,6 +106,13 @@ def _with_contents(pieces: Sequence[str]) -> list[str]:
     return [*pieces[:first], f'<nav class="contents" aria-label="contents">{links}</nav>', *pieces[first:]]
 
 
+def opening(title: str, verdict: str) -> str:
+    """What a page says first: its title, the verdict's first sentence large, and the rest of it to be read on."""
+    first, *rest = re.split(r"(?<=[.!?])\s+(?=[A-Z])", verdict, maxsplit=1)
+    more = f" <span class='rest'>{escape(rest[0])}</span>" if rest else ""
+    return f"<h1>{escape(title)}</h1>\n<p class='verdict'>{escape(first)}{more}</p>"
+
+
 def plot(figure: Figure, name: str, caption: str, alternative: str) -> str:
     """A figure whose data is in the page, with words for those who cannot see it."""
     data = figure.to_json()  # in which < is escaped: nothing ends the script

@@ -31,7 +31,7 @@ from ..studies.verdicts import RULES
 from .drawing import Drawing
 from .language_figures import language_drawings
 from .language_page import language_sections
-from .shell import plot, provenance_table, section, write_page
+from .shell import opening, plot, provenance_table, section, write_page
 from .study_figures import drawings
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def write_study_page(
     made, tables = provenance(study, results), by_table(cells)
     title = _title(study.name, results)
     sections = [
-        f"<header><h1>{escape(title)}</h1>\n<p class='verdict'>{escape(verdict(cells))}</p>",
+        f"<header>{opening(title, verdict(cells))}",
         f"{_facts(cells, made)}</header>",
         *language_sections(results),
         *(_drawing(one) for one in language_drawings(results)),
