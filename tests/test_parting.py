@@ -45,13 +45,39 @@ def test_a_missing_clip(tmp_path: Path) -> None:
     assert "a missing clip=0.05" in said
 
 
+@pytest.mark.parametrize("both", [0, 1, 16])
+@pytest.mark.parametrize("limit", [0.05, 0.3])
+def test_a_missing_clip_where_the_norm_before_it_is_told(
+    tmp_path: Path, limit: float, both: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the first steps the norm that arrived is taken, too; later it is not seen, but the next loss is."""
+    monkeypatch.setattr("aftershock.recorder.recorder.BOTH", both)
+    run, norms = running(plain), []
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=()) as recorder:
+        for batch in (run.batches * 3)[:STEPS]:
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), limit))
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norms[-1])
+    assert min(norms) > limit
+    told = capsys.readouterr().err
+    assert told.count(f"tell the recorder clip={limit:g}, or no replay") == 1  # of the first step, which is always seen
+    with pytest.raises(ReplayMismatch, match=rf"a missing clip={limit:g}: .* with clip={limit:g} "):
+        ak.explain(recorder, step=recorder.recent[-1].step)
+    found = ak.explain(recorder, step=recorder.recent[-1].step, clip=limit, verify=0, treatments=False)
+    assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
+
+
 def test_another_clip_than_told(tmp_path: Path) -> None:
     assert "clip=0.1, where the loop clips at 0.05" in mismatch(tmp_path, tricks.clipping, clip=0.1)
 
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("later", [0.05, 1e3])
-def test_a_max_norm_that_changes(tmp_path: Path, later: float, told: bool) -> None:
+def test_a_max_norm_that_changes(tmp_path: Path, later: float, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aftershock.recorder.recorder.BOTH", 1)  # beyond the first steps
     run, clip, norms = running(plain), 0.02, []
     with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=(), clip=clip) as recorder:
         for i, batch in enumerate((run.batches * 3)[:STEPS]):
@@ -220,6 +246,13 @@ def test_a_short_update_that_was_divided_as_the_others(tmp_path: Path) -> None:
         ak.explain(accumulated(tmp_path, edited=False), step=STEPS - 1)
 
 
-def test_gradients_that_were_changed_behind_a_told_norm(tmp_path: Path) -> None:
-    with pytest.raises(ReplayMismatch, match=r"part at step 7, .* changed after the norm was taken"):
+@pytest.mark.parametrize(
+    ("both", "words"),
+    [(1, "part at step 7, .* changed after the norm was taken"), (16, "part at step 6, .* edits gradients in place")],
+)
+def test_gradients_that_were_changed_behind_a_told_norm(
+    tmp_path: Path, both: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aftershock.recorder.recorder.BOTH", both)
+    with pytest.raises(ReplayMismatch, match=words):
         ak.explain(accumulated(tmp_path, edited=True), step=STEPS - 1)

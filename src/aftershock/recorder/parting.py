@@ -35,6 +35,7 @@ class Clues:
         2.0  # times the largest difference that other masks made: the few that are tried need not be the worst
     )
     mostly: float = 0.1  # of a difference, which may be left where its cause is taken into account
+    limits: tuple[float, ...] = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 8.0)  # times a power of ten: what is chosen
 
 
 CLUES = Clues()
@@ -93,6 +94,11 @@ def parting(
     changed = _changed_clip(some, i, trajectory, forward=forward)
     if changed is not None:
         return changed
+    if not forward and record.raw_norm > (1 + CLUES.near) * record.norm and chosen(record.norm):
+        seen = f"step() was told a norm of {record.raw_norm:.4g}, and the gradients of step {record.step} arrived with"
+        return other_clip(
+            record.clip, record.norm, f"{seen} {record.norm:.4g}"
+        )  # both are known of a run's first steps
     alike = clipped_alike(records)
     if alike is not None:
         return alike
@@ -110,7 +116,7 @@ def parting(
     if forward and record.step == records[0].step:
         return ANOTHER_RUN
     if forward:
-        return WRITTEN if math.isnan(some[i - 1].raw_norm) else UNSEEN
+        return WRITTEN if math.isnan(some[i - 1].raw_norm) else _untold_clip(some, i, trajectory) or UNSEEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
@@ -154,7 +160,7 @@ def _changed_clip(some: Sequence[Record], i: int, trajectory: Trajectory, *, for
         return None
     record, step = some[at], trajectory.steps[at]
     raw, arrived = step.clip.norm, record.norm
-    if forward and not (step.clip.binds and _follows_unclipped(some[i].loss, at, trajectory)):
+    if forward and not (step.clip.binds and _follows(some[i].loss, at, trajectory, None)):
         return None
     if forward or abs(arrived - raw) <= CLUES.near * raw:
         how = "arrived unclipped"
@@ -171,10 +177,24 @@ def _changed_clip(some: Sequence[Record], i: int, trajectory: Trajectory, *, for
     )
 
 
-def _follows_unclipped(loss: float, at: int, trajectory: Trajectory) -> bool:
-    """Is this the loss after step `at`, had it not been clipped?"""
+def _untold_clip(some: Sequence[Record], i: int, trajectory: Trajectory) -> Cause | None:
+    """Is the loss of step i what follows where the step before is clipped, and nobody told at what? The loop told the
+    norm before clipping, so that what arrived is not seen: what somebody would choose as max_norm is tried, a step and
+    a forward pass each."""
+    raw = trajectory.steps[i - 1].clip.norm
+    if some[i - 1].clip is not None or not 0 < raw < math.inf:
+        return None
+    powers = (10.0 ** (math.floor(math.log10(raw)) - down) for down in range(3))
+    limits = sorted(limit for power in powers for first in CLUES.limits if (limit := first * power) < raw)
+    found = next((limit for limit in limits if _follows(some[i].loss, i - 1, trajectory, limit)), None)
+    seen = f"so clipped, step {some[i - 1].step} leads to the recorded loss of the next step"
+    return None if found is None else other_clip(None, found, seen)
+
+
+def _follows(loss: float, at: int, trajectory: Trajectory, max_norm: float | None) -> bool:
+    """Is this the loss after step `at`, had it been clipped at that, or not at all?"""
     step, following, code = trajectory.steps[at], trajectory.steps[at + 1], trajectory.dynamics.loss
-    state = trajectory.dynamics.advance(replace(step, max_norm=None), trajectory.state(at))[0]
+    state = trajectory.dynamics.advance(replace(step, max_norm=max_norm), trajectory.state(at))[0]
     found = code.value(state.theta, state.buffers, following.batch, following.random, following.where).loss
     return abs(float(found) - loss) <= min(CLUES.same * abs(loss), CLUES.mostly * abs(following.loss - loss))
 

@@ -39,11 +39,12 @@ from .scaling import loss_scale
 from .snapshot import Snapshots
 from .transfer import Transfer
 from .triggers import Trigger, Triggered, default_triggers
-from .updates import Pending, ToldClip, Update, Updates, updates_of
+from .updates import Pending, ToldClip, Update, Updates, clipped_untold, updates_of
 from .windows import Windows, say
 from .writer import Writer
 
 LIVE: WeakValueDictionary[str, FlightRecorder] = WeakValueDictionary()  # by run, so that a flight finds its model
+BOTH = 16  # steps of which the norm is taken, too, where the loop tells it: does it clip as told?
 LATE = 8  # steps by which the GPU may be behind before the loop waits for it: it never runs out of work
 
 
@@ -146,6 +147,8 @@ class FlightRecorder:
         self._unpaired = False  # step() was called, and no update had been made
         self._asked: str | None = None
         self._told = False  # does the loop tell the norms before clipping?
+        self._both = BOTH  # further steps of which the norm is taken all the same
+        self._clip_told = False  # that the loop clips, and the recorder was not told
         for trigger in self.triggers:
             trigger.begin(self.window)
         self._passes.watch(self._before_forward)
@@ -397,7 +400,9 @@ class FlightRecorder:
             )
         self._trained.updated()
         self._trained.refuse_others()
-        norm = None if self._told else self._total_norm([p.grad for p in self._order if p.grad is not None])
+        taken = not self._told or self._both > 0
+        norm = self._total_norm([p.grad for p in self._order if p.grad is not None]) if taken else None
+        self._both -= 1
         hypers = tuple(read_hyper(group, optimizer) for group in optimizer.param_groups)
         self._update = Update(norm, first, updates_of(first, self.optimizer), loss_scale(first), hypers)
 
@@ -441,6 +446,9 @@ class FlightRecorder:
         for record, asked in self._updates.arrived(late):
             self._writer.put(functools.partial(self._write, record))
             self._windows.watch(record, self.triggers, asked)
+            if not self._clip_told and (said := clipped_untold(record)) is not None:
+                self._clip_told = True
+                say(said)
 
     def _write(self, record: Record) -> None:
         assert self._ring is not None

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ..core.adamw import Hyper
 from ..core.clipping import TORCH_EPSILON
+from ..core.gradient_causes import chosen
 from ..errors import InvalidInput
 from .records import Fed, Forward, Record
 from .transfer import Landing
 
+NEAR = 1e-3  # relative: a norm that was computed in another way, or by another ε
 ToldClip = float | Literal["as told"] | None  # of one step; "as told": when the recorder was made
 
 
@@ -31,11 +33,26 @@ def updates_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Ten
     return count if on_gpu else float(count)
 
 
+def clipped_untold(record: Record) -> str | None:
+    """What to say where the gradient arrived smaller than the norm that the loop tells and `clip=` make it. Of steps
+    whose norm was taken, too; under a loss scale it may be a scaled one."""
+    expected = record.raw_norm * clip_factor(record.raw_norm, record.clip)
+    if record.scale != 1 or not record.norm < (1 - NEAR) * expected:
+        return None
+    told = "no clip= is told" if record.clip is None else f"clip={record.clip:g} is told"
+    limit = f"{record.norm:.4g}" if chosen(record.norm) else "max_norm"
+    return (
+        f"step {record.step}: norm= is {record.raw_norm:.4g}, the gradients arrived with {record.norm:.4g}, and "
+        f"{told}. If this is clip_grad_norm_, tell the recorder clip={limit}, or no replay will be this run (what is "
+        f"recorded until then is explained with ak.explain(…, clip={limit}))"
+    )
+
+
 @dataclass(frozen=True)
 class Update:
     """What the optimizer's hook saw of one update."""
 
-    norm: Tensor | None  # None where the loop tells it
+    norm: Tensor | None  # None where the loop tells it, but for its first steps
     counted: nn.Parameter  # whose count of updates tells that it was made
     count: Tensor | float
     scale: Tensor | float  # of the loss, by a GradScaler
