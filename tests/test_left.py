@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def trained(
         if recorder is not None:
             recorder.step(batch, loss)
     return losses
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_values() -> Iterator[None]:
+    """This event is low enough for running medians (tests/test_lasting.py); here it is measured by single losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aftershock.recorder.event.BARS", replace(BARS, noisy=math.inf))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
     facts = found.facts
-    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts), *_placebos(facts)], facts.instruments
+    findings = [_replay(facts), *_scatter(facts), *_after(facts), *_medians(facts), *_placebos(facts)]
+    instruments = facts.instruments
     if instruments.refused and instruments.linear_ok:
         sentence = f"Nothing is predicted: {instruments.refused}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
@@ -62,6 +63,19 @@ def _after(facts: Facts) -> list[Finding]:
     if facts.event.kind in CALM or not sentence:
         return []
     return [Finding("care", "event", "steps after it", recording.after, recording.after_wanted, sentence)]
+
+
+def _medians(facts: Facts) -> list[Finding]:
+    """That single values are not what runs are compared by, and why."""
+    event = facts.event
+    if event.over == 1 or event.kind in CALM:
+        return []
+    height, far = event.peak / event.sigma, BARS.gone / BARS.noisy
+    sentence = (
+        f"The spike is {height:.1f} robust σ high at its peak, and single values scatter by {BARS.gone:.0f}: what "
+        f"other runs leave of it is told by the running medians of {event.over} values."
+    )
+    return [Finding("note", "measure", "peak_over_sigma", height, far, sentence)]
 
 
 def _placebos(facts: Facts) -> list[Finding]:

@@ -122,7 +122,8 @@ def nothing_seen(flight: Flight) -> str:
         return "Nothing triggered in this run."
     highest = max(losses, key=losses.__getitem__)
     middle, sigma = scatter(list(losses.values()))
-    told = f"a spike is told from {ALARM.threshold:g} robust σ above the losses before it on"
+    lasting = f"from {ALARM.lower * ALARM.threshold:g} where {ALARM.lasting} losses keep up"
+    told = f"a spike is told from {ALARM.threshold:g} robust σ above the losses before it on, {lasting}"
     if losses[highest] > middle + ALARM.threshold * sigma:
         told = f"step={highest} explains it"
     return (

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .quantity import Quantity
 from .triggers import ALARM, usual
@@ -45,6 +47,9 @@ class Bars:
     # Other runs in which a treatment must remove it, too: where half of all lose it by luck, one in 64 is mistaken.
     moved: int = 6
     near: float = 0.5  # of a measured contribution, within which its prediction may speak of channels and examples
+    # Of the peak: where 3σ are more, single values tell no run without the event from one with it. One that keeps up at
+    # half its height is then measured by running medians.
+    noisy: float = 0.25
 
 
 BARS = Bars()
@@ -75,10 +80,30 @@ class Remains:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """What runs are compared by: of single values, or of their running medians."""
+
+    usual: float
+    sigma: float
+    peak: float
+
+    @property
+    def level(self) -> float:
+        """Above it a value is not usual."""
+        return self.usual + BARS.gone * self.sigma
+
+    @property
+    def scatters(self) -> float:
+        """How high above the usual values scatter; of an event that hardly passes the level, half."""
+        return min(BARS.gone * self.sigma, BARS.half * self.peak)
+
+
+@dataclass(frozen=True)
 class Event:
     """The values of one quantity from the first high one before the explained step to the last recorded one.
 
-    A run is measured by its excess, Σ max(0, x − usual − 3σ), and by its peak, max x − usual, over this stretch.
+    A run is measured by its excess, Σ max(0, x − usual − 3σ), and by its peak, max x − usual, over this stretch; of
+    running medians where single values scatter too much for that (`over`).
     """
 
     step: int  # place in the path of the value that is explained
@@ -88,6 +113,7 @@ class Event:
     sigma: float
     first: int = 0  # the number of the path's first step
     quantity: Quantity = "loss"
+    over: int = 1  # values in the running medians by which runs are compared
 
     @classmethod
     def of(
@@ -107,7 +133,27 @@ class Event:
             onset = step
             while onset > BARS.fewest and values[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
-        return cls(step, onset, tuple(values), middle, spread, first, quantity)
+        single = cls(step, onset, tuple(values), middle, spread, first, quantity)
+        smooth = replace(single, over=ALARM.lasting)
+        return smooth if known is None and smooth._is_clearer else single
+
+    @property
+    def _is_clearer(self) -> bool:
+        """Does the event keep up, and is it not far above what values scatter by?"""
+        if self.onset < 2 * self.over or not all(map(math.isfinite, self.values)):
+            return False
+        scatters = BARS.gone * self.sigma >= BARS.noisy * self.peak
+        return scatters and self.scale.peak >= BARS.half * self.peak
+
+    @cached_property
+    def scale(self) -> Scale:
+        if self.over == 1:
+            return Scale(self.usual, self.sigma, self.peak)
+        course = running_medians(self.values, self.over)
+        middle, spread = usual(course[self.over - 1 : self.onset])
+        # medians that share values scatter less here than they do in the long run
+        sigma = max(spread, self.sigma / math.sqrt(self.over))
+        return Scale(middle, sigma, max(course[self.onset :]) - middle)
 
     @property
     def last(self) -> int:
@@ -167,12 +213,13 @@ class Event:
     def _of(
         self, ours: Sequence[float], theirs: Sequence[float], run: Mapping[int, float], without: frozenset[int]
     ) -> float:
-        peak = max(ours, default=self.usual) - self.usual
+        scale = self.scale
+        peak = max(ours, default=scale.usual) - scale.usual
         # an event that hardly passes the level has hardly any excess to compare with
-        whole = max(_excess(ours, self.level), BARS.half * peak)
+        whole = max(_excess(ours, scale.level), BARS.half * peak)
         pairs = (
-            (_excess(theirs, self.level), whole),
-            (max(theirs, default=self.usual) - self.usual, peak),
+            (_excess(theirs, scale.level), whole),
+            (max(theirs, default=scale.usual) - scale.usual, peak),
             (self._earlier(run, without), peak),
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
@@ -189,9 +236,10 @@ class Event:
     def _earlier(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How high a run rises before the stretch where the path is usual: an event that only came sooner. Where the
         path is not, an odd batch may be, which says nothing of an event."""
-        usual = [i for i in range(self.onset) if i in run and i not in without and self.values[i] <= self.level]
-        places = [i for i in usual if not run[i] <= self.level]
-        return max((run[i] - self.usual if math.isfinite(run[i]) else math.inf for i in places), default=0.0)
+        scale, places = self.scale, [i for i in range(self.onset) if i not in without]
+        course = zip(places, self._course({}, places), self._course(run, places))
+        over = (now - scale.usual for i, was, now in course if i in run and was <= scale.level < now)
+        return max(over, default=0.0)
 
     def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How far a run's values are from the path's in the stretch, at most, as a share of the peak.
@@ -206,22 +254,18 @@ class Event:
         """No event is left anywhere in the stretch, nor a new one, nor one that came sooner; and where steps after it
         are recorded, it ends as usual: half as high at most."""
         tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-BARS.tail :]
-        most = max(self._scatters, BARS.half * self._little)
-        calm = len(tail) < BARS.tail or statistics.fmean(tail) - self.usual <= most
+        most = max(self.scale.scatters, BARS.half * self._little)
+        calm = len(tail) < BARS.tail or statistics.fmean(tail) - self.scale.usual <= most
         return calm and self._low(run)
 
     @property
-    def _scatters(self) -> float:
-        """How high above the usual values scatter; of an event that hardly passes the level, half."""
-        return min(BARS.gone * self.sigma, BARS.half * self.peak)
-
-    @property
     def _little(self) -> float:
-        return self.gone * self.peak
+        return self.gone * self.scale.peak
 
     def _low(self, run: Mapping[int, float]) -> bool:
         """No event is there until now, nor one that came sooner."""
-        return max(self.height(run), self._earlier(run)) <= max(self._scatters, self._little)
+        height = max(self._stretch(run, frozenset(), max(run))) - self.scale.usual
+        return max(height, self._earlier(run)) <= max(self.scale.scatters, self._little)
 
     def blows_up(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was.
@@ -233,7 +277,8 @@ class Event:
 
     def height(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How far above the usual value a run rises in the stretch; `peak` is that of the path."""
-        return max(self._stretch(run, without, max(run)), default=self.usual) - self.usual
+        places = (i for i in range(self.onset, max(run) + 1) if i not in without)
+        return max((_finite(run.get(i, self.values[i])) for i in places), default=self.usual) - self.usual
 
     def after(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """The mean of a run's last values, from the explained one on, less steps that it did not take; NaN where it was
@@ -250,7 +295,7 @@ class Event:
         """
         theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
         later = theirs.index(max(theirs)) > ours.index(max(ours))
-        return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.level
+        return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.scale.level
 
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""
@@ -269,14 +314,26 @@ class Event:
         """
         if max(run) < max(self.step, self.highest) or not self.stays(run, without):
             return False
-        calm = max(self._stretch(run, without, max(run))[-BARS.settled :]) <= self.level
+        calm = max(self._stretch(run, without, max(run))[-BARS.settled :]) <= self.scale.level
         return calm or self.so_far(run, without) >= 1 / BARS.half
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
-        """Values from the onset to `last`: the path's where the run has none."""
-        places = [i for i in range(self.onset, last + 1) if i not in without]
-        found = [run.get(i, self.values[i]) for i in places]
-        return [x if math.isfinite(x) else math.inf for x in found]
+        """What is compared, from the onset to `last`."""
+        places = [i for i in range(last + 1) if i not in without]
+        return self._course(run, places)[bisect_left(places, self.onset) :]
+
+    def _course(self, run: Mapping[int, float], places: Sequence[int]) -> list[float]:
+        """The values at these places, the path's where the run has none, or their running medians."""
+        return running_medians([_finite(run.get(i, self.values[i])) for i in places], self.over)
+
+
+def running_medians(values: Sequence[float], over: int) -> list[float]:
+    """Of each value and those before it, so many together."""
+    return [statistics.median(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
 
 
 def _excess(values: Sequence[float], level: float) -> float:

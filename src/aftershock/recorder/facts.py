@@ -52,6 +52,7 @@ class EventFacts:
     tail_spread: float
     rise: float | None  # the lowest running median, of a loss that has risen slowly
     rose_before: bool  # such a loss was high already where the window begins
+    over: int  # values in the running medians by which runs are compared; 1: single values
     norm_first: bool  # the gradient norm stands out, and no loss
     loss_usual: float
     loss_sigma: float

@@ -28,6 +28,11 @@ class Alarm:
     flattest: float = 1e-3  # a σ below this part of the median is a run that repeats itself, not one without noise
     threshold: float = 8.0  # robust σ: of a normal spread never reached; losses have longer tails
     usual: float = 3.0  # robust σ: a value within them is no event
+    # Losses that keep up are told though none of them is so far: the median of so many, by this part of the threshold.
+    # With these numbers none of 72 ordinary runs on shuffled data alarms that did not (400 or 600 steps), and of 40
+    # runs of a small MLP with a learning rate or a weight decay far too high for one step 38 are told where 19 were.
+    lasting: int = 8
+    lower: float = 0.5
     far: float = 2.0  # times: two heights within this factor are one height
     # A source of data that is harder than the rest rises above any number of σ each time it comes, because MAD sees the
     # usual steps only. What has been told four times is no news: four, since a planted cause may act three times before
@@ -171,7 +176,8 @@ def _far(value: float, before: Sequence[float], spreads: float) -> bool:
 class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
-    It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told.
+    It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told;
+    of the loss also where the median of eight in a row passes half of it.
     A height that was told four times within four windows, as that of a harder source of data, is no news, unless it is
     the highest of them by a quarter.
     `warmup`: steps to see first. Among the first 16 of them it fires where a loss is three times as high as all before
@@ -216,7 +222,7 @@ class Spike:
             return None
         how_far = self._how_far(value)
         news = None if how_far is None else self._news(value - usual(self._before)[0])
-        self._high = how_far is not None
+        self._high = how_far is not None or (self._high and self._lasting(value) > ALARM.lower * self.threshold)
         self._before.append(value)
         self._seen += 1
         name = "loss" if self.of == "loss" else "gradient norm"
@@ -228,8 +234,21 @@ class Spike:
             return rose_at_once(value, list(self._before)) if self.of == "loss" else None
         z = robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
         if z <= self.threshold:
-            return None
+            return self._stays(value) if self.of == "loss" and z > ALARM.usual else None
         return f"{z:.1f} robust σ above its median" if z < 1000 else "more than 1000 robust σ above its median"
+
+    def _stays(self, value: float) -> str | None:
+        """The same of several losses, none of which is far."""
+        z = self._lasting(value)
+        if z <= ALARM.lower * self.threshold:
+            return None
+        return f"and the median of the last {ALARM.lasting} is {z:.1f} robust σ above that of those before"
+
+    def _lasting(self, value: float) -> float:
+        """How far the last losses, with this one, are above those before as a whole; 0 where these are too few."""
+        before = [*self._before, value]
+        earlier, last = before[: -ALARM.lasting], before[-ALARM.lasting :]
+        return robust_z(statistics.median(last), earlier) if len(earlier) >= self.warmup else 0.0
 
     def _news(self, height: float) -> str | None:
         """What to add to a height that is told; None where it is not."""
