@@ -669,6 +669,19 @@ def test_a_ranking_of_examples_is_cut_to_fit() -> None:
         path.estimate_rank_examples(pool, probe, memory="1KiB")
 
 
+def test_gradients_of_examples_that_are_rerun_are_counted_before_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many take more than the sweep; what is free does not hold them when it is asked for."""
+    path, pool, probe = with_pool("conv", 1)
+    with pytest.raises(OutOfMemory, match="rerunning 60 examples, whose gradients are there at once, needs") as refused:
+        path.estimate_rank_examples(pool, probe, verify=60, memory="1KiB")
+    limit = budget(advised(refused), CPU)
+    real, _ = measured(lambda: path.rank_examples(pool, probe, verify=60, memory=limit))
+    assert 0.6 * limit <= real <= (1 + WITHIN) * limit
+    monkeypatch.setattr("aftershock.core.memory.free", lambda device: limit)
+    with pytest.raises(OutOfMemory, match="rerunning 60 examples"):
+        path.estimate_rank_examples(pool, probe, verify=60)
+
+
 @pytest.mark.parametrize("name", ["mlp", "lm"])
 def test_an_explanation_fits_or_says_so(name: str) -> None:
     path, pool, probe = with_pool(name, 1)

@@ -16,8 +16,9 @@ from .examples import EXAMPLES_AT_ONCE, TESTED, example_derivatives
 from .footprint import Curvature, Footprint, peak_on, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import budget, enough, lacking, readable
-from .planning import LANE_SHARE, Work, plan_history, plan_lanes, plan_reruns, plan_responses
+from .planning import LANE_SHARE, Work, pass_bytes, plan_history, plan_lanes, plan_reruns, plan_responses
 from .probe import Watch
+from .responses import Pass
 from .row_costs import Load, pool_bytes, product_bytes, rollout_bytes
 from .scores import SAMPLE, AtOnce
 from .structure import flatten
@@ -131,20 +132,23 @@ def left_for_reruns(trajectory: Trajectory, few: int, memory: str | int | None) 
 def plan_examples(watch: Watch, sample: int, few: int, memory: str | int | None) -> SweepPlan:
     """The sweep of one outcome, slopes of examples from gradients of a sample of batches, and so many reruns."""
     trajectory, horizons = watch.trajectory, [watch.horizons]
-    held, rerun, lacking = (few + 1) * Footprint.of(trajectory).vector, 0, None
+    held, work, rerun, least = (few + 1) * Footprint.of(trajectory).vector, Work(watch, few, 1), 0, 0
+    given = budget(memory, trajectory.device) + trajectory.dynamics.loss.player.nbytes * (memory is None)
     try:
-        left = left_for_reruns(trajectory, few, memory)
-        rerun = held + plan_responses(Work(watch, few, 1), ("exact",), left).peak if few else 0
-    except OutOfMemory as error:
-        lacking = OutOfMemory(f"beside the gradients of {few} examples ({readable(held)} of the memory), {error}")
+        rerun = held + plan_responses(work, ("exact",), left_for_reruns(trajectory, few, given)).peak if few else 0
+    except OutOfMemory:
+        least = held + pass_bytes(work, Pass(("exact",), 1))
     place = plan_history(trajectory, 3 * watch.horizons, memory)
     needs, available = _Needs(watch, place), room(trajectory, memory)
     swept = needs.swept(horizons, 1) - needs.control + needs.begun  # the state after the step is not used
     peak = max(swept, needs.sloped(horizons, sample))
+    if least > peak:
+        raise OutOfMemory(
+            f"rerunning {few} examples, whose gradients are there at once, {lacking(least, available)}. What would "
+            f"fit: {enough(least)}, or a smaller verify="
+        )
     if peak > available:
         raise OutOfMemory(_advice(needs, watch, horizons, available, sample, peak))
-    if lacking is not None:  # the sweep comes first: it mostly needs more
-        raise lacking
     spare = available - needs.sloped(horizons, sample)
     return SweepPlan(place, needs.at_once(horizons, sample, sample, spare), max(peak, rerun), spare)
 
