@@ -164,22 +164,17 @@ def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory
     return replace(plan, peak=max(plan.peak, rerun))
 
 
-def plan_ranking(
-    watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None, least: int = 1
-) -> SweepPlan:
-    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory.
-
-    least: gradients of the pool that must be there at once.
-    """
+def plan_ranking(watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None) -> SweepPlan:
+    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory."""
     trajectory = watch.trajectory
     place = plan_history(trajectory, sum(horizons) + 2 * watch.horizons, memory)
     needs = _Needs(watch, place)
     available = room(trajectory, memory)
     most = min(pool, POOL_ON_CPU if trajectory.device.type == "cpu" else POOL_AT_ONCE)
-    fits = (n for n in range(most, least - 1, -1) if needs.peak(horizons, n) <= available)
+    fits = (n for n in range(most, 0, -1) if needs.peak(horizons, n) <= available)
     count = next(fits, None)
     if count is None:
-        raise OutOfMemory(_advice(needs, watch, horizons, available, least, needs.peak(horizons, least)))
+        raise OutOfMemory(_advice(needs, watch, horizons, available, 1, needs.peak(horizons, 1)))
     spare = max(0, available - needs.held(horizons, count) - needs.gradients(count))
     products = next(n for n in range(len(horizons), 0, -1) if n == 1 or needs.swept(horizons, n) <= available)
     peak = max(needs.peak(horizons, count), needs.swept(horizons, products))
@@ -313,7 +308,7 @@ def _earlier(peak: int, available: int, step: int, steps: int) -> str:
     return f"outcome={outcome} (now {steps}), " if outcome > 0 else ""
 
 
-def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int, need: int) -> str:
+def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, count: int, need: int) -> str:
     """What is missing, and what would fit."""
     fits = [enough(need)]
     if len(horizons) > 1:
@@ -322,5 +317,5 @@ def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int
         shorter = [h for h in horizons if needs.peak(range(1, h + 1), 1) <= available]
         if shorter:
             fits.append(f"horizon={max(shorter)} (now {watch.horizons})")
-    batches = "one batch" if least == 1 else f"{least} batches"
+    batches = "one batch" if count == 1 else f"{count} batches"
     return f"ranking {batches} at a time {lacking(need, available)}. What would fit: {', '.join(fits)}"
