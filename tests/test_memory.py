@@ -105,7 +105,7 @@ def test_budgets() -> None:
     assert budget("1.5 kb", cpu) == 1500
     assert budget(123, cpu) == 123
     assert 0 < budget(None, cpu) < free(cpu)
-    for bad in ("8 parsecs", "", "-1", 0):
+    for bad in ("8 parsecs", "", "-1", 0, "1.2.3GiB", ".GiB"):
         with pytest.raises(InvalidInput):
             budget(bad, cpu)
     assert readable(1536) == "1.5 KiB"
