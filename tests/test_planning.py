@@ -193,14 +193,18 @@ def test_estimates_of_other_work(together: bool) -> None:
 
 @TOGETHER
 def test_estimates_of_changes_without_a_gradient(together: bool) -> None:
-    """Between states that are kept; the row of rounding starts while the control's step is still there."""
+    """Between states that are kept, and past one; the row of rounding starts beside the control's step."""
     point, batches, _, probe = built("mlp")
     path = point.follow(3 * batches, keep="checkpoints")
     point.loss.sharing = Sharing(together)
     assert path.trajectory.kept(1) is None
     assert path.trajectory.kept(2) is None
-    for change, scales in ((path.skip(1), [1.0]), (path.set(1, lr=0.01), [0.5, 1.0])):
-        options = {"scales": scales, "answers": ("exact",), "horizon": 1}
+    for change, scales, horizon in (
+        (path.skip(1), [1.0], 1),
+        (path.set(1, lr=0.01), [0.5, 1.0], 1),
+        (path.skip(1), [1.0], 4),
+    ):
+        options = {"scales": scales, "answers": ("exact",), "horizon": horizon}
         change.estimate(probe, **options)
         real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
         assert real <= 1.1 * change.estimate(probe, **options).memory
