@@ -78,7 +78,7 @@ def _memory_asked(tree: ast.AST) -> Iterator[str]:
 def test_what_a_container_or_a_job_may_use_is_what_is_free(
     tmp_path: Path, group: str, files: dict[str, str], left: int
 ) -> None:
-    """Of a machine with 7 GiB free; a group uses 1 GiB, of which 1 MiB are cached files."""
+    """Of a machine with 7 GiB free; a group uses 1 GiB, of which 1 MiB are cached files, most of them read again."""
     first = not group.startswith("0::")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable: 7340032 kB\n")
@@ -88,7 +88,9 @@ def test_what_a_container_or_a_job_may_use_is_what_is_free(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
         path.with_name("memory.usage_in_bytes" if first else "memory.current").write_text(f"{2**30}\n")
-        path.with_name("memory.stat").write_text(f"anon 5\n{'total_' * first}inactive_file {2**20}\n")
+        prefix, cached = "total_" * first, {"inactive_file": 2**18, "active_file": 3 * 2**18}
+        numbers = "".join(f"{prefix}{name} {size}\n" for name, size in cached.items())
+        path.with_name("memory.stat").write_text(f"anon 5\nactive_anon 7\n{numbers}")
     assert free_of_host(tmp_path) == left
 
 
@@ -103,7 +105,7 @@ def test_budgets() -> None:
     assert budget("1.5 kb", cpu) == 1500
     assert budget(123, cpu) == 123
     assert 0 < budget(None, cpu) < free(cpu)
-    for bad in ("8 parsecs", "", "-1", 0):
+    for bad in ("8 parsecs", "", "-1", 0, "1.2.3GiB", ".GiB"):
         with pytest.raises(InvalidInput):
             budget(bad, cpu)
     assert readable(1536) == "1.5 KiB"

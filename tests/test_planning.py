@@ -193,14 +193,18 @@ def test_estimates_of_other_work(together: bool) -> None:
 
 @TOGETHER
 def test_estimates_of_changes_without_a_gradient(together: bool) -> None:
-    """Between states that are kept; the row of rounding starts while the control's step is still there."""
+    """Between states that are kept, and past one; the row of rounding starts beside the control's step."""
     point, batches, _, probe = built("mlp")
     path = point.follow(3 * batches, keep="checkpoints")
     point.loss.sharing = Sharing(together)
     assert path.trajectory.kept(1) is None
     assert path.trajectory.kept(2) is None
-    for change, scales in ((path.skip(1), [1.0]), (path.set(1, lr=0.01), [0.5, 1.0])):
-        options = {"scales": scales, "answers": ("exact",), "horizon": 1}
+    for change, scales, horizon in (
+        (path.skip(1), [1.0], 1),
+        (path.set(1, lr=0.01), [0.5, 1.0], 1),
+        (path.skip(1), [1.0], 4),
+    ):
+        options = {"scales": scales, "answers": ("exact",), "horizon": horizon}
         change.estimate(probe, **options)
         real, _ = measured(lambda: change.response(probe, **options))  # noqa: B023
         assert real <= 1.1 * change.estimate(probe, **options).memory
@@ -667,6 +671,19 @@ def test_a_ranking_of_examples_is_cut_to_fit() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * np.nanmax(np.abs(other)))
     with pytest.raises(OutOfMemory, match="What would fit"):
         path.estimate_rank_examples(pool, probe, memory="1KiB")
+
+
+def test_gradients_of_examples_that_are_rerun_are_counted_before_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many take more than the sweep; what is free does not hold them when it is asked for."""
+    path, pool, probe = with_pool("conv", 1)
+    with pytest.raises(OutOfMemory, match="rerunning 60 examples, whose gradients are there at once, needs") as refused:
+        path.estimate_rank_examples(pool, probe, verify=60, memory="1KiB")
+    limit = budget(advised(refused), CPU)
+    real, _ = measured(lambda: path.rank_examples(pool, probe, verify=60, memory=limit))
+    assert 0.6 * limit <= real <= (1 + WITHIN) * limit
+    monkeypatch.setattr("aftershock.core.memory.free", lambda device: limit)
+    with pytest.raises(OutOfMemory, match="rerunning 60 examples"):
+        path.estimate_rank_examples(pool, probe, verify=60)
 
 
 @pytest.mark.parametrize("name", ["mlp", "lm"])

@@ -288,6 +288,8 @@ def test_what_is_no_table_is_told_how_it_is_saved(tmp_path: Path) -> None:
     for name in (None, "", 3):
         with pytest.raises(InvalidInput, match=r"saved under its name, and this one has none: array\.rename"):
             theory.save(found.rename(name), tmp_path / "table")
+    with pytest.raises(InvalidInput, match=r"the name 'switched/all' is one of a folder"):
+        theory.save(found.rename("switched/all"), tmp_path / "table")
     theory.save(found.to_dataset(name="fraction"), tmp_path / "table")
     assert theory.load(tmp_path / "table")["fraction"].equals(found)
     assert MARK not in theory.load(tmp_path / "table").attrs

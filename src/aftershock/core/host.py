@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# By kernel interface: where control groups lie, their limit, what they use, and what of that is cached files.
-SECOND = ("", "memory.max", "memory.current", "inactive_file")
-FIRST = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# By kernel interface: where control groups lie, their limit, what they use, and how names of its parts begin.
+SECOND = ("", "memory.max", "memory.current", "")
+FIRST = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+CACHED = ("inactive_file", "active_file")  # files that the kernel drops for others; one read twice is active
 
 
 def free_of_host(root: Path = Path("/")) -> int:
@@ -26,7 +27,7 @@ def _free_of_machine(root: Path) -> int:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Of a group and those around it; a container may see its own as the root, whatever the name is."""
-    for tree, limit, used, cached in _groups(root):
+    for tree, limit, used, prefix in _groups(root):
         for group in (tree, *tree.parents):
             try:
                 allowed = int((group / limit).read_text())  # "max" is no number, and no limit
@@ -34,7 +35,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue
-            yield allowed - taken + int(numbers.get(cached, 0))
+            yield allowed - taken + sum(int(numbers.get(prefix + name, 0)) for name in CACHED)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
@@ -46,5 +47,5 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            folder, limit, used, cached = FIRST if controllers else SECOND
-            yield root / "sys/fs/cgroup" / folder / path.lstrip("/"), limit, used, cached
+            folder, limit, used, prefix = FIRST if controllers else SECOND
+            yield root / "sys/fs/cgroup" / folder / path.lstrip("/"), limit, used, prefix

@@ -42,7 +42,7 @@ def budget(memory: str | int | None, device: torch.device) -> int:
     if memory is None:
         return int(FREE_SHARE[device.type] * free(device))
     if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", memory)
         if match is None or match[2].lower() not in UNITS:
             raise InvalidInput(f'memory is a number of bytes or a text like "8GiB"; got {memory!r}')
         memory = int(float(match[1]) * UNITS[match[2].lower()])

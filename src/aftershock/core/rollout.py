@@ -112,8 +112,8 @@ class _Controls:
 
     def __init__(self, trajectory: Trajectory, begin: int, rows: Rows, exact: ExactRows | None) -> None:
         self._trajectory, self._time, self._exact = trajectory, begin, exact
-        self._state = rows.control
         self._owned = rows.owned or rows.control is None
+        self._state, rows.control = rows.control, None  # it goes with the step that leaves it
 
     def at(self, time: int) -> JointState:
         if self._exact is not None:

@@ -16,8 +16,9 @@ from .examples import EXAMPLES_AT_ONCE, TESTED, example_derivatives
 from .footprint import Curvature, Footprint, peak_on, room
 from .kicks import IN_CACHE, PAIRS_AT_ONCE
 from .memory import budget, enough, lacking, readable
-from .planning import LANE_SHARE, Work, plan_history, plan_lanes, plan_reruns, plan_responses
+from .planning import LANE_SHARE, Work, pass_bytes, plan_history, plan_lanes, plan_reruns, plan_responses
 from .probe import Watch
+from .responses import Pass
 from .row_costs import Load, pool_bytes, product_bytes, rollout_bytes
 from .scores import SAMPLE, AtOnce
 from .structure import flatten
@@ -131,20 +132,23 @@ def left_for_reruns(trajectory: Trajectory, few: int, memory: str | int | None) 
 def plan_examples(watch: Watch, sample: int, few: int, memory: str | int | None) -> SweepPlan:
     """The sweep of one outcome, slopes of examples from gradients of a sample of batches, and so many reruns."""
     trajectory, horizons = watch.trajectory, [watch.horizons]
-    held, rerun, lacking = (few + 1) * Footprint.of(trajectory).vector, 0, None
+    held, work, rerun, least = (few + 1) * Footprint.of(trajectory).vector, Work(watch, few, 1), 0, 0
+    given = budget(memory, trajectory.device) + trajectory.dynamics.loss.player.nbytes * (memory is None)
     try:
-        left = left_for_reruns(trajectory, few, memory)
-        rerun = held + plan_responses(Work(watch, few, 1), ("exact",), left).peak if few else 0
-    except OutOfMemory as error:
-        lacking = OutOfMemory(f"beside the gradients of {few} examples ({readable(held)} of the memory), {error}")
+        rerun = held + plan_responses(work, ("exact",), left_for_reruns(trajectory, few, given)).peak if few else 0
+    except OutOfMemory:
+        least = held + pass_bytes(work, Pass(("exact",), 1))
     place = plan_history(trajectory, 3 * watch.horizons, memory)
     needs, available = _Needs(watch, place), room(trajectory, memory)
     swept = needs.swept(horizons, 1) - needs.control + needs.begun  # the state after the step is not used
     peak = max(swept, needs.sloped(horizons, sample))
+    if least > peak:
+        raise OutOfMemory(
+            f"rerunning {few} examples, whose gradients are there at once, {lacking(least, available)}. What would "
+            f"fit: {enough(least)}, or a smaller verify="
+        )
     if peak > available:
         raise OutOfMemory(_advice(needs, watch, horizons, available, sample, peak))
-    if lacking is not None:  # the sweep comes first: it mostly needs more
-        raise lacking
     spare = available - needs.sloped(horizons, sample)
     return SweepPlan(place, needs.at_once(horizons, sample, sample, spare), max(peak, rerun), spare)
 
@@ -160,22 +164,17 @@ def with_reruns(sweep: Callable[[], SweepPlan], watch: Watch, count: int, memory
     return replace(plan, peak=max(plan.peak, rerun))
 
 
-def plan_ranking(
-    watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None, least: int = 1
-) -> SweepPlan:
-    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory.
-
-    least: gradients of the pool that must be there at once.
-    """
+def plan_ranking(watch: Watch, horizons: Sequence[int], pool: int, memory: str | int | None) -> SweepPlan:
+    """A ranking of so many batches by one sweep back from some outcomes, cut to fit into memory."""
     trajectory = watch.trajectory
     place = plan_history(trajectory, sum(horizons) + 2 * watch.horizons, memory)
     needs = _Needs(watch, place)
     available = room(trajectory, memory)
     most = min(pool, POOL_ON_CPU if trajectory.device.type == "cpu" else POOL_AT_ONCE)
-    fits = (n for n in range(most, least - 1, -1) if needs.peak(horizons, n) <= available)
+    fits = (n for n in range(most, 0, -1) if needs.peak(horizons, n) <= available)
     count = next(fits, None)
     if count is None:
-        raise OutOfMemory(_advice(needs, watch, horizons, available, least, needs.peak(horizons, least)))
+        raise OutOfMemory(_advice(needs, watch, horizons, available, 1, needs.peak(horizons, 1)))
     spare = max(0, available - needs.held(horizons, count) - needs.gradients(count))
     products = next(n for n in range(len(horizons), 0, -1) if n == 1 or needs.swept(horizons, n) <= available)
     peak = max(needs.peak(horizons, count), needs.swept(horizons, products))
@@ -309,7 +308,7 @@ def _earlier(peak: int, available: int, step: int, steps: int) -> str:
     return f"outcome={outcome} (now {steps}), " if outcome > 0 else ""
 
 
-def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, least: int, need: int) -> str:
+def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int, count: int, need: int) -> str:
     """What is missing, and what would fit."""
     fits = [enough(need)]
     if len(horizons) > 1:
@@ -318,5 +317,5 @@ def _advice(needs: _Needs, watch: Watch, horizons: Sequence[int], available: int
         shorter = [h for h in horizons if needs.peak(range(1, h + 1), 1) <= available]
         if shorter:
             fits.append(f"horizon={max(shorter)} (now {watch.horizons})")
-    batches = "one batch" if least == 1 else f"{least} batches"
+    batches = "one batch" if count == 1 else f"{count} batches"
     return f"ranking {batches} at a time {lacking(need, available)}. What would fit: {', '.join(fits)}"

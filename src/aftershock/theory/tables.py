@@ -39,6 +39,8 @@ def save(table: xr.Dataset | xr.DataArray, path: str | Path) -> None:
         raise InvalidInput('a labelled array is saved under its name, and this one has none: array.rename("…")')
     try:
         data = table if isinstance(table, xr.Dataset) else table.to_dataset().assign_attrs({ARRAY: table.name})
+        if nested := [name for name in data.variables if "/" in str(name)]:
+            raise ValueError(f"the name {nested[0]!r} is one of a folder; rename it without /")
         save_dataset(data, Path(path))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise InvalidInput(f"this table holds something that no file of numbers and texts can: {error}") from error
