@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
@@ -192,5 +193,8 @@ def test_an_own_batch_beside_hardly_any_other_step_says_so(tmp_path: Path) -> No
     assert found.kind == "own batch"
     assert found.verdict.startswith("The window is short: only ")
     assert "record with a larger window= next time" in found.verdict
+    there = re.search(r"only (\d+) step", found.verdict)
+    assert there is not None
+    assert f"Only {there[1]} step(s) that nobody suspects lie before the event" in str(found.certificate)
     longer = ak.explain(run(tmp_path / "longer", SPIKE + 9, bad), step=SPIKE, window=6, treatments=False)
     assert "what others do not do; more is recorded, pass a larger window=." in longer.verdict
