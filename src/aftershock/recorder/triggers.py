@@ -299,6 +299,10 @@ class _Lowest:
             self.spread = scatter(_last(losses, count))[1]
         return True
 
+    def flattest(self, median: float) -> float:
+        """The least σ of a run that scatters; one of the two medians may be zero."""
+        return ALARM.flattest * max(abs(median), abs(self.median))
+
     def stays(self, far: bool, patience: int) -> bool:
         """Has the median been far above for so many steps?"""
         self.above = self.above + 1 if far else 0
@@ -349,7 +353,7 @@ class Drift:
         self._rate = min(self._rate, record.lr)
         self._losses.append(record.loss)
         self._since += 1
-        if len(self._losses) == ALARM.early:
+        if len(self._losses) == ALARM.early and math.isinf(self._ever.median):
             self._ever.before = statistics.median(self._losses)  # most is often learned before there is a median
         settling = ALARM.settling * self.over
         if len(self._losses) < settling:
@@ -369,7 +373,7 @@ class Drift:
             self._rate = rate
             return None
         then, rise = low.spread or 0.0, middle - low.median
-        sigma = max(scatter(last)[1], then, ALARM.flattest * abs(middle)) if rise > self.threshold * then else math.inf
+        sigma = max(scatter(last)[1], then, low.flattest(middle)) if rise > self.threshold * then else math.inf
         return (
             SlowRise.of(middle, low.median, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
         )
@@ -380,7 +384,7 @@ class Drift:
         low = self._ever
         if not low.follow(middle, self._losses, len(self._losses)):
             return None
-        sigma = max(low.spread or 0.0, ALARM.flattest * abs(middle))
+        sigma = max(low.spread or 0.0, low.flattest(middle))
         bars = self.threshold * sigma, (ALARM.doubled - 1) * abs(low.median), ALARM.lost * (low.before - low.median)
         stays = low.stays(middle - low.median > max(bars), self.patience)
         return SlowRise.of(middle, low.median, sigma) if stays and middle >= low.since else None
