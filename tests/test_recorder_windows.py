@@ -15,7 +15,7 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.recorder.store import open_flight
-from aftershock.recorder.triggers import AtStep, Drift, Spike, Triggered
+from aftershock.recorder.triggers import AtStep, Drift, SlowRise, Spike, Triggered
 
 from .cases import cross_entropy, mlp
 
@@ -296,6 +296,23 @@ def test_a_little_of_what_was_gained_is_no_divergence_however_short_the_medians_
     means = [max(1.0, 100 * 0.7**i) + 0.04 * max(0, i - 40) for i in range(90)]
     losses = [mean * math.exp(1e-3 * generator.gauss(0, 1)) for mean in means]
     assert fired(losses, [0.1 * 1.2**i for i in range(90)], Drift(over=over, patience=over)) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_step_that_is_told_of_a_rise_is_one_that_shows_it(seed: int) -> None:
+    """Of losses that scatter more and more some are as low as ever, and what is told is what is explained."""
+    generator, drift = random.Random(seed), Drift()
+    drift.begin(64)
+    for i in range(2500):
+        rate = 5e-3 * 1.004 ** max(0, i - 300)
+        mean = 0.3 + 0.8 * math.exp(-i / 40) + max(0.0, rate - 0.1) ** 1.2
+        noise = 0.4 * (1 + 2 * (mean - 0.3) * (i > 300))
+        loss = mean * math.exp(noise * generator.gauss(0, 1))
+        said = drift.fires(Fake(loss, rate))  # type: ignore[arg-type]
+        if isinstance(said, SlowRise):
+            assert loss > said.lowest + 3 * said.sigma
+            return
+    raise AssertionError("it is told")
 
 
 def test_a_loss_may_rise_to_zero() -> None:

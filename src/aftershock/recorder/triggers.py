@@ -317,7 +317,7 @@ class Drift:
     spread now and that of four times as many losses at the lowest median: losses that wander are no rise. A learning
     rate that goes up by half raises the loss on purpose: the lowest median is then looked for anew. Whatever the rate
     does, it fires where the median is still rising, twice the lowest of the whole run, and half of what the run had
-    gained is lost, by more than `threshold` σ of that time.
+    gained is lost, by more than `threshold` σ of that time. The step that it tells has a high loss itself.
 
     >>> from types import SimpleNamespace as Seen
     >>> drift = Drift(over=4, patience=4)
@@ -363,10 +363,11 @@ class Drift:
         said = self._rises_on(middle)
         if self._since >= settling:
             said = self._stays_above(middle, last, record.lr) or said
-        self._fired = said is not None
-        return said
+        # the step that is told is the one that is explained: a low loss among the high ones shows nothing of the rise
+        self._fired = said is not None and record.loss > said.lowest + ALARM.usual * said.sigma
+        return said if self._fired else None
 
-    def _stays_above(self, middle: float, last: Sequence[float], rate: float) -> str | None:
+    def _stays_above(self, middle: float, last: Sequence[float], rate: float) -> SlowRise | None:
         """Above the lowest median since the rate was raised."""
         low = self._lowest
         if not low.follow(middle, self._losses, self._since):
@@ -378,7 +379,7 @@ class Drift:
             SlowRise.of(middle, low.median, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
         )
 
-    def _rises_on(self, middle: float) -> str | None:
+    def _rises_on(self, middle: float) -> SlowRise | None:
         """Above the lowest median of the whole run, whatever the rate did. The spread now is no measure: losses that go
         away scatter more and more."""
         low = self._ever
