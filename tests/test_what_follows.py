@@ -177,7 +177,9 @@ def test_the_numbers_of_a_drift_are_kept_beside_its_words() -> None:
     for rise in (None, (said.lowest, said.sigma)):
         values = json.loads(json.dumps(Seen(9, said, 0.1, rise).to_json()))
         assert Seen.of(values, Path()).rise == rise
-    for wrong in ("high", [1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, "x"]):
+    with pytest.raises(InvalidFile, match="which step it was kept for, and why"):
+        Seen.of({"step": 9, "reason": said, "height": 10**400}, Path())  # an integer that no float holds
+    for wrong in ("high", [1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, "x"], [10**400, 1.0]):
         with pytest.raises(InvalidFile, match="from where the loss has risen"):
             Seen.of({**Seen(9, said, 0.1).to_json(), "rise": wrong}, Path())
 
