@@ -188,7 +188,7 @@ class DataFinding:
         others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.kind == "draw":
             return (
-                f"{high}; {others} with them, and with the random numbers (noise, masks, dropout) of "
+                f"{high}; {others} with the same random numbers (noise, masks, dropout), and with those of "
                 f"{len(self.redrawn)} earlier steps, it has {statistics.median(self.redrawn):.3g} (median)"
             )
         if self.after:
