@@ -196,11 +196,13 @@ class DataFinding:
         before = "on earlier weights every batch is as high"
         if self.elsewhere:
             before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
-        bad_for_all = statistics.median(self.before) - self.usual >= HEIGHTS.half * (self.own - self.usual)
+        half = self.usual + HEIGHTS.half * (self.own - self.usual)
+        weights = "the data changed here, or the weights are bad for all that was not just trained on"
+        if statistics.median(self.before) >= half:
+            bad_itself = bool(self.elsewhere) and _low(self.elsewhere) >= half
+            weights = f"the weights are bad, and {before}" if bad_itself else "the weights are bad, not the batch"
         meaning = {
-            "weights": "the weights are bad, not the batch"
-            if bad_for_all
-            else "the data changed here, or the weights are bad for all that was not just trained on",
+            "weights": weights,
             "both": f"{before}, so that nobody can tell whether it is bad by itself",
             "shift": f"{before}, and what follows is like it",
             "own batch": before,  # that it is this batch is for the verdict to say: runs without it may show otherwise
