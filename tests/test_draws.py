@@ -74,6 +74,42 @@ def test_what_was_drawn_is_neither_batch_nor_weights(tmp_path: Path, parts: int)
         found.save_skip_list(tmp_path / "skip.json")
 
 
+def some_examples(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over a third of the examples, as a masked language model's is over a part of the tokens."""
+    seen = (torch.rand(len(batch[0])) < 0.35).double()
+    return (seen * (model(batch[0]) - batch[1]).square().mean(1)).sum() / seen.sum()
+
+
+def test_a_bad_example_that_most_draws_hide_is_not_laid_to_the_draw(tmp_path: Path) -> None:
+    generator, bad, losses = torch.Generator().manual_seed(0), 3, []
+    shown = {s: float(torch.rand(16, generator=torch.Generator().manual_seed(s))[bad]) < 0.35 for s in range(2 * STEPS)}
+    drawn = next(seed for seed in range(STEPS, 2 * STEPS) if shown[seed])
+    assert sum(shown[seed] for seed in range(SPIKE - 8, SPIKE)) < 4
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [torch.randn(16, 4, generator=generator).double() for _ in range(STEPS)]
+    with ak.FlightRecorder(model, optimizer, some_examples, tmp_path, window=40, triggers=()) as recorder:
+        for step, x in enumerate(batches):
+            y = x[:, :2].clone()
+            y[bad] += 100.0 * (step == SPIKE)
+            if step == SPIKE:  # the truth: other batches are ordinary with the same draw
+                torch.manual_seed(drawn)
+                others = some_examples(model, (batches[SPIKE - 1], batches[SPIKE - 1][:, :2])).item()
+            torch.manual_seed(drawn if step == SPIKE else step)
+            optimizer.zero_grad()
+            recorder.before_forward()
+            loss = some_examples(model, (x, y))
+            loss.backward()
+            optimizer.step()
+            recorder.step((x, y), loss)
+            losses.append(loss.item())
+    assert losses[SPIKE] > 100 * max(*losses[20:SPIKE], others)
+    found = ak.explain(recorder, step=SPIKE, treatments=False)
+    assert (found.kind, found.blamed) == ("unknown", ())
+    assert "no batch is to blame" not in found.verdict.lower()
+    assert "so that nobody can tell whether it is bad by itself" in found.verdict
+
+
 def rooted(model: nn.Module, batch: Batch) -> Tensor:
     """NaN where the drawn number is too small for the batch."""
     return F.mse_loss(model(batch[0]), batch[1]) * torch.sqrt(torch.rand(()) + batch[0][0, 0])
@@ -105,4 +141,5 @@ def test_what_is_not_finite_because_of_a_draw_is_not_laid_to_the_batch(tmp_path:
     found = ak.explain(recorder, step=19)
     assert (found.kind, found.skip) == ("not a number", [])
     said = "It is what was drawn at random: on the same weights the batch is finite with the random numbers of 8 of 8"
-    assert said in found.verdict
+    beside = f"with its own {0 if everyone else 8} of 8 other batches are finite there"
+    assert f"{said} other steps; {beside}" in found.verdict

@@ -646,6 +646,8 @@ def test_why_a_step_without_which_half_is_gone_is_not_blamed_is_said() -> None:
     PAIR = [(208, "suspect", 0.4), (190, "placebo", 0.9)]
     several = said(gone_with_others=(208,), replaced_placebos=7, replaced_placebos_change=2)
     assert "such batches at 2 of 7 other steps of its kind of data change it as well" in several
+    alike = said(gone_with_others=(208,), replaced_placebos=8)
+    assert "too, but more is left than half of what such batches leave at another step of its kind of data" in alike
     assert said(gone_with_others=(204,)) == "and nothing shows that this is special"
     PAIR[1] = (190, "placebo", 0.7)
     assert said() == "and without step 190, which nobody suspects, ≥ 70%"

@@ -87,6 +87,24 @@ def test_a_bad_shard_that_ends_is_no_shift_of_the_data(tmp_path: Path) -> None:
     assert "The data changed" not in found.verdict
 
 
+def test_the_last_of_a_bad_shard_is_compared_with_batches_before_it(tmp_path: Path) -> None:
+    """Most of the eight batches right before it are as bad, so that they are high on any weights."""
+    bad = range(BAD - 6, BAD + 1)
+    recorder, losses = recorded(tmp_path, dict.fromkeys(bad, 1.0))
+    assert max(losses[BAD + 1 :]) < 0.1 * losses[BAD]  # the weights are sound
+    found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", tuple(bad))
+    assert "the weights are bad" not in found.verdict
+
+
+def test_of_a_bad_batch_on_bad_weights_it_is_not_said_that_it_is_sound(tmp_path: Path) -> None:
+    recorder, losses = recorded(tmp_path, dict.fromkeys(range(BAD - 6, BAD + 1), 1.0), rate=2e-2)
+    assert min(losses[BAD + 1 : BAD + 4]) > 100 * statistics.median(losses[WARM : BAD - 6])  # the weights are bad, too
+    found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("unknown", ())
+    assert "the weights are bad, and on earlier weights it has" in found.verdict
+
+
 def test_of_data_that_change_slowly_it_is_not_said_that_they_change_at_the_explained_step(tmp_path: Path) -> None:
     recorder, losses = recorded(tmp_path, {step: (step - BAD + 1) / 8 for step in range(BAD, STEPS)})
     assert losses[BAD + 4] > losses[BAD + 2] > 10 * max(losses[WARM:BAD])  # it is there before the explained step

@@ -15,7 +15,7 @@ from torch import nn
 
 import aftershock as ak
 from aftershock.recorder.store import open_flight
-from aftershock.recorder.triggers import AtStep, Drift, Spike, Triggered
+from aftershock.recorder.triggers import AtStep, Drift, SlowRise, Spike, Triggered
 
 from .cases import cross_entropy, mlp
 
@@ -211,8 +211,8 @@ def test_the_raw_norm_is_recorded_where_it_is_told(tmp_path: Path) -> None:
     assert last.norm == pytest.approx(1e-3, rel=1e-2)  # torch adds 1e-6 to the norm
 
 
-def fired(losses: list[float], rates: list[float] | None = None) -> int | None:
-    drift = Drift()
+def fired(losses: list[float], rates: list[float] | None = None, drift: Drift | None = None) -> int | None:
+    drift = drift or Drift()
     drift.begin(64)
     rates = [1.0] * len(losses) if rates is None else rates
     return next((i for i, pair in enumerate(zip(losses, rates)) if drift.fires(Fake(*pair))), None)  # type: ignore[arg-type]
@@ -287,6 +287,38 @@ def test_a_slow_divergence_under_a_rate_that_rises_slowly_fires(growth: float) -
     at = fired(losses, rates)
     assert at is not None
     assert 0.6 < means[at] < 0.9
+
+
+@pytest.mark.parametrize("over", [3, 4, 8])
+def test_a_little_of_what_was_gained_is_no_divergence_however_short_the_medians_are(over: int) -> None:
+    """From 100 to 1, and back to 3, under a rate that rises by half within fewer steps than a median settles in."""
+    generator = random.Random(0)
+    means = [max(1.0, 100 * 0.7**i) + 0.04 * max(0, i - 40) for i in range(90)]
+    losses = [mean * math.exp(1e-3 * generator.gauss(0, 1)) for mean in means]
+    assert fired(losses, [0.1 * 1.2**i for i in range(90)], Drift(over=over, patience=over)) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_step_that_is_told_of_a_rise_is_one_that_shows_it(seed: int) -> None:
+    """Of losses that scatter more and more some are as low as ever, and what is told is what is explained."""
+    generator, drift = random.Random(seed), Drift()
+    drift.begin(64)
+    for i in range(2500):
+        rate = 5e-3 * 1.004 ** max(0, i - 300)
+        mean = 0.3 + 0.8 * math.exp(-i / 40) + max(0.0, rate - 0.1) ** 1.2
+        noise = 0.4 * (1 + 2 * (mean - 0.3) * (i > 300))
+        loss = mean * math.exp(noise * generator.gauss(0, 1))
+        said = drift.fires(Fake(loss, rate))  # type: ignore[arg-type]
+        if isinstance(said, SlowRise):
+            assert loss > said.lowest + 3 * said.sigma
+            return
+    raise AssertionError("it is told")
+
+
+def test_a_loss_may_rise_to_zero() -> None:
+    at = fired([-1.0] * 300 + [0.0] * 300)
+    assert at is not None
+    assert at > 300
 
 
 @pytest.mark.parametrize("told", [{"clip": torch.tensor(0.5)}, {}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_the_numbers_of_a_drift_are_kept_beside_its_words() -> None:
     for rise in (None, (said.lowest, said.sigma)):
         values = json.loads(json.dumps(Seen(9, said, 0.1, rise).to_json()))
         assert Seen.of(values, Path()).rise == rise
-    for wrong in ("high", [1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, "x"]):
+    with pytest.raises(InvalidFile, match="which step it was kept for, and why"):
+        Seen.of({"step": 9, "reason": said, "height": 10**400}, Path())  # an integer that no float holds
+    for wrong in ("high", [1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, "x"], [10**400, 1.0]):
         with pytest.raises(InvalidFile, match="from where the loss has risen"):
             Seen.of({**Seen(9, said, 0.1).to_json(), "rise": wrong}, Path())
 
@@ -192,5 +195,8 @@ def test_an_own_batch_beside_hardly_any_other_step_says_so(tmp_path: Path) -> No
     assert found.kind == "own batch"
     assert found.verdict.startswith("The window is short: only ")
     assert "record with a larger window= next time" in found.verdict
+    there = re.search(r"only (\d+) step", found.verdict)
+    assert there is not None
+    assert f"Only {there[1]} step(s) that nobody suspects lie before the event" in str(found.certificate)
     longer = ak.explain(run(tmp_path / "longer", SPIKE + 9, bad), step=SPIKE, window=6, treatments=False)
     assert "what others do not do; more is recorded, pass a larger window=." in longer.verdict

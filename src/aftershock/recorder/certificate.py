@@ -9,7 +9,7 @@ from ..results.certificate import TRUST, Certificate, Finding
 from .event import BARS
 from .facts import Facts
 from .stability import GROWTH
-from .unrecorded import after
+from .unrecorded import after, few_others, others
 from .verdict import CALM
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
     facts = found.facts
-    findings = [_replay(facts), *_scatter(facts), *_after(facts), *_medians(facts), *_placebos(facts)]
+    findings = [_replay(facts), *_scatter(facts), *_after(facts), *_medians(facts), *_placebos(found)]
     instruments = facts.instruments
     if instruments.refused and instruments.linear_ok:
         sentence = f"Nothing is predicted: {instruments.refused}"
@@ -78,17 +78,15 @@ def _medians(facts: Facts) -> list[Finding]:
     return [Finding("note", "measure", "peak_over_sigma", height, far, sentence)]
 
 
-def _placebos(facts: Facts) -> list[Finding]:
-    """Where steps were run without beside fewer others than tell chance apart, because no more were asked for."""
-    asked, made = facts.blame.placebos_asked, facts.blame.placebos
-    if facts.event.kind in CALM or (asked >= BARS.enough and not (facts.blame.blamed and made < BARS.enough)):
+def _placebos(found: FlightExplanation) -> list[Finding]:
+    """Where steps were run without beside fewer others than tell chance apart: no more were asked for, or are there."""
+    asked = found.facts.blame.placebos_asked
+    if found.kind in CALM or (asked >= BARS.enough and not few_others(found)):
         return []
     if asked >= BARS.enough:
-        sentence = (
-            f"Only {made} step{' was' if made == 1 else 's were'} left out that nobody suspects, since there are no "
-            "more before the event: so few cannot tell what others do. Record a longer window= next time."
-        )
-        return [Finding("care", "placebos", "made", made, BARS.enough, sentence)]
+        there = others(found)
+        sentence = f"Only {there} step(s) that nobody suspects lie before the event: so few cannot tell what others do."
+        return [Finding("care", "placebos", "there", there, BARS.enough, sentence)]
     sentence = (
         f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do not "
         f"do, of which so few cannot tell; pass placebos={BARS.enough} or more."

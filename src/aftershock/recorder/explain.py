@@ -146,7 +146,8 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     trajectory, last = f.replayed.trajectory, f.replayed.last
     steps = trajectory.steps
     f.updates = update_sizes(trajectory, Layers.of(trajectory.dynamics.layout))
-    before = [s.batch for s in steps[max(0, last - OTHERS) : last]]
+    onset = f.event.onset  # those after it may be as bad as the explained one
+    before = [s.batch for s in steps[max(0, onset - OTHERS) : onset]]
     after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
     f.data = data(trajectory, last, before, after, f.event.quantity)
     f.changes = _changes(f)

@@ -155,10 +155,11 @@ def _squares(
 class DataFinding:
     """The spike's batch beside others on the same weights, and on the weights of earlier steps.
 
-    kind: "draw" (with the random numbers of other steps it is ordinary), "own batch" (high on any weights, others are
-    ordinary), "source" (the same, and earlier batches like it were high at their own steps), "shift" (those that
-    follow are as high, earlier ones ordinary), "weights" (other batches are high too), "both" (this batch, and on
-    these weights only, as far as is known), "ordinary" (the batch is not high).
+    kind: "draw" (with the random numbers of other steps it is ordinary, and others are high with its own), "own batch"
+    (high on any weights, others are ordinary), "source" (the same, and earlier batches like it were high at their own
+    steps), "shift" (those that follow are as high, earlier ones ordinary), "weights" (other batches are high too),
+    "both" (this batch, and on these weights or with these random numbers only, as far as is known), "ordinary" (the
+    batch is not high).
     """
 
     kind: str
@@ -184,22 +185,24 @@ class DataFinding:
         high = f"its {self.quantity} is {self.own:.3g} (usual {self.usual:.3g})"
         if self.kind == "ordinary":
             return f"{high}, within the usual spread"
+        others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.kind == "draw":
             return (
-                f"{high}; on the same weights, with the random numbers (noise, masks, dropout) of "
+                f"{high}; {others} with the same random numbers (noise, masks, dropout), and with those of "
                 f"{len(self.redrawn)} earlier steps, it has {statistics.median(self.redrawn):.3g} (median)"
             )
-        others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
         if self.after:
             others += f", the {len(self.after)} after it {statistics.median(self.after):.3g}"
         before = "on earlier weights every batch is as high"
         if self.elsewhere:
             before = f"on earlier weights it has {_low(self.elsewhere):.3g} itself"
-        bad_for_all = statistics.median(self.before) - self.usual >= HEIGHTS.half * (self.own - self.usual)
+        half = self.usual + HEIGHTS.half * (self.own - self.usual)
+        weights = "the data changed here, or the weights are bad for all that was not just trained on"
+        if statistics.median(self.before) >= half:
+            bad_itself = bool(self.elsewhere) and _low(self.elsewhere) >= half
+            weights = f"the weights are bad, and {before}" if bad_itself else "the weights are bad, not the batch"
         meaning = {
-            "weights": "the weights are bad, not the batch"
-            if bad_for_all
-            else "the data changed here, or the weights are bad for all that was not just trained on",
+            "weights": weights,
             "both": f"{before}, so that nobody can tell whether it is bad by itself",
             "shift": f"{before}, and what follows is like it",
             "own batch": before,  # that it is this batch is for the verdict to say: runs without it may show otherwise
@@ -224,7 +227,8 @@ def data(
     it, half of those that follow soon, and goes on: one may be bad by itself, and a bad shard ends. Where a run is
     unstable, weights are often bad for a batch that is ordinary on all others: data are to blame only if they are high
     on earlier weights too, and higher than others of their kind (`_beside_its_kind`). Where the loss draws random
-    numbers, neither is, if the batch is ordinary with most other draws.
+    numbers, neither is, if the batch is ordinary with most other draws, and others are high with the same one: a batch
+    of which a mask shows only some may be bad where it shows.
     """
     if not before or not at:
         raise InvalidInput("a batch is judged beside earlier ones: explain a step with at least one step before it")
@@ -246,10 +250,8 @@ def data(
     follows = sum(map(high, later)) >= HEIGHTS.least_after and many and stay
     if own - middle <= HEIGHTS.ordinary * sigma:
         kind = "ordinary"
-    elif redrawn and not high(statistics.median(redrawn)):
-        kind = "draw"  # others were given the same draw, and are high with it, too
-    elif high(statistics.median(earlier)):
-        kind = "weights"
+    elif high(statistics.median(earlier)):  # they were given the same draw
+        kind = "draw" if redrawn and not high(statistics.median(redrawn)) else "weights"
     else:
         kind = _beside_its_kind(trajectory, at, elsewhere, alike, middle, sigma, quantity)
         if follows:  # batches that were just trained on may still do well

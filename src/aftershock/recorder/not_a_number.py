@@ -92,7 +92,8 @@ class NotANumberFinding:
             "batch values": f"The batch itself holds values that are not finite{beside}",
             "weights values": "The step before wrote them",
             "draw": "It is what was drawn at random: on the same weights the batch is finite with the random numbers "
-            f"of {sum(self.redrawn)} of {len(self.redrawn)} other steps",
+            f"of {sum(self.redrawn)} of {len(self.redrawn)} other steps"
+            + (f"; with its own {finite} of {count} other batches are finite there" if count else ""),
             "batch": f"It is the batch: {finite} of {count} other batches are finite on the same weights",
             "weights": f"It is not the batch alone: {finite} of {count} other batches are finite on the same weights",
             "unknown": "No other batch was tried on the same weights",

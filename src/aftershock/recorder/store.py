@@ -43,7 +43,7 @@ class Seen:
         step, reason = values.get("step"), values.get("reason")
         try:
             height = float(values["height"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             height = math.nan
         if type(step) is not int or not isinstance(reason, str) or not height >= 0:
             raise InvalidFile(f"{folder} does not say which step it was kept for, and why")
@@ -55,7 +55,7 @@ def _rise(value: Any, folder: Path) -> tuple[float, float] | None:
         return None
     try:
         lowest, sigma = map(float, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         lowest = sigma = math.nan
     if not (math.isfinite(lowest) and 0 < sigma < math.inf):
         raise InvalidFile(f"{folder} does not say from where the loss has risen")

@@ -318,6 +318,10 @@ class _Lowest:
             self.spread = scatter(_last(losses, count))[1]
         return True
 
+    def flattest(self, median: float) -> float:
+        """The least σ of a run that scatters; one of the two medians may be zero."""
+        return ALARM.flattest * max(abs(median), abs(self.median))
+
     def stays(self, far: bool, patience: int) -> bool:
         """Has the median been far above for so many steps?"""
         self.above = self.above + 1 if far else 0
@@ -332,7 +336,7 @@ class Drift:
     spread now and that of four times as many losses at the lowest median: losses that wander are no rise. A learning
     rate that goes up by half raises the loss on purpose: the lowest median is then looked for anew. Whatever the rate
     does, it fires where the median is still rising, twice the lowest of the whole run, and half of what the run had
-    gained is lost, by more than `threshold` σ of that time.
+    gained is lost, by more than `threshold` σ of that time. The step that it tells has a high loss itself.
 
     >>> from types import SimpleNamespace as Seen
     >>> drift = Drift(over=4, patience=4)
@@ -368,7 +372,7 @@ class Drift:
         self._rate = min(self._rate, record.lr)
         self._losses.append(record.loss)
         self._since += 1
-        if len(self._losses) == ALARM.early:
+        if len(self._losses) == ALARM.early and math.isinf(self._ever.median):
             self._ever.before = statistics.median(self._losses)  # most is often learned before there is a median
         settling = ALARM.settling * self.over
         if len(self._losses) < settling:
@@ -378,28 +382,29 @@ class Drift:
         said = self._rises_on(middle)
         if self._since >= settling:
             said = self._stays_above(middle, last, record.lr) or said
-        self._fired = said is not None
-        return said
+        # the step that is told is the one that is explained: a low loss among the high ones shows nothing of the rise
+        self._fired = said is not None and record.loss > said.lowest + ALARM.usual * said.sigma
+        return said if self._fired else None
 
-    def _stays_above(self, middle: float, last: Sequence[float], rate: float) -> str | None:
+    def _stays_above(self, middle: float, last: Sequence[float], rate: float) -> SlowRise | None:
         """Above the lowest median since the rate was raised."""
         low = self._lowest
         if not low.follow(middle, self._losses, self._since):
             self._rate = rate
             return None
         then, rise = low.spread or 0.0, middle - low.median
-        sigma = max(scatter(last)[1], then, ALARM.flattest * abs(middle)) if rise > self.threshold * then else math.inf
+        sigma = max(scatter(last)[1], then, low.flattest(middle)) if rise > self.threshold * then else math.inf
         return (
             SlowRise.of(middle, low.median, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
         )
 
-    def _rises_on(self, middle: float) -> str | None:
+    def _rises_on(self, middle: float) -> SlowRise | None:
         """Above the lowest median of the whole run, whatever the rate did. The spread now is no measure: losses that go
         away scatter more and more."""
         low = self._ever
         if not low.follow(middle, self._losses, len(self._losses)):
             return None
-        sigma = max(low.spread or 0.0, ALARM.flattest * abs(middle))
+        sigma = max(low.spread or 0.0, low.flattest(middle))
         bars = self.threshold * sigma, (ALARM.doubled - 1) * abs(low.median), ALARM.lost * (low.before - low.median)
         stays = low.stays(middle - low.median > max(bars), self.patience)
         return SlowRise.of(middle, low.median, sigma) if stays and middle >= low.since else None

@@ -36,13 +36,24 @@ def short(found: FlightExplanation) -> list[str]:
         remedy += " next time"
     if before < BARS.fewest:
         return [f"Only {before} step(s) before it are recorded, too few to know what is usual: {remedy}."]
-    others = before - sum(c.role == "suspect" and c.step < event.onset for c in found.culprits)
-    if event.kind in PLACEBOS_DECIDE and found.tried and others < BARS.enough:
+    if few_others(found):
         return [
-            f"The window is short: only {others} step(s) that nobody suspects lie before it, and a step is blamed for "
-            f"what others do not do; {remedy}."
+            f"The window is short: only {others(found)} step(s) that nobody suspects lie before it, and a step is "
+            f"blamed for what others do not do; {remedy}."
         ]
     return []
+
+
+def few_others(found: FlightExplanation) -> bool:
+    """Does the verdict rest on what other steps do, of which too few lie before the event?"""
+    return found.kind in PLACEBOS_DECIDE and found.tried > 0 and others(found) < BARS.enough
+
+
+def others(found: FlightExplanation) -> int:
+    """How many steps before the event nobody suspects."""
+    onset = found.facts.event.onset
+    suspects = sum(c.role == "suspect" and c.step < onset for c in found.culprits)
+    return int((found.data["place"] < onset).sum()) - suspects
 
 
 def risen(found: FlightExplanation) -> str:

@@ -371,11 +371,13 @@ def _not_special(found: FlightExplanation, suspect: Culprit) -> str:
     """Why a step without which half is gone is not blamed."""
     blame = found.facts.blame
     if suspect.step in blame.gone_with_others:
-        whose = "of its kind of data " if blame.kin else ""
+        changing, whose = blame.replaced_placebos_change, " of its kind of data" if blame.kin else ""
+        others = f"such batches at {changing} of {blame.replaced_placebos} other steps{whose} change it as well"
+        if not changing:
+            others = f"more is left than half of what such batches leave at another step{whose}"
         return (
-            f"and with batches like its own in its place half is gone, too, but such batches at "
-            f"{blame.replaced_placebos_change} of {blame.replaced_placebos} other steps {whose}change it as well, so "
-            "that it is not clear that the step is special"
+            f"and with batches like its own in its place half is gone, too, but {others}, so that it is not clear that "
+            "the step is special"
         )
     placebos = [c for c in found.culprits if c.role == "placebo"]
     mild = min(placebos, key=lambda c: c.left, default=None)
