@@ -1,9 +1,10 @@
 """What a piece of work needs in memory, known before it starts, and how it is cut to fit.
 
-What may be used (`memory`) and how work is cut to fit is decided in five modules and nowhere else: `path_plans` before
-there is a path, `footprint` for recorded passes, `sweep_plans` for rankings and explanations, this one for rows. Memory
-is counted in copies of the flat vector and in what the model's own passes hold, which is measured once. Work that runs
-out in spite of its plan is halved where it runs (`Sharing.in_pieces`, `respond`).
+How work is cut to fit is decided in four modules and nowhere else: `path_plans` before there is a path, `footprint`
+for recorded passes, `sweep_plans` for rankings and explanations, this one for rows. What may be used they ask of
+`memory` and `host`, and what rows hold of `row_costs`. Memory is counted in copies of the flat vector and in what the
+model's own passes hold, which is measured once. Work that runs out in spite of its plan is halved where it runs
+(`Sharing.in_pieces`, `respond`).
 """
 
 from __future__ import annotations

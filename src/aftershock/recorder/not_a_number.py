@@ -17,7 +17,7 @@ from ..core.batches import Batch, micro_batches, undrawn
 from ..core.layout import Layout
 from ..core.loss import LossFunction
 from ..core.randomness import RandomState
-from ..core.reductions import total_norm
+from ..core.reductions import finite, total_norm
 from ..core.state import JointState
 from ..core.structure import flatten
 
@@ -123,7 +123,7 @@ def not_a_number(
     redrawn = () if seen.finite else tuple(_watched(loss, state, undrawn(batch), draw).finite for draw in draws)
     if seen.finite:
         kind = "overflow" if seen.overflows else "finite"
-    elif any(isinstance(x, Tensor) and not bool(torch.isfinite(x).all()) for x in flatten(batch)[0]):
+    elif any(isinstance(x, Tensor) and not finite(x) for x in flatten(batch)[0]):
         kind = "batch values"
     elif sum(redrawn) > ODD.finite * len(redrawn):
         kind = "draw"
@@ -232,7 +232,7 @@ def _watched(loss: LossFunction, state: JointState, batch: Batch, random: Random
 
 
 def _not_finite(layout: Layout, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
-    return tuple(n for n, x in zip(layout.names, tensors) if x is not None and not bool(torch.isfinite(x).all()))
+    return tuple(n for n, x in zip(layout.names, tensors) if x is not None and not finite(x))
 
 
 @contextlib.contextmanager
@@ -317,7 +317,7 @@ def _watching_gradients(value: Tensor, seen: _Seen) -> Iterator[None]:
 
 
 def _finite(tensors: Sequence[Tensor | None]) -> bool:
-    return all(bool(torch.isfinite(x).all()) for x in tensors if x is not None)
+    return all(finite(x) for x in tensors if x is not None)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> bool:

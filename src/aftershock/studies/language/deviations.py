@@ -27,17 +27,26 @@ Cause = Literal[
 ]  # fmt: skip
 
 SMOOTH = 2.0
-NEAR = 0.25  # the paper calls 1.878 near quadratic, and its two deviations are 0.9 and 1.3 away
-HALF_WAY = 0.5  # to a slope of −1, or of 2
-# The noise is known to a factor of a few (TRUST.noise_margin), so that what is measured may be this much more: an error
-# below five times the noise cannot be told from it, and its exponent says nothing.
-CLEAR = 1 / TRUST.noise_margin
-LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Telling:
+    """The numbers that decide whether a deviation is noise or real."""
+
+    near: float = 0.25  # the paper calls 1.878 near quadratic, and its two deviations are 0.9 and 1.3 away
+    half_way: float = 0.5  # to a slope of −1, or of 2
+    # The noise is known to a factor of a few (TRUST.noise_margin), so that what is measured may be this much more: an
+    # error below five times the noise cannot be told from it, and its exponent says nothing.
+    clear: float = 1 / TRUST.noise_margin
+    level: float = 0.05  # of a test: what chance does more seldom is no chance
+    # Of an error by float noise (1/ε) the next step shows half, of one by truncation (ε²) three times as much. Steps
+    # that show less of it do not converge to the derivative.
+    shown: float = 0.5
+    little: float = 0.1  # of the tangent's error: what semilinear is left with where AdamW's arithmetic makes it
+
+
+TELLING = Telling()
 PAPER_CANDIDATES, PAPER_VALID = 72, (67, 70)  # valid at α = 1/16 and 1/8: 0.931 and 0.972
-# Of an error by float noise (1/ε) the next step shows half, of one by truncation (ε²) three times as much. Steps that
-# show less of it do not converge to the derivative.
-SHOWN = 0.5
-LITTLE = 0.1  # of the tangent's error: what semilinear is left with where AdamW's arithmetic makes it
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def _deviation(found: Candidates, i: int) -> Deviation:
     middle = across_candidates(own)
     fd, tangent = (float(middle.sel({"answer": answer})) for answer in (FD, "tangent"))
     noise, condition = float(found.noise[i]), found.conditions[i]
-    near = int((abs(own.sel({"answer": "tangent"}) - SMOOTH) <= NEAR).sum())
+    near = int((abs(own.sel({"answer": "tangent"}) - SMOOTH) <= TELLING.near).sum())
     return Deviation(
         condition.name, condition.dtype, fd, tangent, noise, float(found.semilinear_share[i]), near,
         own.sizes["change"], _cause(fd, tangent, noise),
@@ -104,7 +113,7 @@ def _decided(coarse: Deviation, finer: Deviation) -> Deviation:
 def _cause(fd: float, tangent: float, noise: float) -> Cause:
     if math.isnan(fd) or math.isnan(tangent):
         return "undefined"
-    if noise > CLEAR:
+    if noise > TELLING.clear:
         return "not clear of noise"
     if not _deviates(fd):
         return "exact tangent only" if _deviates(tangent) else "none"
@@ -114,7 +123,7 @@ def _cause(fd: float, tangent: float, noise: float) -> Cause:
 
 
 def _deviates(exponent: float) -> bool:
-    return abs(exponent - SMOOTH) > NEAR
+    return abs(exponent - SMOOTH) > TELLING.near
 
 
 def validity(found: Candidates) -> Validity:
@@ -132,11 +141,11 @@ def _why_it_rises(fd: float, tangent: float, noise: float) -> Cause:
     """By how likely each rise is by chance; NaN where there is none."""
     if math.isnan(fd) and math.isnan(tangent):
         return "none"
-    first, last = fd < LEVEL, tangent < LEVEL
+    first, last = fd < TELLING.level, tangent < TELLING.level
     if not first and not last:
         return "chance"
     if first and last:
-        return "real" if noise <= TRUST.symmetric_error * CLEAR else "not clear of noise"
+        return "real" if noise <= TRUST.symmetric_error * TELLING.clear else "not clear of noise"
     return "finite differences" if first else "exact tangent only"
 
 
@@ -172,7 +181,7 @@ def paper_rise() -> tuple[float, float]:
 EXPONENTS = (
     "An error that a smooth response leaves grows as α². Below stands the exponent of each model and text, the median "
     "over candidates, with finite differences and with the exact tangent; in brackets float noise over the tangent's "
-    f"error at the smallest scale, and how many candidates have an exponent within {NEAR:g} of 2 with the tangent."
+    f"error at the smallest scale, and how many candidates have an exponent within {TELLING.near:g} of 2 with the tangent."
 )
 
 
@@ -206,7 +215,7 @@ def _noise(found: Candidates) -> Finding:
         f"{found.magnitude.size} candidates, {words}.{blank}"
     )
     level = "care" if blank else "note" if counts else "ok"
-    return Finding(level, "noise", "float noise over the response", float(share.max()), CLEAR, sentence)  # type: ignore[arg-type]
+    return Finding(level, "noise", "float noise over the response", float(share.max()), TELLING.clear, sentence)  # type: ignore[arg-type]
 
 
 def _steps(found: Candidates, in_finer: str) -> Finding:
@@ -220,8 +229,8 @@ def _steps(found: Candidates, in_finer: str) -> Finding:
     gap, seen = float(selection["consistency"].median()), float((selection["consistency"] / errors).median())
     best = float(step_error(found.data).min("fd_step").median())
     falling, rising = float(curve["falling"].median()), float(curve["rising"].median())
-    noise = int((curve["falling"] < -HALF_WAY).sum())
-    truncation = int((abs(curve["rising"] - SMOOTH) <= HALF_WAY).sum())
+    noise = int((curve["falling"] < -TELLING.half_way).sum())
+    truncation = int((abs(curve["rising"] - SMOOTH) <= TELLING.half_way).sum())
     systems = len(found.conditions)
     sentence = (
         "Against the exact tangent, the finite-difference step that the paper's rule selects is off by "
@@ -231,7 +240,7 @@ def _steps(found: Candidates, in_finer: str) -> Finding:
         f"{_signed(rising)} at the largest, where truncation has 2 (it rules in {truncation}).{in_finer}"
     )
     level = TRUST.level(error)
-    if seen < SHOWN and falling >= -HALF_WAY:
+    if seen < TELLING.shown and falling >= -TELLING.half_way:
         level = "care" if level == "ok" else level
         sentence += " " + _secant(found)
     return Finding(level, "steps", "error of the selected step", error, TRUST.nrmse, sentence)
@@ -269,11 +278,11 @@ def _secant(found: Candidates) -> str:
     noise = float(found.noise_share.sel(scale=float(at["scale"])).median())
     whose = (
         "AdamW's own arithmetic"
-        if semilinear < LITTLE * tangent
+        if semilinear < TELLING.little * tangent
         else "not AdamW's arithmetic alone"
-        if noise <= CLEAR * semilinear
+        if noise <= TELLING.clear * semilinear
         else "AdamW's own arithmetic for the most part, and what semilinear misses is not clear of float noise"
-        if semilinear < HALF_WAY * tangent
+        if semilinear < TELLING.half_way * tangent
         else "not known, since what semilinear misses is not clear of float noise"
     )
     return (
@@ -290,12 +299,12 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
         "float noise": ("care", "float noise: in float64 both are within 0.25 of 2"),
         "real": (
             "bad",
-            f"real: where float noise is less than {CLEAR:.0%} of the tangent's error at the smallest scale, the "
+            f"real: where float noise is less than {TELLING.clear:.0%} of the tangent's error at the smallest scale, the "
             "deviation stays with the exact tangent, on the same side of 2",
         ),
         "not clear of noise": (
             "care",
-            f"not known: float noise of the two exact runs is more than {CLEAR:.0%} of the tangent's error at the "
+            f"not known: float noise of the two exact runs is more than {TELLING.clear:.0%} of the tangent's error at the "
             "smallest scale, and known to a factor of a few, so that these exponents say nothing, near 2 or not; "
             "float64 would tell",
         ),
@@ -317,7 +326,7 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
             farthest = max(abs(d.fd - SMOOTH) for d in some)
             told = f"{meaning[:1].upper()}{meaning[1:]} ({len(some)} of {len(deviations)} models and texts)"
             sentence = f"{told}. {' '.join(_told(d) for d in some)}"
-            yield Finding(level, f"exponents: {cause}", "distance from 2", farthest, NEAR, sentence)  # type: ignore[arg-type]
+            yield Finding(level, f"exponents: {cause}", "distance from 2", farthest, TELLING.near, sentence)  # type: ignore[arg-type]
 
 
 def _told(one: Deviation) -> str:
@@ -335,10 +344,10 @@ def _where(one: Deviation) -> str:
     share = f"whose error is {_percent(one.semilinear)} of the tangent's"
     place = (
         f"; it is not in semilinear, {share}, so it lies in AdamW's arithmetic"
-        if one.semilinear < LITTLE
+        if one.semilinear < TELLING.little
         else f"; semilinear, {share}, does not say whether AdamW's arithmetic or the network makes it"
     )
-    farther = abs(one.fd - SMOOTH) - abs(one.tangent - SMOOTH) > NEAR
+    farther = abs(one.fd - SMOOTH) - abs(one.tangent - SMOOTH) > TELLING.near
     own = f"; the rest of the way to {_signed(one.fd)} is the finite differences' own error" if farther else ""
     return place + own
 
@@ -381,7 +390,7 @@ def _paper_validity() -> Finding:
         f"be chance: even if no candidate became invalid an exact sign test of the {second - first} that changed gives "
         f"p = {sign:.2g}, and Fisher's test of the two shares p = {fisher:.2g}."
     )
-    return Finding("note", "the paper's validity", "p of the sign test", sign, LEVEL, sentence)
+    return Finding("note", "the paper's validity", "p of the sign test", sign, TELLING.level, sentence)
 
 
 def _paper(found: Candidates, deviations: Sequence[Deviation]) -> Iterator[Finding]:
