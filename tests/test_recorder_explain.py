@@ -272,6 +272,28 @@ def test_how_many_placebos_were_tried_of_those_asked_for(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, "Only 4 steps were left out that nobody suspects, since there are no more before the event"),
+        ({"kind": "group", "group": (CULPRIT, CULPRIT + 1), "group_placebos": 8}, None),
+        ({"kind": "group", "group": (CULPRIT, CULPRIT + 1), "group_placebos": 4}, "Only 4 other groups of 2 steps are"),
+        ({"kind": "group", "replaced": (CULPRIT,), "replaced_placebos": 8}, None),
+        ({"kind": "group", "replaced": (CULPRIT,), "replaced_placebos": 4}, "Only 4 other steps were given batches"),
+    ],
+)
+def test_how_few_others_there_are_is_said_of_those_that_a_blame_rests_on(
+    found: Any, facts: dict[str, Any], said: str | None
+) -> None:
+    """Of a group other groups, beside which half of the placebos are left out one by one."""
+    if "replaced" in facts:
+        facts = facts | dict.fromkeys(("replaced_left", "replaced_left_spread"), (0.1,))
+        facts = facts | dict.fromkeys(("replaced_after", "replaced_after_spread"), (0.1,))
+    one = with_facts(found, **({"blamed": (CULPRIT, CULPRIT + 1), "placebos": 4, "placebos_asked": 8} | facts))
+    sentences = [finding.sentence for finding in one.certificate.findings if finding.subject == "placebos"]
+    assert [sentence[: len(said or "")] for sentence in sentences] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"window": -3}, "window= is a number of steps, a whole number from 1 on; got -3"),
@@ -337,6 +359,24 @@ def test_batches_are_described_and_a_describe_that_fails_loses_nothing(run: Run)
 def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:
     path = found.save_skip_list(tmp_path / "skip_batches.json")
     assert json.loads(path.read_text()) == [CULPRIT - WARM]
+
+
+def test_a_batch_that_did_it_in_several_epochs_is_on_the_skip_list_once(found: Any) -> None:
+    several = with_facts(found, blamed=(CULPRIT, CULPRIT + 1, CULPRIT + 2))
+    assert several.skip == [CULPRIT - WARM, CULPRIT + 1 - WARM, CULPRIT + 2 - WARM]
+    index = found.data["batch_index"].copy()
+    index[index["place"] == CULPRIT + 2] = CULPRIT - WARM  # the same batch, in a later epoch
+    again = type(found)(several.data.assign(batch_index=index))
+    assert again.skip == [CULPRIT - WARM, CULPRIT + 1 - WARM]
+    nan = with_facts(found, kind="not a number", batch_is_bad=True, asked_batches=(4, 4))
+    assert nan.skip == [4]
+
+
+def test_where_sound_batches_are_missed_no_other_batch_is_called_sound(found: Any) -> None:
+    """Whether the explained one is bad by itself may not be known: two sentences on said that."""
+    said = with_facts(found, kind="unknown", blamed=(), cleared=(CULPRIT,)).verdict
+    assert f"is not known: without step {CULPRIT} half of it would be gone, but not with batches like its own" in said
+    assert "no batch is bad" not in said
 
 
 def test_no_skip_list_is_written_where_nobody_is_blamed(tmp_path: Path, found: Any) -> None:

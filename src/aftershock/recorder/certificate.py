@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def certificate(found: FlightExplanation) -> Certificate:
     """The replay, the Hessian, how fast the run amplifies, and predicted beside measured."""
     facts = found.facts
-    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts), *_placebos(facts)], facts.instruments
+    findings, instruments = [_replay(facts), *_scatter(facts), *_after(facts), *_placebos(found)], facts.instruments
     if instruments.refused and instruments.linear_ok:
         sentence = f"Nothing is predicted: {instruments.refused}"
         return Certificate((*findings, Finding("care", "prediction", "answers", None, None, sentence)))
@@ -64,11 +64,17 @@ def _after(facts: Facts) -> list[Finding]:
     return [Finding("care", "event", "steps after it", recording.after, recording.after_wanted, sentence)]
 
 
-def _placebos(facts: Facts) -> list[Finding]:
-    """Where steps were run without beside fewer others than tell chance apart, because no more were asked for."""
-    asked, made = facts.blame.placebos_asked, facts.blame.placebos
-    if facts.event.kind in CALM or (asked >= BARS.enough and not (facts.blame.blamed and made < BARS.enough)):
+def _placebos(found: FlightExplanation) -> list[Finding]:
+    """Where steps were run without beside fewer others than tell chance apart."""
+    facts = found.facts
+    asked, (made, others) = facts.blame.placebos_asked, _compared(facts)
+    nothing = not found.tried and math.isnan(facts.blame.own_left)  # no step was run without
+    enough = asked >= BARS.enough and not (facts.blame.blamed and made < BARS.enough)
+    if facts.event.kind in CALM or nothing or enough:
         return []
+    if asked >= BARS.enough and others:
+        sentence = f"Only {made} {others}: so few cannot tell what others do."
+        return [Finding("care", "placebos", "made", made, BARS.enough, sentence)]
     if asked >= BARS.enough:
         sentence = (
             f"Only {made} step{' was' if made == 1 else 's were'} left out that nobody suspects, since there are no "
@@ -80,6 +86,18 @@ def _placebos(facts: Facts) -> list[Finding]:
         f"do, of which so few cannot tell; pass placebos={BARS.enough} or more."
     )
     return [Finding("care", "placebos", "asked for", asked, BARS.enough, sentence)]
+
+
+def _compared(facts: Facts) -> tuple[int, str]:
+    """How many others a blame is compared with, and what was done to them; nothing of single steps, all of which were
+    left out that there are where they are fewer than were asked for."""
+    blame = facts.blame
+    if facts.event.kind == "group" and blame.group:
+        others = f"other groups of {len(blame.blamed)} steps are compared with what is blamed"
+        return blame.group_placebos, others
+    if blame.replaced and not blame.kin:
+        return blame.replaced_placebos, "other steps were given batches like their own in place of them"
+    return blame.placebos, ""
 
 
 def _predictions(found: FlightExplanation) -> list[Finding]:

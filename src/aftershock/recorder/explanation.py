@@ -232,13 +232,13 @@ class FlightExplanation(LabelledResult):
 
     @property
     def skip(self) -> list[int]:
-        """Indices of the batches to leave out: those of the blamed steps; none where no batch did it, or where the
-        verdict says that it may be a sound one of a rare kind."""
+        """Indices of the batches to leave out, each once: those of the blamed steps; none where no batch did it, or
+        where the verdict says that it may be a sound one of a rare kind."""
         if self._perhaps_sound:
             return []
         if self.kind == "not a number" and self.facts.instruments.batch_is_bad:
-            return list(self.facts.recording.asked_batches)
-        return [index for step in self.blamed for index in batches_of(self, step)]
+            return list(dict.fromkeys(self.facts.recording.asked_batches))
+        return list(dict.fromkeys(index for step in self.blamed for index in batches_of(self, step)))
 
     @property
     def _perhaps_sound(self) -> bool:

@@ -143,11 +143,18 @@ def _cleared(blame: BlameFacts) -> str:
     """Steps without which the event is gone as well, and whose batches are sound."""
     if not blame.cleared:
         return ""
+    said = _missed(blame, "half of it would be gone, too")
+    return f" {said[0].upper()}{said[1:]}."
+
+
+def _missed(blame: BlameFacts, gone: str) -> str:
+    """What is missed without these steps."""
     whose = "its own in place of it" if len(blame.cleared) == 1 else "their own in place of any of them"
     missed = "the kind of data" if blame.kin else "a step, or its kind of data"
+    sound = "the batch is sound" if len(blame.cleared) == 1 else "the batches are sound"
     return (
-        f" Without {_steps(blame.cleared).lower()} half of it would be gone, too, but not with batches like {whose}: "
-        f"what is missed there is {missed}, and the batch is sound."
+        f"without {_steps(blame.cleared).lower()} {gone}, but not with batches like {whose}: what is missed there is "
+        f"{missed}, and {sound}"
     )
 
 
@@ -358,7 +365,7 @@ def _unknown(found: FlightExplanation) -> str:
     if least.left <= BARS.half:
         seen = f"without step {least.step} {left} of it stays, {_not_special(found, least)}"
         if blame.cleared:
-            seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
+            seen = _missed(blame, "half of it would be gone")
     parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found)]
     parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
     parts += [treated(found), *_higher(event)]
