@@ -379,6 +379,19 @@ def test_where_sound_batches_are_missed_no_other_batch_is_called_sound(found: An
     assert "no batch is bad" not in said
 
 
+def test_that_no_batch_did_it_is_said_only_where_that_was_seen(found: Any) -> None:
+    """A treatment that prevents it does not show it, and a step without which it is gone is not passed over."""
+    nobody = {"kind": "instability", "blamed": ()}
+    said = with_facts(found, **nobody).verdict
+    assert said.startswith(f"No batch is known to have done this: without step {CULPRIT} ")
+    assert "of it stays, and nothing shows that this is special." in said
+    missed = with_facts(found, **nobody, cleared=(CULPRIT,)).verdict
+    assert missed.startswith(f"No batch is known to have done this: without step {CULPRIT} half of it would be gone")
+    assert with_facts(found, **nobody, placebos_change=3).verdict.startswith("No batch did this. Leaving out 3 of 8")
+    acquitted = with_facts(found, **nobody, several=8, several_change=3, several_acquitted=True).verdict
+    assert acquitted.startswith("No batch did this. Each of several steps removes it alone")
+
+
 def test_no_skip_list_is_written_where_nobody_is_blamed(tmp_path: Path, found: Any) -> None:
     nobody = with_facts(found, blamed=(), kind="instability")
     assert nobody.skip == []

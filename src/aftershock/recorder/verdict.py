@@ -273,11 +273,15 @@ def _condition(facts: Facts) -> str:
 
 
 def _instability(found: FlightExplanation) -> str:
-    blame = found.facts.blame
-    parts = ["No batch did this." if blame.placebos else "No batch is known to have done this."]
+    blame, removing = found.facts.blame, _removing(found)
+    changed = blame.placebos_change > BARS.specific * blame.placebos
+    nobody = blame.placebos and (changed or len(removing) > BARS.together or blame.several_acquitted)
+    parts = ["No batch did this." if nobody else "No batch is known to have done this."]
+    if not nobody and found.tried:
+        parts = [f"No batch is known to have done this: {_tried(found)}."]
     many = blame.placebos_change > BARS.unspecific * blame.placebos
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
-    if blame.placebos_change > BARS.specific * blame.placebos:
+    if changed:
         of = f"{blame.placebos}"
         if blame.placebos < blame.placebos_asked:
             of = f"the {blame.placebos} tried of {blame.placebos_asked}"
@@ -286,7 +290,7 @@ def _instability(found: FlightExplanation) -> str:
             f"Leaving out {'at least ' * ended}{blame.placebos_change} of {of} steps that nobody suspects removes the "
             f"spike, doubles it or moves it: {meaning}."
         )
-    if len(removing := _removing(found)) > BARS.together:
+    if len(removing) > BARS.together:
         steps = _steps([c.step for c in removing]).lower()
         parts.append(f"Half of it is gone without any one of {steps}: none of them is special.{_cleared(blame)}")
     parts += [several(blame), _lucky(found)]
@@ -346,16 +350,27 @@ def treated(found: FlightExplanation) -> str:
 
 
 def _unknown(found: FlightExplanation) -> str:
-    event, blame, tried = found.facts.event, found.facts.blame, found.tried
+    event, blame = found.facts.event, found.facts.blame
     if found.facts.replay.lost_in_scatter:
         return f"What caused {_spike(event)} is not known."
     if event.rose_before:
         return risen(found)
     if not event.value > _level(event):
         return f"Whether the {event.quantity} {_value(event)} of step {event.explained} is a spike is not known."
-    if not tried:
+    if not found.tried:
         said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
+    parts = [f"What caused {_spike(event)} is not known: {_tried(found)}.", several(blame), _lucky(found)]
+    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
+    parts += [treated(found), *_higher(event)]
+    if found.facts.instruments.data_said:
+        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
+    return " ".join(part for part in parts if part)
+
+
+def _tried(found: FlightExplanation) -> str:
+    """What the runs without suspects leave, where that blames nobody."""
+    tried, blame = found.tried, found.facts.blame
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
     each = f"each of the {tried} most suspected steps" if tried > 1 else f"step {least.step}, the most suspected,"
     left = share(least.left, least.left_spread, so_far=False)
@@ -366,12 +381,7 @@ def _unknown(found: FlightExplanation) -> str:
         seen = f"without step {least.step} {left} of it stays, {_not_special(found, least)}"
         if blame.cleared:
             seen = _missed(blame, "half of it would be gone")
-    parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found)]
-    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
-    parts += [treated(found), *_higher(event)]
-    if found.facts.instruments.data_said:
-        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
-    return " ".join(part for part in parts if part)
+    return seen
 
 
 def _not_special(found: FlightExplanation, suspect: Culprit) -> str:
