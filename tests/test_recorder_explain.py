@@ -379,6 +379,23 @@ def test_where_sound_batches_are_missed_no_other_batch_is_called_sound(found: An
     assert "no batch is bad" not in said
 
 
+def test_examples_that_were_ranked_and_are_not_told_are_not_said_to_be_not_ranked(found: Any) -> None:
+    """How they were found was said to be the reason: each put alone into the batch of the step before."""
+    data = found.data
+    culprit, steps, channels = data["step"] == CULPRIT, data["contribution"]["step"], data.sizes["channel"]
+    parts = data["contribution"].copy()
+    parts[:, (steps == CULPRIT).values] = found.culprits[0].measured / channels
+    parts[:, (steps != CULPRIT).values] = -found.size / channels  # and that is wrong
+    shares = np.where(culprit.values[:, None], [[0.3, 0.1, 0.1, 0.1]], math.nan)
+    ranked = data.drop_vars("example_share").assign(contribution=parts, example_share=(("step", "example"), shares))
+    ranked["example_note"] = data["example_note"].where(~culprit, "each put alone into the batch of the step before")
+    one = type(found)(ranked)
+    assert not one.sizes_hold
+    said = "Its examples are not told: its prediction was right, and those of other steps are not to be trusted."
+    assert said in one.verdict
+    assert "each put alone" not in one.verdict
+
+
 def test_that_no_batch_did_it_is_said_only_where_that_was_seen(found: Any) -> None:
     """A treatment that prevents it does not show it, and a step without which it is gone is not passed over."""
     nobody = {"kind": "instability", "blamed": ()}

@@ -485,7 +485,10 @@ def _waited(found: FlightExplanation, best: Culprit) -> str:
 
 
 def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
-    shares = [share for _, share in best.examples] if right(found, best) else []
+    if best.examples and not right(found, best):
+        why = "its prediction was right, and those of other steps are not to be trusted"
+        return [f"Its examples are not told: {why if near(best) else 'its prediction was wrong'}."]
+    shares = [share for _, share in best.examples]
     if not shares:
         note = str(found.data["example_note"].sel({"step": best.step}).item())
         return [f"Its examples were not ranked: {note}."] if note else []
