@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
 from aftershock.recorder.other_runs import other_runs
 from aftershock.recorder.replay import Replay
+from aftershock.recorder.words import LESS_OWN
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
 from .explained import with_facts
@@ -394,6 +396,19 @@ def test_examples_that_were_ranked_and_are_not_told_are_not_said_to_be_not_ranke
     said = "Its examples are not told: its prediction was right, and those of other steps are not to be trusted."
     assert said in one.verdict
     assert "each put alone" not in one.verdict
+
+
+def test_what_a_share_is_of_is_said_where_a_step_of_the_event_itself_was_left_out(tmp_path: Path, found: Any) -> None:
+    """Two causes of one stretch: without the one that is its peak 14% of that was left, and 84% was said."""
+    pair = (CULPRIT, CULPRIT + 1)
+    group = {"kind": "group", "blamed": pair, "group": pair, "group_left": 0.4, "group_placebos": 8, "gone": 0.0}
+    assert LESS_OWN not in with_facts(found, **group).verdict
+    inside = with_facts(found, **group, onset=CULPRIT)
+    assert LESS_OWN in inside.verdict
+    assert str(inside).count(LESS_OWN) == 2  # beside the table, too
+    assert LESS_OWN in html.unescape(inside.report(tmp_path / "page.html").read_text())
+    nothing = with_facts(found, **{**group, "gone": 1.0}, onset=CULPRIT)  # of all that is left of the event
+    assert LESS_OWN not in str(nothing)
 
 
 def test_that_no_batch_did_it_is_said_only_where_that_was_seen(found: Any) -> None:

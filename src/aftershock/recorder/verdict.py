@@ -11,7 +11,7 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
-from .words import at_least, percent, plus_minus, share, share_spread
+from .words import LESS_OWN, at_least, percent, plus_minus, share, share_spread
 
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
@@ -38,7 +38,9 @@ def verdict(found: FlightExplanation) -> str:
     facts, said = found.facts, SAID[found.kind](found)
     event = facts.event.kind not in CALM and facts.event.value > _level(facts.event)
     span = f"The event is {_spike(facts.event)}." if event and _span(facts.event) not in said else ""
-    return " ".join(part for part in (_opening(found), said, _condition(facts), span, _closing(found)) if part)
+    blamed = [c for c in found.culprits if c.step in facts.blame.blamed]
+    shares = LESS_OWN if "%" in said and found.less_own(blamed) else ""
+    return " ".join(part for part in (_opening(found), said, _condition(facts), shares, span, _closing(found)) if part)
 
 
 def _level(event: EventFacts) -> float:
