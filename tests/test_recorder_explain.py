@@ -536,6 +536,32 @@ def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Pat
     assert "a spike is told from 8 robust σ" in said
 
 
+def frozen_on_the_way(folder: Path) -> ak.FlightRecorder:
+    """A loop that freezes a layer at step 20, which stops the recorder, and has a bad batch at step 25."""
+    torch.manual_seed(0)
+    model = mlp(6, 16, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, squares, folder, window=16) as recorder:
+        for step in range(30):
+            next(model.parameters()).requires_grad_(step < 20)
+            batch = torch.randn(16, 6), torch.randn(16, 1) * (50 if step == 25 else 1)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    return recorder
+
+
+def test_where_the_recorder_stopped_nobody_knows_what_came_in_the_rest_of_the_run(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="has stopped, training goes on.*frozen"):
+        recorder = frozen_on_the_way(tmp_path)
+    there = {"model": recorder.model, "loss_fn": squares}
+    for said in (ak.explain(recorder).verdict, ak.explain(tmp_path, **there).verdict):
+        assert said.startswith("Nothing triggered up to step 19, after which the recorder stopped (InvalidInput: param")
+        assert "in this run" not in said
+
+
 def test_the_last_step_is_explained_where_nothing_was_seen_and_it_stands_out(tmp_path: Path) -> None:
     run = regression(tmp_path, bad=WARM + 33, triggers=())
     said = ak.explain(run.recorder, verify=1, placebos=1, treatments=False).verdict

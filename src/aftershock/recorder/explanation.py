@@ -7,7 +7,6 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -204,12 +203,6 @@ class FlightExplanation(LabelledResult):
             examples=tuple((int(i), float(shares[i])) for i in np.argsort(-shares) if math.isfinite(shares[i])),
         )
 
-    def less_own(self, some: Iterable[Culprit]) -> bool:
-        """Is what one of these leaves a share of the event less its own value? It is a step of the event itself, and
-        something is left."""
-        event = self.facts.event
-        return any(c.role and c.step >= event.onset and c.left > event.gone for c in some)
-
     @property
     def tried(self) -> int:
         """How many suspects were run without."""
@@ -352,7 +345,7 @@ class FlightExplanation(LabelledResult):
             f"{event.usual:.4g})"
         )
         notes = [SO_FAR] if any(c.left_so_far for c in shown) else []
-        notes += [LESS_OWN] if self.less_own(shown) else []
+        notes += [LESS_OWN] if saying.less_own(self, shown) else []
         notes += [] if self.sizes_hold else [UNTRUSTED]
         return "\n".join([f"Earlier steps and {value}: {added}", *lines, *notes])
 

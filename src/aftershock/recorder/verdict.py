@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def verdict(found: FlightExplanation) -> str:
     event = facts.event.kind not in CALM and facts.event.value > _level(facts.event)
     span = f"The event is {_spike(facts.event)}." if event and _span(facts.event) not in said else ""
     blamed = [c for c in found.culprits if c.step in facts.blame.blamed]
-    shares = LESS_OWN if "%" in said and found.less_own(blamed) else ""
+    shares = LESS_OWN if "%" in said and less_own(found, blamed) else ""
     return " ".join(part for part in (_opening(found), said, _condition(facts), shares, span, _closing(found)) if part)
 
 
@@ -463,6 +463,13 @@ SAID = {
     "not a number": _not_a_number,
     "no spike": _no_spike,
 }
+
+
+def less_own(found: FlightExplanation, some: Iterable[Culprit]) -> bool:
+    """Is what one of these leaves a share of the event less its own value? It is a step of the event itself, and
+    something is left."""
+    event = found.facts.event
+    return any(c.role and c.step >= event.onset and c.left > event.gone for c in some)
 
 
 def near(best: Culprit) -> bool:
