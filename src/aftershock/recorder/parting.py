@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..core.agreement import Live, compare
-from ..core.batches import Accumulated
+from ..core.batches import Accumulated, example_count
 from ..core.capture import Captured
 from ..core.evidence import Cause
 from ..core.gradient_causes import EDITED, NOT_ZEROED, UNRECORDED, chosen, other_clip, scaled_by, whole
 from ..core.reductions import norms
 from ..core.state_causes import WRITTEN
 from ..core.trajectory import Trajectory
+from ..errors import InvalidInput
 from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
 
@@ -54,6 +55,14 @@ DRAWN = Cause(
     "the random state",
     f"this recording cannot be explained. In the next, {REMEDY}",
 )
+
+ALIKE = "the losses of its micro-batches were not all divided by the same number"
+WEIGH = (
+    "make each micro-batch's weight a part of it, let loss_fn multiply by it, and tell recorder.step(…, divisor=1) in "
+    "the next recording"
+)
+WEIGHED = Cause("gradient", "the losses of its micro-batches were weighed by their numbers of examples", WEIGH)
+SEVERAL = replace(ANOTHER_RUN, text=f"{ALIKE}; or {ANOTHER_RUN.text}", remedy=f"{WEIGH}; else {ANOTHER_RUN.remedy}")
 
 OTHER_MASKS = Cause(
     "random",
@@ -98,6 +107,8 @@ def parting(
         return alike
     if forward and _divided_otherwise(record, step.loss, records):
         return _short(record, records)
+    if forward and _weighed(record, i, trajectory):
+        return WEIGHED
     known = _by_state(some, i - 1 if forward else i, trajectory, recorded)
     if known is not None:
         return known
@@ -108,7 +119,7 @@ def parting(
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS
     if forward and record.step == records[0].step:
-        return ANOTHER_RUN
+        return ANOTHER_RUN if len(record.fed) == 1 else SEVERAL
     if forward:
         return WRITTEN if math.isnan(some[i - 1].raw_norm) else UNSEEN
     factor = record.norm / (step.clip.norm * step.clip.factor)
@@ -133,6 +144,20 @@ def _short(record: Record, records: Sequence[Record]) -> Cause:
         f"by {many} all the same",
         f"tell recorder.step(…, divisor={many}) in the next recording",
     )
+
+
+def _weighed(record: Record, i: int, trajectory: Trajectory) -> bool:
+    """Were the losses of micro-batches of several sizes weighed by these?"""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    if not isinstance(step.batch, Accumulated):
+        return False
+    try:
+        counts = [example_count(batch) for batch in step.batch.batches]
+    except InvalidInput:  # without a tensor
+        return False
+    weighed = replace(step.batch, weights=tuple(count / sum(counts) for count in counts), divisor=None)
+    value = float(loss.value(state.theta, state.buffers, weighed, step.random, step.where).loss)
+    return len(set(counts)) > 1 and abs(record.loss - value) <= CLUES.same * abs(record.loss)
 
 
 def clipped_alike(records: Sequence[Record]) -> Cause | None:
