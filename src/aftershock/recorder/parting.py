@@ -62,7 +62,6 @@ WEIGH = (
     "the next recording"
 )
 WEIGHED = Cause("gradient", "the losses of its micro-batches were weighed by their numbers of examples", WEIGH)
-SEVERAL = replace(ANOTHER_RUN, text=f"{ALIKE}; or {ANOTHER_RUN.text}", remedy=f"{WEIGH}; else {ANOTHER_RUN.remedy}")
 
 OTHER_MASKS = Cause(
     "random",
@@ -119,14 +118,21 @@ def parting(
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS
     if forward and record.step == records[0].step:
-        return ANOTHER_RUN if len(record.fed) == 1 else SEVERAL
+        return _of_several(ANOTHER_RUN, record)
     if forward:
-        return WRITTEN if math.isnan(some[i - 1].raw_norm) else UNSEEN
+        return _of_several(WRITTEN if math.isnan(some[i - 1].raw_norm) else UNSEEN, record)
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
         return scaled_by(factor, record.norm, record.clip)
-    return EDITED
+    return _of_several(EDITED, record)
+
+
+def _of_several(cause: Cause, record: Record) -> Cause:
+    """The same, where the step may have weighed its micro-batches: by what nobody knows, such as tokens that count."""
+    if len(record.fed) == 1 or record.divisor is not None:
+        return cause
+    return replace(cause, text=f"{ALIKE}; or {cause.text}", remedy=f"{WEIGH}; else {cause.remedy}")
 
 
 def _divided_otherwise(record: Record, replayed: float, records: Sequence[Record]) -> bool:
