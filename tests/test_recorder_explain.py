@@ -301,13 +301,17 @@ def test_how_few_others_there_are_is_said_of_those_that_a_blame_rests_on(
         ({"window": -3}, "window= is a number of steps, a whole number from 1 on; got -3"),
         ({"window": 2.5}, "window= is a number of steps, a whole number from 1 on; got 2.5"),
         ({"placebos": -1}, "placebos= is a number of steps, a whole number from 0 on; got -1"),
+        ({"references": 2.5}, "references= is a number of neighbours, a whole number from 0 on; got 2.5"),
+        ({"examples": -1}, "examples= is a number of steps, a whole number from 0 on; got -1"),
+        ({"step": float(SPIKE)}, f"step= is the number of an update, a whole number; got {SPIKE}.0"),
+        ({"step": str(SPIKE)}, f"step= is the number of an update, a whole number; got '{SPIKE}'"),
         ({"clip": -1}, "clip= is the max_norm of torch.nn.utils.clip_grad_norm_ over all parameters, .*; got -1"),
         ({"clip": "norm"}, "clip= is the max_norm"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(run: Run, asked: dict[str, Any], said: str) -> None:
     with pytest.raises((InvalidInput, UnsupportedClipping), match=f"^{said}"):
-        ak.explain(run.recorder, step=SPIKE, **asked)
+        ak.explain(run.recorder, **({"step": SPIKE} | asked))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,10 @@ def explain(
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
     placebos = whole(placebos, "placebos= is a number of steps", 0)
+    references = whole(references, "references= is a number of neighbours", 0)
+    examples = whole(examples, "examples= is a number of steps", 0)
     window = None if window is None else whole(window, "window= is a number of steps", 1)
+    step = None if step is None else whole(step, "step= is the number of an update")
     max_norm(clip)
     found, recorder = find_flight(flight, step)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
