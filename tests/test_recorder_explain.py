@@ -469,6 +469,16 @@ def test_a_learning_rate_that_rose(tmp_path: Path) -> None:
     assert with_old_rate == pytest.approx(run.again(WARM + 20, SPIKE, held), rel=1e-8)
 
 
+def test_a_rate_that_is_held_is_named_for_as_long_as_it_is(tmp_path: Path) -> None:
+    """A slow fall ends where the rate jumps: "held from its first step on" was said of a run that jumped with it."""
+    run = regression(tmp_path, bad=None, lr=lambda step: 1e-2 * 0.9 ** max(0, step - WARM) if step < WARM + 26 else 0.5)
+    names = ak.explain(run.recorder, step=SPIKE, verify=0).data["treatment"].values.tolist()
+    held = [name for name in names if "held" in name]
+    assert f"lr held at its former value from step {WARM + 26} on" in held
+    (fall,) = (name for name in held if name.startswith("lr held at its former value at steps "))
+    assert fall.endswith(f"–{WARM + 25}")
+
+
 def test_a_weight_decay_of_one_step(tmp_path: Path) -> None:
     """Told by its own name, though the batch of that step is innocent."""
     torch.manual_seed(0)
