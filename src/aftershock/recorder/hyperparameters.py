@@ -64,6 +64,11 @@ class HyperChange:
         """It lasts for so few steps that leaving them out undoes it as well."""
         return self.until - self.at <= BARS.together
 
+    def covers(self, other: HyperChange) -> bool:
+        """Does holding the former value undo another, later change, too?"""
+        later = self.at < other.at < self.until and not set(self.groups).isdisjoint(other.groups)
+        return later and self.name == other.name
+
     def hold(self, step: Step) -> Step:
         """The step with this hyperparameter at its former value, where it had another."""
         return self._held(step) if self.at <= step.index < self.until else step
