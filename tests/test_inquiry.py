@@ -19,6 +19,7 @@ from aftershock.core.rows import row_gradients
 from aftershock.recorder import candidates, groups, reruns, stated, suspects, trials
 from aftershock.recorder.event import Event
 from aftershock.recorder.findings import Findings
+from aftershock.recorder.hyperparameters import HyperChange
 from aftershock.recorder.neighbours import Likeness
 from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.scatter import Scatter
@@ -581,6 +582,33 @@ def test_a_setting_that_removes_half_gives_way_to_a_group_that_leaves_clearly_le
     change: Any = SimpleNamespace(kind="restart", brief=False, at=24)
     f: Any = SimpleNamespace(changes=[change], _removing=[(held, 0)], inquiry=inquiry)
     assert (Findings.hyperparameter(f, ("restart",)) == 0) is named
+
+
+def rise(at: int, was: float, now: float, name: str = "lr", groups: tuple[int, ...] = (0,)) -> HyperChange:
+    each = (was,) * len(groups), (now,) * len(groups)
+    return HyperChange(name, "jump", at, len(LOSSES), (at, len(LOSSES) - 1), (at, at), groups, *each, now / was, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("later", "removes", "named"),
+    [
+        (rise(20, 0.03, 0.4), True, 1),
+        (rise(20, 0.03, 0.4), False, 0),  # both of them together
+        (rise(20, 0.03, 0.4, groups=(1,)), True, 0),  # which the first has nothing to do with
+        (rise(20, 0.01, 0.1, name="weight_decay"), True, 0),
+    ],
+)
+def test_of_changes_that_are_undone_together_that_is_named_which_did_it_alone(
+    later: HyperChange, removes: bool, named: int
+) -> None:
+    """A rate that was held from the first, harmless rise on is not raised the second time either."""
+    findings = found_of("weights", Inquiry([], []))
+    held: Any = [SimpleNamespace(left=0.0, removes=True), SimpleNamespace(left=0.1, removes=removes)]
+    findings.changes, findings.held = [rise(9, 0.01, 0.03), later], held
+    assert findings.hyperparameter(("jump",)) == named
+    assert findings.kind == "hyperparameter"
+    findings.finite_with = [True, removes]  # of a step that is not a number
+    assert findings.setting == named
 
 
 # --- the explained step itself

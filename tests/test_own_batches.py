@@ -110,6 +110,7 @@ def test_of_data_that_change_slowly_it_is_not_said_that_they_change_at_the_expla
     assert losses[BAD + 4] > losses[BAD + 2] > 10 * max(losses[WARM:BAD])  # it is there before the explained step
     found = ak.explain(recorder, step=BAD + 4, verify=2, treatments=False)
     assert found.kind == "shift"
+    assert "placebo" not in str(found.certificate)  # no step was run without
     onset = found.facts.event.onset
     assert BAD <= onset <= BAD + 2
     assert found.verdict.startswith(

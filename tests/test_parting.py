@@ -246,6 +246,42 @@ def test_a_short_update_that_was_divided_as_the_others(tmp_path: Path) -> None:
         ak.explain(accumulated(tmp_path, edited=False), step=STEPS - 1)
 
 
+def weighed(folder: Path, *, inside: bool = False, by_tokens: bool = False) -> ak.FlightRecorder:
+    """Micro-batches whose losses are weighed by their numbers of examples, which differ at step 6, or by something
+    else; `inside` loss_fn, as the message of the other advises."""
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, float]) -> torch.Tensor:
+        return squares(model, batch[:2]) * (batch[2] if inside else 1.0)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, folder, window=STEPS, triggers=()) as recorder:
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            sizes = (8, 8, 3) if i == 6 and not by_tokens else (8, 8, 8)
+            for part, size in enumerate(sizes):
+                weight = (0.5, 0.3, 0.2)[part] if by_tokens and i == 6 else size / sum(sizes)
+                batch = torch.randn(size, 4), torch.randn(size, 1), weight
+                loss = loss_fn(model, batch) * (1.0 if inside else weight)
+                loss.backward()
+                if part < 2:
+                    recorder.micro(batch, loss)
+            optimizer.step()
+            recorder.step(batch, loss, divisor=1 if inside else None)
+    return recorder
+
+
+def test_micro_batches_that_were_weighed_by_their_sizes(tmp_path: Path) -> None:
+    """A short last one, as of an epoch: it was taken for weights that something else had written to."""
+    with pytest.raises(ReplayMismatch, match=r"part at step 6, .* weighed by their numbers of examples.* divisor=1"):
+        ak.explain(weighed(tmp_path / "told"), step=STEPS - 1)
+    with pytest.raises(ReplayMismatch, match=r"part at step 6, .* not all divided by the same number; or .* divisor=1"):
+        ak.explain(weighed(tmp_path / "tokens", by_tokens=True), step=STEPS - 1)
+    found = ak.explain(weighed(tmp_path / "inside", inside=True), step=STEPS - 1, treatments=False)
+    assert f"The {STEPS} steps were replayed: every loss is equal" in str(found.certificate)
+
+
 @pytest.mark.parametrize(
     ("both", "words"),
     [(1, "part at step 7, .* changed after the norm was taken"), (16, "part at step 6, .* edits gradients in place")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from aftershock.recorder.examples import example_shares
 from aftershock.recorder.neighbours import neighbours
 from aftershock.recorder.other_runs import other_runs
 from aftershock.recorder.replay import Replay
+from aftershock.recorder.words import LESS_OWN
 
 from .cases import TinyTransformer, cross_entropy, make, mlp, next_token
 from .explained import with_facts
@@ -272,18 +274,44 @@ def test_how_many_placebos_were_tried_of_those_asked_for(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, None),  # more lie before the event
+        ({"kind": "group", "group": (CULPRIT, CULPRIT + 1), "group_placebos": 8}, None),
+        ({"kind": "group", "group": (CULPRIT, CULPRIT + 1), "group_placebos": 4}, "Only 4 other groups of 2 steps are"),
+        ({"kind": "group", "replaced": (CULPRIT,), "replaced_placebos": 8}, None),
+        ({"kind": "group", "replaced": (CULPRIT,), "replaced_placebos": 4}, "Only 4 other steps were given batches"),
+    ],
+)
+def test_how_few_others_there_are_is_said_of_those_that_a_blame_rests_on(
+    found: Any, facts: dict[str, Any], said: str | None
+) -> None:
+    """Of a group other groups, beside which half of the placebos are left out one by one."""
+    if "replaced" in facts:
+        facts = facts | dict.fromkeys(("replaced_left", "replaced_left_spread"), (0.1,))
+        facts = facts | dict.fromkeys(("replaced_after", "replaced_after_spread"), (0.1,))
+    one = with_facts(found, **({"blamed": (CULPRIT, CULPRIT + 1), "placebos": 4, "placebos_asked": 8} | facts))
+    sentences = [finding.sentence for finding in one.certificate.findings if finding.subject == "placebos"]
+    assert [sentence[: len(said or "")] for sentence in sentences] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"window": -3}, "window= is a number of steps, a whole number from 1 on; got -3"),
         ({"window": 2.5}, "window= is a number of steps, a whole number from 1 on; got 2.5"),
         ({"placebos": -1}, "placebos= is a number of steps, a whole number from 0 on; got -1"),
+        ({"references": 2.5}, "references= is a number of neighbours, a whole number from 0 on; got 2.5"),
+        ({"examples": -1}, "examples= is a number of steps, a whole number from 0 on; got -1"),
+        ({"step": float(SPIKE)}, f"step= is the number of an update, a whole number; got {SPIKE}.0"),
+        ({"step": str(SPIKE)}, f"step= is the number of an update, a whole number; got '{SPIKE}'"),
         ({"clip": -1}, "clip= is the max_norm of torch.nn.utils.clip_grad_norm_ over all parameters, .*; got -1"),
         ({"clip": "norm"}, "clip= is the max_norm"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(run: Run, asked: dict[str, Any], said: str) -> None:
     with pytest.raises((InvalidInput, UnsupportedClipping), match=f"^{said}"):
-        ak.explain(run.recorder, step=SPIKE, **asked)
+        ak.explain(run.recorder, **({"step": SPIKE} | asked))
 
 
 @pytest.mark.parametrize(
@@ -339,6 +367,67 @@ def test_the_skip_list_is_lightnings(tmp_path: Path, found: Any) -> None:
     assert json.loads(path.read_text()) == [CULPRIT - WARM]
 
 
+def test_a_batch_that_did_it_in_several_epochs_is_on_the_skip_list_once(found: Any) -> None:
+    several = with_facts(found, blamed=(CULPRIT, CULPRIT + 1, CULPRIT + 2))
+    assert several.skip == [CULPRIT - WARM, CULPRIT + 1 - WARM, CULPRIT + 2 - WARM]
+    index = found.data["batch_index"].copy()
+    index[index["place"] == CULPRIT + 2] = CULPRIT - WARM  # the same batch, in a later epoch
+    again = type(found)(several.data.assign(batch_index=index))
+    assert again.skip == [CULPRIT - WARM, CULPRIT + 1 - WARM]
+    nan = with_facts(found, kind="not a number", batch_is_bad=True, asked_batches=(4, 4))
+    assert nan.skip == [4]
+
+
+def test_where_sound_batches_are_missed_no_other_batch_is_called_sound(found: Any) -> None:
+    """Whether the explained one is bad by itself may not be known: two sentences on said that."""
+    said = with_facts(found, kind="unknown", blamed=(), cleared=(CULPRIT,)).verdict
+    assert f"is not known: without step {CULPRIT} half of it would be gone, but not with batches like its own" in said
+    assert "no batch is bad" not in said
+
+
+def test_examples_that_were_ranked_and_are_not_told_are_not_said_to_be_not_ranked(found: Any) -> None:
+    """How they were found was said to be the reason: each put alone into the batch of the step before."""
+    data = found.data
+    culprit, steps, channels = data["step"] == CULPRIT, data["contribution"]["step"], data.sizes["channel"]
+    parts = data["contribution"].copy()
+    parts[:, (steps == CULPRIT).values] = found.culprits[0].measured / channels
+    parts[:, (steps != CULPRIT).values] = -found.size / channels  # and that is wrong
+    shares = np.where(culprit.values[:, None], [[0.3, 0.1, 0.1, 0.1]], math.nan)
+    ranked = data.drop_vars("example_share").assign(contribution=parts, example_share=(("step", "example"), shares))
+    ranked["example_note"] = data["example_note"].where(~culprit, "each put alone into the batch of the step before")
+    one = type(found)(ranked)
+    assert not one.sizes_hold
+    said = "Its examples are not told: its prediction was right, and those of other steps are not to be trusted."
+    assert said in one.verdict
+    assert "each put alone" not in one.verdict
+
+
+def test_what_a_share_is_of_is_said_where_a_step_of_the_event_itself_was_left_out(tmp_path: Path, found: Any) -> None:
+    """Two causes of one stretch: without the one that is its peak 14% of that was left, and 84% was said."""
+    pair = (CULPRIT, CULPRIT + 1)
+    group = {"kind": "group", "blamed": pair, "group": pair, "group_left": 0.4, "group_placebos": 8, "gone": 0.0}
+    assert LESS_OWN not in with_facts(found, **group).verdict
+    inside = with_facts(found, **group, onset=CULPRIT)
+    assert LESS_OWN in inside.verdict
+    assert str(inside).count(LESS_OWN) == 2  # beside the table, too
+    assert LESS_OWN in html.unescape(inside.report(tmp_path / "page.html").read_text())
+    nothing = with_facts(found, **{**group, "gone": 1.0}, onset=CULPRIT)  # of all that is left of the event
+    assert LESS_OWN not in str(nothing)
+
+
+def test_that_no_batch_did_it_is_said_only_where_that_was_seen(found: Any) -> None:
+    """A treatment that prevents it does not show it, and a step without which it is gone is not passed over."""
+    nobody = {"kind": "instability", "blamed": ()}
+    said = with_facts(found, **nobody).verdict
+    assert said.startswith(f"No batch is known to have done this: without step {CULPRIT} ")
+    assert "of it stays, and nothing shows that this is special." in said
+    missed = with_facts(found, **nobody, cleared=(CULPRIT,)).verdict
+    assert missed.startswith(f"No batch is known to have done this: without step {CULPRIT} half of it would be gone")
+    assert with_facts(found, **nobody, placebos_change=3).verdict.startswith("No batch did this. Leaving out 3 of 8")
+    acquitted = with_facts(found, **nobody, several=8, several_change=3, several_acquitted=True).verdict
+    assert acquitted.startswith("No batch did this. Each of several steps removes it alone")
+
+
 def test_no_skip_list_is_written_where_nobody_is_blamed(tmp_path: Path, found: Any) -> None:
     nobody = with_facts(found, blamed=(), kind="instability")
     assert nobody.skip == []
@@ -378,6 +467,16 @@ def test_a_learning_rate_that_rose(tmp_path: Path) -> None:
     assert "No batch is to blame" in found.verdict
     with_old_rate = float(found.data["treatment_value"].isel(treatment=0).sel(place=SPIKE))
     assert with_old_rate == pytest.approx(run.again(WARM + 20, SPIKE, held), rel=1e-8)
+
+
+def test_a_rate_that_is_held_is_named_for_as_long_as_it_is(tmp_path: Path) -> None:
+    """A slow fall ends where the rate jumps: "held from its first step on" was said of a run that jumped with it."""
+    run = regression(tmp_path, bad=None, lr=lambda step: 1e-2 * 0.9 ** max(0, step - WARM) if step < WARM + 26 else 0.5)
+    names = ak.explain(run.recorder, step=SPIKE, verify=0).data["treatment"].values.tolist()
+    held = [name for name in names if "held" in name]
+    assert f"lr held at its former value from step {WARM + 26} on" in held
+    (fall,) = (name for name in held if name.startswith("lr held at its former value at steps "))
+    assert fall.endswith(f"–{WARM + 25}")
 
 
 def test_a_weight_decay_of_one_step(tmp_path: Path) -> None:
@@ -449,6 +548,32 @@ def test_where_nothing_was_seen_and_no_step_asked_for_that_is_said(tmp_path: Pat
     assert said.startswith("Nothing triggered in this run. The highest of the last 40 losses is ")
     assert f"losses is {losses[highest]:.4g} at step {highest} (median" in said
     assert "a spike is told from 8 robust σ" in said
+
+
+def frozen_on_the_way(folder: Path) -> ak.FlightRecorder:
+    """A loop that freezes a layer at step 20, which stops the recorder, and has a bad batch at step 25."""
+    torch.manual_seed(0)
+    model = mlp(6, 16, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, squares, folder, window=16) as recorder:
+        for step in range(30):
+            next(model.parameters()).requires_grad_(step < 20)
+            batch = torch.randn(16, 6), torch.randn(16, 1) * (50 if step == 25 else 1)
+            optimizer.zero_grad()
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    return recorder
+
+
+def test_where_the_recorder_stopped_nobody_knows_what_came_in_the_rest_of_the_run(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="has stopped, training goes on.*frozen"):
+        recorder = frozen_on_the_way(tmp_path)
+    there = {"model": recorder.model, "loss_fn": squares}
+    for said in (ak.explain(recorder).verdict, ak.explain(tmp_path, **there).verdict):
+        assert said.startswith("Nothing triggered up to step 19, after which the recorder stopped (InvalidInput: param")
+        assert "in this run" not in said
 
 
 def test_the_last_step_is_explained_where_nothing_was_seen_and_it_stands_out(tmp_path: Path) -> None:

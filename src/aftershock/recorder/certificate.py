@@ -80,18 +80,32 @@ def _medians(facts: Facts) -> list[Finding]:
 
 def _placebos(found: FlightExplanation) -> list[Finding]:
     """Where steps were run without beside fewer others than tell chance apart: no more were asked for, or are there."""
-    asked = found.facts.blame.placebos_asked
-    if found.kind in CALM or (asked >= BARS.enough and not few_others(found)):
+    blame = found.facts.blame
+    if found.kind in CALM or not (found.tried or math.isfinite(blame.own_left)):
         return []
-    if asked >= BARS.enough:
-        there = others(found)
-        sentence = f"Only {there} step(s) that nobody suspects lie before the event: so few cannot tell what others do."
-        return [Finding("care", "placebos", "there", there, BARS.enough, sentence)]
-    sentence = (
-        f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do not "
-        f"do, of which so few cannot tell; pass placebos={BARS.enough} or more."
-    )
-    return [Finding("care", "placebos", "asked for", asked, BARS.enough, sentence)]
+    if blame.placebos_asked < BARS.enough:
+        asked = blame.placebos_asked
+        sentence = (
+            f"Only {asked} placebo{' was' if asked == 1 else 's were'} asked for: a step is blamed for what others do "
+            f"not do, of which so few cannot tell; pass placebos={BARS.enough} or more."
+        )
+        return [Finding("care", "placebos", "asked for", asked, BARS.enough, sentence)]
+    count, which = _compared(found)
+    if count >= BARS.enough:
+        return []
+    sentence = f"Only {count} {which}: so few cannot tell what others do."
+    return [Finding("care", "placebos", "compared with", count, BARS.enough, sentence)]
+
+
+def _compared(found: FlightExplanation) -> tuple[float, str]:
+    """How many others a verdict rests on, and what they are; no end of them where it rests on none."""
+    blame = found.facts.blame
+    if found.kind == "group" and blame.group:
+        return blame.group_placebos, f"other groups of {len(blame.blamed)} steps are compared with what is blamed"
+    if blame.blamed and blame.replaced and not blame.kin:
+        return blame.replaced_placebos, "other steps were given batches like their own in place of them"
+    there = others(found) if few_others(found) else math.inf
+    return there, "step(s) that nobody suspects lie before the event"
 
 
 def _predictions(found: FlightExplanation) -> list[Finding]:

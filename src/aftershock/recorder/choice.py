@@ -116,10 +116,14 @@ def nothing_seen(flight: Flight) -> str:
     """That nothing was seen in this run, and how high its losses were; nothing where something was."""
     if flight.trigger is not None:
         return ""
+    nothing = "Nothing triggered in this run."
+    if "stopped" in flight.run:
+        why = str(flight.run["stopped"]).rstrip(".")
+        nothing = f"Nothing triggered up to step {flight.last}, after which the recorder stopped ({why})."
     since = flight.last - int(flight.run["window"])
     losses = {number: record.loss for number, record in flight.records.items() if record.finite and number > since}
     if not losses:
-        return "Nothing triggered in this run."
+        return nothing
     highest = max(losses, key=losses.__getitem__)
     middle, sigma = scatter(list(losses.values()))
     lasting = f"from {ALARM.lower * ALARM.threshold:g} where {ALARM.lasting} losses keep up"
@@ -127,7 +131,7 @@ def nothing_seen(flight: Flight) -> str:
     if losses[highest] > middle + ALARM.threshold * sigma:
         told = f"step={highest} explains it"
     return (
-        f"Nothing triggered in this run. The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
+        f"{nothing} The highest of the last {len(losses)} losses is {losses[highest]:.4g} at step "
         f"{highest} (median {middle:.4g}, σ {sigma:.2g}); {told}."
     )
 

@@ -31,7 +31,7 @@ from .descriptions import Describe, Kept, kept
 from .event import BARS, Event
 from .explanation import FlightExplanation
 from .findings import AFTER, Findings
-from .hyperparameters import HyperChange, hyperparameters, one_of_each
+from .hyperparameters import HyperChange, hyperparameters, one_of_each, span
 from .instruments import data, own_batches, update_sizes
 from .labels import labelled
 from .not_a_number import is_finite
@@ -115,7 +115,10 @@ def explain(
     if not isinstance(verify, Iterable):
         verify = reruns(verify)
     placebos = whole(placebos, "placebos= is a number of steps", 0)
+    references = whole(references, "references= is a number of neighbours", 0)
+    examples = whole(examples, "examples= is a number of steps", 0)
     window = None if window is None else whole(window, "window= is a number of steps", 1)
+    step = None if step is None else whole(step, "step= is the number of an update")
     max_norm(clip)
     found, recorder = find_flight(flight, step)
     given = {"model": model, "loss_fn": loss_fn, "dataset": dataset, "constant": constant, "describe": describe}
@@ -210,8 +213,11 @@ def _changes(f: Findings) -> list[HyperChange]:
 
 
 def _held(steps: Sequence[Any], change: HyperChange, event: Event) -> Treatment:
-    """The run with a hyperparameter at its former value."""
-    name = f"{change.name} held at its former value from step {change.steps[0]} on"
+    """The run with a hyperparameter at its former value, as long as this change lasts: another may follow it."""
+    first, last = change.steps
+    rest = steps[change.until : event.last + 1]
+    when = f"from step {first} on" if all(map(change.has_former, rest)) else f"at {span(first, last)}"
+    name = f"{change.name} held at its former value {when}"
     return Treatment(name, Run(change.at, {s.index: change.hold(s) for s in steps[change.at : event.last + 1]}), 5)
 
 

@@ -23,7 +23,7 @@ from .descriptions import Kept
 from .facts import NAMES, Facts
 from .other_runs import idle_in_words, other_runs, untried_in_words, with_an_effect
 from .quantity import Quantity
-from .words import SO_FAR, plus_minus, share
+from .words import LESS_OWN, SO_FAR, plus_minus, share
 
 if TYPE_CHECKING:
     from ..results.certificate import Certificate
@@ -232,13 +232,13 @@ class FlightExplanation(LabelledResult):
 
     @property
     def skip(self) -> list[int]:
-        """Indices of the batches to leave out: those of the blamed steps; none where no batch did it, or where the
-        verdict says that it may be a sound one of a rare kind."""
+        """Indices of the batches to leave out, each once: those of the blamed steps; none where no batch did it, or
+        where the verdict says that it may be a sound one of a rare kind."""
         if self._perhaps_sound:
             return []
         if self.kind == "not a number" and self.facts.instruments.batch_is_bad:
-            return list(self.facts.recording.asked_batches)
-        return [index for step in self.blamed for index in batches_of(self, step)]
+            return list(dict.fromkeys(self.facts.recording.asked_batches))
+        return list(dict.fromkeys(index for step in self.blamed for index in batches_of(self, step)))
 
     @property
     def _perhaps_sound(self) -> bool:
@@ -345,6 +345,7 @@ class FlightExplanation(LabelledResult):
             f"{event.usual:.4g})"
         )
         notes = [SO_FAR] if any(c.left_so_far for c in shown) else []
+        notes += [LESS_OWN] if saying.less_own(self, shown) else []
         notes += [] if self.sizes_hold else [UNTRUSTED]
         return "\n".join([f"Earlier steps and {value}: {added}", *lines, *notes])
 

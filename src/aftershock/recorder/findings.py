@@ -134,7 +134,7 @@ class Findings:
     def setting(self) -> int | None:
         """The change that did it."""
         if any(self.finite_with):
-            return self.finite_with.index(True)
+            return self._alone([i for i, finite in enumerate(self.finite_with) if finite])[0]
         if self.kind != "hyperparameter":
             return None
         abrupt = self.hyperparameter(ABRUPT)
@@ -155,7 +155,12 @@ class Findings:
     @property
     def _removing(self) -> list[tuple[float, int]]:
         """What is left with a hyperparameter at its former value, where that is at most half, and which change."""
-        return [(o.left, i) for i, o in enumerate(self.held) if o.removes]
+        return [(self.held[i].left, i) for i in self._alone([i for i, o in enumerate(self.held) if o.removes])]
+
+    def _alone(self, undoing: list[int]) -> list[int]:
+        """Changes whose former values undo the event, less those that undo a later one of these, too: of such a one
+        nobody knows that it did anything."""
+        return [i for i in undoing if not any(self.changes[i].covers(self.changes[j]) for j in undoing)]
 
     @property
     def blamed(self) -> tuple[int, ...]:

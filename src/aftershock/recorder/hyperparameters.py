@@ -64,10 +64,21 @@ class HyperChange:
         """It lasts for so few steps that leaving them out undoes it as well."""
         return self.until - self.at <= BARS.together
 
+    def covers(self, other: HyperChange) -> bool:
+        """Does holding the former value undo another, later change, too?"""
+        later = self.at < other.at < self.until and not set(self.groups).isdisjoint(other.groups)
+        return later and self.name == other.name
+
     def hold(self, step: Step) -> Step:
         """The step with this hyperparameter at its former value, where it had another."""
-        if not self.at <= step.index < self.until:
-            return step
+        return self._held(step) if self.at <= step.index < self.until else step
+
+    def has_former(self, step: Step) -> bool:
+        """Has the step the former value, as after an excursion?"""
+        held = self._held(step)
+        return held.hypers == step.hypers and held.max_norm == step.max_norm
+
+    def _held(self, step: Step) -> Step:
         if self.name == "clip":
             return replace(step, max_norm=None if math.isinf(self.was[0]) else self.was[0])
         hypers = list(step.hypers)
@@ -83,13 +94,13 @@ class HyperChange:
         was, now = (" and ".join(map(_said, values[: 1 if alike else NAMED])) for values in (self.was, self.now))
         name = self.name if alike and len(self.groups) == self.of else f"{self.name} of {self._groups}"
         if self.kind == "excursion":
-            return f"{name} was {now} instead of {was} at {_span(*self.far)}"
+            return f"{name} was {now} instead of {was} at {span(*self.far)}"
         if self.kind == "restart":
             return f"{name} was restarted at step {first}: from {was} to {now}"
         if self.kind == "jump":
             return f"{name} changed from {was} to {now} at step {first}"
         how = "was warming up" if self.kind == "warm-up" else "changed slowly"
-        return f"{name} {how}, from {was} to {now} over {_span(first, last)}"
+        return f"{name} {how}, from {was} to {now} over {span(first, last)}"
 
     @property
     def _groups(self) -> str:
@@ -246,5 +257,5 @@ def _said(value: float) -> str:
     return "off" if math.isinf(value) else f"{value:.4g}"
 
 
-def _span(first: int, last: int) -> str:
+def span(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"

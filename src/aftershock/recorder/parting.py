@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..core.agreement import Live, compare
-from ..core.batches import Accumulated
+from ..core.batches import Accumulated, example_count
 from ..core.capture import Captured
 from ..core.evidence import Cause
 from ..core.gradient_causes import EDITED, NOT_ZEROED, UNRECORDED, chosen, other_clip, scaled_by, whole
 from ..core.reductions import norms
 from ..core.state_causes import WRITTEN
 from ..core.trajectory import Trajectory
+from ..errors import InvalidInput
 from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
 
@@ -55,6 +56,13 @@ DRAWN = Cause(
     "the random state",
     f"this recording cannot be explained. In the next, {REMEDY}",
 )
+
+ALIKE = "the losses of its micro-batches were not all divided by the same number"
+WEIGH = (
+    "make each micro-batch's weight a part of it, let loss_fn multiply by it, and tell recorder.step(…, divisor=1) in "
+    "the next recording"
+)
+WEIGHED = Cause("gradient", "the losses of its micro-batches were weighed by their numbers of examples", WEIGH)
 
 OTHER_MASKS = Cause(
     "random",
@@ -104,6 +112,8 @@ def parting(
         return alike
     if forward and _divided_otherwise(record, step.loss, records):
         return _short(record, records)
+    if forward and _weighed(record, i, trajectory):
+        return WEIGHED
     known = _by_state(some, i - 1 if forward else i, trajectory, recorded)
     if known is not None:
         return known
@@ -114,14 +124,23 @@ def parting(
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS
     if forward and record.step == records[0].step:
-        return ANOTHER_RUN
+        return _of_several(ANOTHER_RUN, record)
     if forward:
-        return WRITTEN if math.isnan(some[i - 1].raw_norm) else _untold_clip(some, i, trajectory) or UNSEEN
+        unseen = not math.isnan(some[i - 1].raw_norm)
+        clip = _untold_clip(some, i, trajectory) if unseen else None
+        return clip or _of_several(UNSEEN if unseen else WRITTEN, record)
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
         return scaled_by(factor, record.norm, record.clip)
-    return EDITED
+    return _of_several(EDITED, record)
+
+
+def _of_several(cause: Cause, record: Record) -> Cause:
+    """The same, where the step may have weighed its micro-batches: by what nobody knows, such as tokens that count."""
+    if len(record.fed) == 1 or record.divisor is not None:
+        return cause
+    return replace(cause, text=f"{ALIKE}; or {cause.text}", remedy=f"{WEIGH}; else {cause.remedy}")
 
 
 def _divided_otherwise(record: Record, replayed: float, records: Sequence[Record]) -> bool:
@@ -139,6 +158,20 @@ def _short(record: Record, records: Sequence[Record]) -> Cause:
         f"by {many} all the same",
         f"tell recorder.step(…, divisor={many}) in the next recording",
     )
+
+
+def _weighed(record: Record, i: int, trajectory: Trajectory) -> bool:
+    """Were the losses of micro-batches of several sizes weighed by these?"""
+    step, state, loss = trajectory.steps[i], trajectory.state(i), trajectory.dynamics.loss
+    if not isinstance(step.batch, Accumulated):
+        return False
+    try:
+        counts = [example_count(batch) for batch in step.batch.batches]
+    except InvalidInput:  # without a tensor
+        return False
+    weighed = replace(step.batch, weights=tuple(count / sum(counts) for count in counts), divisor=None)
+    value = float(loss.value(state.theta, state.buffers, weighed, step.random, step.where).loss)
+    return len(set(counts)) > 1 and abs(record.loss - value) <= CLUES.same * abs(record.loss)
 
 
 def clipped_alike(records: Sequence[Record]) -> Cause | None:

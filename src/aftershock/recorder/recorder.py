@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import warnings
@@ -479,4 +480,7 @@ class FlightRecorder:
 
     def _stop(self, reason: str) -> None:
         self.recording = False
+        if self._ring is not None:
+            with contextlib.suppress(OSError):  # a full disk may be the reason
+                self._ring.stopped(reason)
         warnings.warn(f"the flight recorder has stopped, training goes on: {reason}", RuntimeWarning, stacklevel=2)

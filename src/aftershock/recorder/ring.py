@@ -43,6 +43,11 @@ class Ring:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "run.json", self.run)
 
+    def stopped(self, reason: str) -> None:
+        """Leave word that the run went on without a recorder: nobody looked at what came then."""
+        self.run = {**self.run, "stopped": reason}
+        write_json(self.folder / "run.json", self.run)
+
     def add(self, record: Record) -> None:
         path = self.folder / f"step-{record.step:08d}.safetensors"
         self._digests[path.name] = write_tensors(path, *to_file(record))

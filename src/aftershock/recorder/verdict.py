@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .triggers import robust_z, usual
 from .unrecorded import risen, short
-from .words import at_least, percent, plus_minus, share, share_spread
+from .words import LESS_OWN, at_least, percent, plus_minus, share, share_spread
 
 if TYPE_CHECKING:
     from .explanation import Culprit, FlightExplanation
@@ -38,7 +38,9 @@ def verdict(found: FlightExplanation) -> str:
     facts, said = found.facts, SAID[found.kind](found)
     event = facts.event.kind not in CALM and facts.event.value > _level(facts.event)
     span = f"The event is {_spike(facts.event)}." if event and _span(facts.event) not in said else ""
-    return " ".join(part for part in (_opening(found), said, _condition(facts), span, _closing(found)) if part)
+    blamed = [c for c in found.culprits if c.step in facts.blame.blamed]
+    shares = LESS_OWN if "%" in said and less_own(found, blamed) else ""
+    return " ".join(part for part in (_opening(found), said, _condition(facts), shares, span, _closing(found)) if part)
 
 
 def _level(event: EventFacts) -> float:
@@ -143,11 +145,18 @@ def _cleared(blame: BlameFacts) -> str:
     """Steps without which the event is gone as well, and whose batches are sound."""
     if not blame.cleared:
         return ""
+    said = _missed(blame, "half of it would be gone, too")
+    return f" {said[0].upper()}{said[1:]}."
+
+
+def _missed(blame: BlameFacts, gone: str) -> str:
+    """What is missed without these steps."""
     whose = "its own in place of it" if len(blame.cleared) == 1 else "their own in place of any of them"
     missed = "the kind of data" if blame.kin else "a step, or its kind of data"
+    sound = "the batch is sound" if len(blame.cleared) == 1 else "the batches are sound"
     return (
-        f" Without {_steps(blame.cleared).lower()} half of it would be gone, too, but not with batches like {whose}: "
-        f"what is missed there is {missed}, and the batch is sound."
+        f"without {_steps(blame.cleared).lower()} {gone}, but not with batches like {whose}: what is missed there is "
+        f"{missed}, and {sound}"
     )
 
 
@@ -266,11 +275,15 @@ def _condition(facts: Facts) -> str:
 
 
 def _instability(found: FlightExplanation) -> str:
-    blame = found.facts.blame
-    parts = ["No batch did this." if blame.placebos else "No batch is known to have done this."]
+    blame, removing = found.facts.blame, _removing(found)
+    changed = blame.placebos_change > BARS.specific * blame.placebos
+    nobody = blame.placebos and (changed or len(removing) > BARS.together or blame.several_acquitted)
+    parts = ["No batch did this." if nobody else "No batch is known to have done this."]
+    if not nobody and found.tried:
+        parts = [f"No batch is known to have done this: {_tried(found)}."]
     many = blame.placebos_change > BARS.unspecific * blame.placebos
     meaning = "a small change makes another run of it" if many else "a step without which it is gone is nothing special"
-    if blame.placebos_change > BARS.specific * blame.placebos:
+    if changed:
         of = f"{blame.placebos}"
         if blame.placebos < blame.placebos_asked:
             of = f"the {blame.placebos} tried of {blame.placebos_asked}"
@@ -279,7 +292,7 @@ def _instability(found: FlightExplanation) -> str:
             f"Leaving out {'at least ' * ended}{blame.placebos_change} of {of} steps that nobody suspects removes the "
             f"spike, doubles it or moves it: {meaning}."
         )
-    if len(removing := _removing(found)) > BARS.together:
+    if len(removing) > BARS.together:
         steps = _steps([c.step for c in removing]).lower()
         parts.append(f"Half of it is gone without any one of {steps}: none of them is special.{_cleared(blame)}")
     parts += [several(blame), _lucky(found)]
@@ -339,16 +352,27 @@ def treated(found: FlightExplanation) -> str:
 
 
 def _unknown(found: FlightExplanation) -> str:
-    event, blame, tried = found.facts.event, found.facts.blame, found.tried
+    event, blame = found.facts.event, found.facts.blame
     if found.facts.replay.lost_in_scatter:
         return f"What caused {_spike(event)} is not known."
     if event.rose_before:
         return risen(found)
     if not event.value > _level(event):
         return f"Whether the {event.quantity} {_value(event)} of step {event.explained} is a spike is not known."
-    if not tried:
+    if not found.tried:
         said = f"Nothing was run again without a step, so no cause of {_spike(event)} is proved: pass verify=k."
         return f"{said} {treated(found)}".strip()
+    parts = [f"What caused {_spike(event)} is not known: {_tried(found)}.", several(blame), _lucky(found)]
+    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
+    parts += [treated(found), *_higher(event)]
+    if found.facts.instruments.data_said:
+        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
+    return " ".join(part for part in parts if part)
+
+
+def _tried(found: FlightExplanation) -> str:
+    """What the runs without suspects leave, where that blames nobody."""
+    tried, blame = found.tried, found.facts.blame
     least = min((c for c in found.culprits if c.role == "suspect"), key=lambda c: c.left)
     each = f"each of the {tried} most suspected steps" if tried > 1 else f"step {least.step}, the most suspected,"
     left = share(least.left, least.left_spread, so_far=False)
@@ -358,13 +382,8 @@ def _unknown(found: FlightExplanation) -> str:
     if least.left <= BARS.half:
         seen = f"without step {least.step} {left} of it stays, {_not_special(found, least)}"
         if blame.cleared:
-            seen = f"no batch is bad by itself.{_cleared(blame).removesuffix('.')}"
-    parts = [f"What caused {_spike(event)} is not known: {seen}.", several(blame), _lucky(found)]
-    parts += [f"{text[0].upper()}{text[1:]}." for text in _instruments(found.facts.instruments)]
-    parts += [treated(found), *_higher(event)]
-    if found.facts.instruments.data_said:
-        parts.append(f"The batch of step {event.explained} beside others: {found.facts.instruments.data_said}.")
-    return " ".join(part for part in parts if part)
+            seen = _missed(blame, "half of it would be gone")
+    return seen
 
 
 def _not_special(found: FlightExplanation, suspect: Culprit) -> str:
@@ -448,6 +467,13 @@ SAID = {
 }
 
 
+def less_own(found: FlightExplanation, some: Iterable[Culprit]) -> bool:
+    """Is what one of these leaves a share of the event less its own value? It is a step of the event itself, and
+    something is left."""
+    event = found.facts.event
+    return any(c.role and c.step >= event.onset and c.left > event.gone for c in some)
+
+
 def near(best: Culprit) -> bool:
     """Was the step run without, and its prediction right?"""
     return math.isfinite(best.measured) and abs(best.predicted - best.measured) <= BARS.near * abs(best.measured)
@@ -470,7 +496,10 @@ def _waited(found: FlightExplanation, best: Culprit) -> str:
 
 
 def _inside(found: FlightExplanation, best: Culprit) -> list[str]:
-    shares = [share for _, share in best.examples] if right(found, best) else []
+    if best.examples and not right(found, best):
+        why = "its prediction was right, and those of other steps are not to be trusted"
+        return [f"Its examples are not told: {why if near(best) else 'its prediction was wrong'}."]
+    shares = [share for _, share in best.examples]
     if not shares:
         note = str(found.data["example_note"].sel({"step": best.step}).item())
         return [f"Its examples were not ranked: {note}."] if note else []

@@ -14,6 +14,7 @@ def percent(left: float, spread: float = math.nan, *, so_far: bool = False) -> s
 
 
 SO_FAR = "≥: at least so much; the run ended once half of the event was there."
+LESS_OWN = "Where a step inside the event was left out, what stays is a share of the event less that step's own value."
 
 
 def share(left: float, spread: float, *, so_far: bool) -> str:

@@ -14,8 +14,8 @@ from ..recorder.event import BARS
 from ..recorder.explanation import UNTRUSTED, shown_size
 from ..recorder.other_runs import OtherRun, idle_in_words, other_runs, untried_in_words, with_an_effect
 from ..recorder.stability import Sharpness
-from ..recorder.verdict import CALM, near, right
-from ..recorder.words import SO_FAR, plus_minus, share
+from ..recorder.verdict import CALM, less_own, near, right
+from ..recorder.words import LESS_OWN, SO_FAR, plus_minus, share
 from . import flight_figures as figures
 from . import flight_steps as steps
 from . import inside_figures as inside
@@ -215,6 +215,7 @@ def _trials(found: FlightExplanation, culprits: Sequence[Culprit]) -> list[str]:
     ]
     words[-1] += ", and behind it, lighter, predicted." if drawn else "."
     words += [f"Arrows, {SO_FAR}"] if any(c.left_so_far for c in culprits) else []
+    words += [LESS_OWN] if less_own(found, culprits) else []
     words += ["Upright lines: the ± of each."] if facts.replay.replays else []
     if not any(c.role for c in culprits):
         words = ["Nothing was run again without a step: these are predictions, not proofs."]
@@ -372,6 +373,7 @@ def _table(found: FlightExplanation, culprits: Sequence[Culprit]) -> str:
     order = ["The blamed first, then by what is left of the event"] if tried else []
     order += ["then as predicted" if tried else "As predicted"] if predicted else []
     ended = f" {SO_FAR}" if any(c.left_so_far for c in culprits[:ROWS]) else ""
+    ended += f" {LESS_OWN}" if less_own(found, culprits[:ROWS]) else ""
     return (
         "<div class='wide'><table class='sortable'>\n<caption>"
         f"What each step added to the {found.quantity} of step {facts.event.explained}, "

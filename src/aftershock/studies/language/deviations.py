@@ -181,7 +181,8 @@ def paper_rise() -> tuple[float, float]:
 EXPONENTS = (
     "An error that a smooth response leaves grows as α². Below stands the exponent of each model and text, the median "
     "over candidates, with finite differences and with the exact tangent; in brackets float noise over the tangent's "
-    f"error at the smallest scale, and how many candidates have an exponent within {TELLING.near:g} of 2 with the tangent."
+    "error at the smallest scale, and how many candidates have an exponent within "
+    f"{TELLING.near:g} of 2 with the tangent."
 )
 
 
@@ -299,13 +300,13 @@ def _exponents(deviations: Sequence[Deviation]) -> Iterator[Finding]:
         "float noise": ("care", "float noise: in float64 both are within 0.25 of 2"),
         "real": (
             "bad",
-            f"real: where float noise is less than {TELLING.clear:.0%} of the tangent's error at the smallest scale, the "
-            "deviation stays with the exact tangent, on the same side of 2",
+            f"real: where float noise is less than {TELLING.clear:.0%} of the tangent's error at the smallest scale, "
+            "the deviation stays with the exact tangent, on the same side of 2",
         ),
         "not clear of noise": (
             "care",
-            f"not known: float noise of the two exact runs is more than {TELLING.clear:.0%} of the tangent's error at the "
-            "smallest scale, and known to a factor of a few, so that these exponents say nothing, near 2 or not; "
+            f"not known: float noise of the two exact runs is more than {TELLING.clear:.0%} of the tangent's error at "
+            "the smallest scale, and known to a factor of a few, so that these exponents say nothing, near 2 or not; "
             "float64 would tell",
         ),
         "finite differences": ("care", "an error of the finite differences: the exact tangent has 2"),
