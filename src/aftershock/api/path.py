@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.agreement import Match, compare, read_live, steps_made
@@ -19,6 +20,7 @@ from ..core.given import whole
 from ..core.guards import Check, hidden_buffers, moved_buffers
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
+from ..core.responses import first_lost
 from ..core.structure import flatten
 from ..core.trajectory import Trajectory
 from ..errors import (
@@ -156,6 +158,20 @@ class Path:
         >>> path.check_after(at=0, outcome=4)
         """
         self.check_before(at, min(at + 1 + SUSPECTS, outcome))
+
+    def check_lost(
+        self, at: int, predicted: Float[Tensor, "row horizon"], horizons: Sequence[int] | None = None
+    ) -> None:
+        """The same at the steps that a prediction of a change at step `at` first passes to be not finite. Nothing where
+        all are.
+
+        horizons: where the predictions are read; default: at 1, 2, 3, …
+
+        >>> path.check_lost(0, torch.tensor([[0.1, torch.nan]]))  # step 1; what is wrong is raised
+        """
+        lost, read = first_lost(predicted), [1, *(horizons or range(1, predicted.shape[1] + 1))]
+        for step in range(at + read[lost - 1], at + read[lost]) if lost is not None else ():
+            self._check_step(step)
 
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`.
