@@ -158,6 +158,19 @@ class _Examples:
         return first.structure.unflatten(leaves), [each.count for each in group]
 
 
+def alike(entries: list[Any], batch: Batch) -> bool:
+    """Whether a list is a batch like this one, rather than a list of such: its entries are like those of the batch."""
+
+    def kind(entry: Any) -> tuple[TreeSpec, list[type]]:
+        leaves, structure = flatten(entry)
+        return structure, [type(leaf) for leaf in leaves]
+
+    if not isinstance(batch, list):
+        return False
+    known = [kind(entry) for entry in batch]
+    return bool(entries) and all(kind(entry) in known for entry in entries)
+
+
 def same_batch(a: Batch, b: Batch) -> bool:
     """Whether two batches hold the same; False where that cannot be told without running them."""
     if a is b:
