@@ -445,6 +445,8 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
     model, loss_fn, batch = {
         "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
         "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
+        # fewer weights than the pieces that AdamW's arithmetic goes through at once, and little else
+        "small": (mlp(256, 200, 64), cross_entropy, images(16, 256)),
         # few weights: what a pass keeps is nearly all
         "conv": (
             nn.Sequential(
@@ -470,6 +472,8 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
         ("lm", 40, "states"),
         ("mlp", 40, "checkpoints"),
         ("conv", 1, "states"),
+        ("small", 1, "states"),
+        ("small", 40, "states"),
     ],
 )
 def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:

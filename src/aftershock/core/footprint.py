@@ -131,16 +131,16 @@ class Footprint:
     @property
     def plain_piece(self) -> int:
         """The same of rows whose step counts are not the control's, which no kernel steps."""
-        return CLOSED_FORM * self._block
+        return CLOSED_FORM * self.block()
 
     @property
     def counting(self) -> int:
         """The same where coordinates with v = 0 are counted."""
-        return COUNTING * self._block
+        return COUNTING * self.block()
 
-    @property
-    def _block(self) -> int:
-        return min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
+    def block(self, rows: int = 1) -> int:
+        """A piece of one of so many rows that are gone through together."""
+        return min(self.vector, (CACHED_BYTES if self.cpu else GPU_BYTES) // rows)
 
 
 def _footprint(trajectory: Trajectory) -> Footprint:

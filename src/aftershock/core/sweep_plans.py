@@ -30,6 +30,9 @@ POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 # there will be is not known, so that they must not matter
 PAIRS_SHARE = 0.1
 FEWEST_PAIRS = 2**12
+# pieces that are alive at once while three points of every curve are computed, and while curves are drawn through them
+FOLDED = 23
+DRAWN_BY_OUTCOME, DRAWN = 6, 12
 # examples of one forward-mode pass on a GPU: launching that of a small model takes as long for a few as for thousands
 EXAMPLES_LAUNCHED = 4096
 
@@ -241,8 +244,9 @@ class _Needs:
         times = range(self.watch.at + 2, self.watch.at + max(horizons) + 1)
         copied = 2 * sum(self.trajectory.kept(time) is None for time in times) * self.beside
         made = 3 * (self.trajectory.spacing > 1)
-        vectors, pieces = 6 * len(horizons) + 6 + copied + made, 1 + 2.3 / len(horizons)
-        return self.control + vectors * self.f.vector + int(pieces * self.f.counting) + self.history(horizons)
+        rows, piece = len(horizons), self.f.block(len(horizons))
+        work = max(FOLDED * piece, (DRAWN_BY_OUTCOME * rows + DRAWN) * piece)
+        return self.control + (6 * rows + 6 + copied + made) * self.f.vector + work + self.history(horizons)
 
     def held(self, horizons: Sequence[int], count: int) -> int:
         """While gradients of the pool are read: cotangents, curves, how far they reach, and the gradients."""
