@@ -175,6 +175,20 @@ def test_gradients_of_changes_in_rows_are_counted_where_exact_rows_run_alone() -
     assert_close(change.estimate(probe, answers=("exact",), horizon=2).memory, real, "exact")
 
 
+def test_estimates_are_of_the_largest_batch_of_a_path() -> None:
+    """Whichever step it is: the first was measured, and said a fifth of what the others took."""
+    torch.manual_seed(0)
+    model, few, many = mlp(64, 256, 256, 8), images(16, 64)(), images(4096, 64)()
+    few, many = ((x, y % 8) for x, y in (few, many))
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy)
+    path = point.follow([few, many, many])
+    change = path.replace([few, few], at=0)
+    for answers in (("exact",), ("tangent",), ANSWERS):
+        change.response(few, answers=answers)
+        real, _ = measured(lambda: change.response(few, answers=answers))  # noqa: B023
+        assert_close(change.estimate(few, answers=answers).memory, real, answers)
+
+
 @TOGETHER
 def test_estimates_of_other_work(together: bool) -> None:
     """One change, several scales, binding clipping, each step's own loss, and changes that are no gradients."""

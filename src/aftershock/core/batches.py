@@ -91,6 +91,13 @@ def example_count(batch: Batch) -> int:
     return _count(flatten(batch)[0])
 
 
+def batch_bytes(batch: Batch) -> int:
+    """Of the tensors of a batch; of the largest one where it is made of several."""
+    if isinstance(batch, Accumulated):
+        return max(map(batch_bytes, batch.batches))
+    return sum(leaf.numel() * leaf.element_size() for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
+
+
 def _count(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:

@@ -120,7 +120,7 @@ class Footprint:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 4 g, and 10 where rows and pools run together."""
+        """Measured once on the step with the largest batch: about 4 g, and 10 where rows and pools run together."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _footprint(trajectory))
 
     @property
@@ -144,7 +144,7 @@ class Footprint:
 
 
 def _footprint(trajectory: Trajectory) -> Footprint:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     vector, device = loss.layout.padded_size * loss.layout.dtype.itemsize, loss.layout.device
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
@@ -164,7 +164,7 @@ def _footprint(trajectory: Trajectory) -> Footprint:
 
 def _row(trajectory: Trajectory) -> tuple[int | None, int]:
     """Of each of a few rows that run together, and what kernels take besides; None where they do not."""
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     few = state.theta[None].expand(FEW, -1)
 
     def rows() -> object:
@@ -181,7 +181,7 @@ def _row(trajectory: Trajectory) -> tuple[int | None, int]:
 def _pooled(trajectory: Trajectory, gradient: int) -> tuple[int | None, int]:
     """The same of the gradients of a batch at one θ, one of which alone takes so much. Whether they agree with one
     alone is seen with other batches."""
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     if not (step.present and all(step.present) and trajectory.together("pool", FEW)):
         return None, 0
     first = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
@@ -206,12 +206,12 @@ class Curvature:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Curvature:
-        """Measured once on the first step, where something is predicted: about 6 g; 20 where they are recorded."""
+        """Measured once on that step, where something is predicted: about 6 g; 20 where they are recorded."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _curvature(trajectory))
 
 
 def _curvature(trajectory: Trajectory) -> Curvature:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     f, device = Footprint.of(trajectory), loss.layout.device
     if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
@@ -245,12 +245,12 @@ class Watched:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Watched:
-        """Measured once on the first step, where gates are recorded: about 1 g."""
+        """Measured once on that step, where gates are recorded: about 1 g."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _watched(trajectory))
 
 
 def _watched(trajectory: Trajectory) -> Watched:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     at, made = (state.theta, state.buffers, step.batch, step.random, step.where), list[Pattern]()
 
     def work() -> None:
