@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import AftershockError
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
-from .batches import Accumulated
+from .batches import Accumulated, Batch
 from .fused import available
 from .gates import Pattern, recording
 from .graphs import GradientGraph
@@ -23,6 +23,7 @@ from .memory import budget, free, note_peak, ran_out
 from .pools import Pool
 from .rehearsals import rehearse_products
 from .rows import row_gradients
+from .structure import flatten
 from .trajectory import Trajectory
 
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
@@ -234,6 +235,45 @@ def _curvature(trajectory: Trajectory) -> Curvature:
     batch, _ = trajectory.typical or (step.batch, None)
     vectors = loss.player.vectors if loss.recorded("products", batch) is not None else None
     return Curvature(graph, build, product, products, 0 if vectors is None else len(vectors))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The same of a probe: of a batch that is larger or smaller than the path's, what it takes itself."""
+
+    value: int  # of one forward pass
+    gradient: int
+    further: int = 0  # what its graph and a product take beyond the graph of the path's largest batch, while it is made
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, batch: Batch, *, evaluating: bool = False, curved: bool = False) -> Reading:
+        """Measured once on a batch whose tensors are not shaped as those of the path's largest: about 2 g, and 2 more
+        where its curvature is read. batch: None for a probe that is none."""
+        key = cls, _shapes(batch), evaluating, curved
+        return trajectory.dynamics.loss.player.measured(
+            trajectory, key, lambda: _reading(trajectory, batch, evaluating, curved)
+        )
+
+
+def _reading(trajectory: Trajectory, batch: Batch, evaluating: bool, curved: bool) -> Reading:
+    f, shapes = Footprint.of(trajectory), _shapes(batch)
+    if not shapes or shapes == _shapes(trajectory.heaviest.batch):
+        return Reading(f.value, f.gradient)
+    loss, state, device = trajectory.dynamics.loss, trajectory.state(0), trajectory.device
+    at = (state.theta, state.buffers, batch, trajectory.steps[0].random, "the probe")
+    value = peak_on(device, lambda: loss.value(*at, evaluating=evaluating))
+    gradient, further = value, 0
+    with contextlib.suppress(AftershockError):  # a probe without a derivative has exact answers only
+        gradient = peak_on(device, lambda: loss.gradient(*at, evaluating=evaluating))
+        if curved:
+            product = peak_on(device, lambda: GradientGraph(loss, *at).products(state.theta[None]))
+            further = max(0, product - Curvature.of(trajectory).build)
+    return Reading(value, gradient, further)
+
+
+def _shapes(batch: Batch) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    parts = batch.batches if isinstance(batch, Accumulated) else (batch,)
+    return tuple((x.shape, x.dtype) for part in parts for x in flatten(part)[0] if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ class _Needs:
         trajectory = watch.trajectory
         self.watch, self.trajectory, self.beside = watch, trajectory, place == trajectory.device
         self.f, self.c = Footprint.of(trajectory), Curvature.of(trajectory)
+        self.read = watch.reading()
         made = sum(trajectory.kept(time) is None for time in (watch.at, watch.at + 1))
         self.control = self.f.vector * (1 + 3 * made)
         self.begun = self.f.vector * (1 + 3 * (trajectory.kept(watch.at) is None))  # without the state after the step
@@ -224,9 +225,9 @@ class _Needs:
 
     def started(self, outcomes: int, count: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
-        row, f = rollout_bytes(self.trajectory, Load(semilinear=1)), self.f
+        row, f = rollout_bytes(self.trajectory, Load(semilinear=1), reading=self.read), self.f
         mean = 8 * f.vector + self.gradients(min(SAMPLE, count)) + f.update
-        return self.control + max(mean, (3 + outcomes) * f.vector + max(row, f.gradient + 3 * f.vector))
+        return self.control + max(mean, (3 + outcomes) * f.vector + max(row, self.read.gradient + 3 * f.vector))
 
     def swept(self, horizons: Sequence[int], products: int) -> int:
         """The end of the sweep: cotangents, their history, and what so many products at once are of."""
@@ -277,7 +278,8 @@ def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> S
     place = plan_history(trajectory, outcomes * steps, memory, sums=outcomes * SUMS)
     f, c, available = Footprint.of(trajectory), Curvature.of(trajectory), room(trajectory, memory)
     v, beside = f.vector, place == trajectory.device
-    readout = c.graph + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
+    further = watch.reading(curved=True).further  # of the probe's graph
+    readout = c.graph + further + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
     states = 0 if trajectory.spacing == 1 else 9 * v
     clipped = outcomes * v * any(step.clip.binds for step in trajectory.steps)
     held = (4 + SUMS) * outcomes * v + outcomes * steps * v * beside + states
