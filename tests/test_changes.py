@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.core.batches import Accumulated
@@ -248,3 +249,32 @@ def test_a_change_to_itself_has_no_response() -> None:
     assert not response.exact.values.any()
     assert not response.semilinear.values.any()
     assert not response.tangent.values.any()
+
+
+def test_a_list_of_sequences_of_another_length_is_one_batch() -> None:
+    """A batch of so many sequences, each of a length of its own; a list of such batches is a change each."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return torch.stack([model(sequence).square().mean() for sequence in batch]).mean()
+
+    def draw(count: int) -> list[Tensor]:
+        return [torch.randn(2 + i, 3, dtype=torch.float64) for i in range(count)]
+
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, unused="skip")
+    (own, later), longer, probe = (draw(3), draw(2)), draw(4), draw(5)
+    path = point.follow([own, later])
+    changed, control = (point.follow([first, later, probe]).losses[2] for first in (longer, own))
+    found = path.replace(longer).response(probe, answers=("exact",)).exact
+    assert found.values[:, 0, 1] == pytest.approx([changed - control], abs=1e-12)
+    assert len(path.replace([longer])) == 1
+    assert len(path.replace([longer, draw(3)])) == 2
+    assert len(path.replace([ak.accumulate([longer]), ak.accumulate([draw(3)])])) == 2
+
+
+def test_set_takes_tensors_and_arrays() -> None:
+    path = make("tanh_mlp").path(2)
+    given = [path.set(0, lr=values) for values in ([0.0, 0.25], torch.tensor([0.0, 0.25]), np.array([0.0, 0.25]))]
+    assert len({str(change.edits) for change in given}) == 1
+    assert str(path.set(0, beta1=torch.tensor(0.5)).edits) == str(path.set(0, beta1=0.5).edits)

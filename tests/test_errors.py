@@ -94,6 +94,12 @@ CALLS = {
         InvalidInput,
         "same length",
     ),
+    "no values": (lambda c: c.path(2).set(0, lr=[]), InvalidInput, "of one or more"),
+    "a rate in words": (lambda c: c.path(2).set(0, lr="0.1"), InvalidInput, "lr is '0.1'"),
+    "a list of words": (lambda c: c.path(2).set(0, lr=["0.1"]), InvalidInput, "expected numbers"),
+    "a negative rate": (lambda c: c.path(2).set(0, lr=-0.1), InvalidInput, "must be zero or positive"),
+    "a rate that is no number": (lambda c: c.path(2).set(0, lr=[0.1, math.nan]), InvalidInput, "zero or positive"),
+    "a decay of 1": (lambda c: c.path(2).set(0, beta2=1.0), InvalidInput, "beta2 is 1.0; it must be at least 0 and"),
     "unknown moment": (lambda c: c.path(2).reset(0, "w"), InvalidInput, '"m", "v" or "mv"'),
     "scale of a skip": (
         lambda c: c.path(2).skip(0).response(c.batch(), scales=[0.5]),

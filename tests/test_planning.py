@@ -175,6 +175,38 @@ def test_gradients_of_changes_in_rows_are_counted_where_exact_rows_run_alone() -
     assert_close(change.estimate(probe, answers=("exact",), horizon=2).memory, real, "exact")
 
 
+def test_estimates_are_of_the_largest_batch_of_a_path() -> None:
+    """Whichever step it is: the first was measured, and said a fifth of what the others took."""
+    torch.manual_seed(0)
+    model, few, many = mlp(64, 256, 256, 8), images(16, 64)(), images(4096, 64)()
+    few, many = ((x, y % 8) for x, y in (few, many))
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy)
+    path = point.follow([few, many, many])
+    change = path.replace([few, few], at=0)
+    for answers in (("exact",), ("tangent",), ANSWERS):
+        change.response(few, answers=answers)
+        real, _ = measured(lambda: change.response(few, answers=answers))  # noqa: B023
+        assert_close(change.estimate(few, answers=answers).memory, real, answers)
+
+
+def test_estimates_are_of_the_probe_that_is_read() -> None:
+    """Whatever its size: passes of the path were measured alone, and said a third of what a larger probe took."""
+    torch.manual_seed(0)
+    model, few, many = mlp(64, 256, 256, 8), images(16, 64)(), images(4096, 64)()
+    few, many = ((x, y % 8) for x, y in (few, many))
+    point = ak.capture(model, torch.optim.AdamW(model.parameters(), lr=1e-3), cross_entropy)
+    path = point.follow([few] * 4)
+    change = path.perturb(torch.full((2, point.loss.layout.size), 1e-3), at=0)
+    for answers in (("exact",), ("semilinear",), ("tangent",), ANSWERS):
+        change.response(many, answers=answers)
+        real, _ = measured(lambda: change.response(many, answers=answers))  # noqa: B023
+        assert_close(change.estimate(many, answers=answers).memory, real, answers)
+    real, _ = measured(lambda: path.rank([few, (few[0] + 1, few[1])], many, verify=1))
+    assert_close(path.estimate_rank([few, few], many, verify=1).memory, real, "rank")
+    real, _ = measured(lambda: path.explain(many, verify=1))
+    assert_close(path.estimate_explain(many, verify=1).memory, real, "explain")
+
+
 @TOGETHER
 def test_estimates_of_other_work(together: bool) -> None:
     """One change, several scales, binding clipping, each step's own loss, and changes that are no gradients."""
@@ -446,7 +478,11 @@ def test_a_path_that_replays_says_that_one_that_does_not_would_fit() -> None:
 def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, list, object]:
     """A path whose passes were measured, a pool, and a probe. Early in training hardly a coordinate has a curve."""
     torch.manual_seed(0)
+    with torch.random.fork_rng():
+        # fewer weights than the pieces that AdamW's arithmetic goes through at once, and little else
+        small = mlp(256, 200, 64), cross_entropy, images(16, 256)
     model, loss_fn, batch = {
+        "small": small,
         "mlp": (mlp(512, 512, 256, 10), cross_entropy, images(16, 512)),
         "lm": (LM(), next_token, lambda: torch.randint(0, 1000, (2, 33))),
         # few weights: what a pass keeps is nearly all
@@ -474,6 +510,8 @@ def with_pool(name: str, trained: int, keep: str = "states") -> tuple[ak.Path, l
         ("lm", 40, "states"),
         ("mlp", 40, "checkpoints"),
         ("conv", 1, "states"),
+        ("small", 1, "states"),
+        ("small", 40, "states"),
     ],
 )
 def test_a_ranking_takes_what_its_estimate_says(name: str, trained: int, keep: str) -> None:

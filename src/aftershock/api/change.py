@@ -146,7 +146,10 @@ class Change:
     # --- inside
 
     def _prove_where_wrong(self, found: Responses, noise: Float[Tensor, " horizon"]) -> None:
-        """Check the steps before a state at which the best prediction is grossly wrong: a Hessian there may be."""
+        """Check the steps before a state at which the best prediction is grossly wrong, or any is not finite: a Hessian
+        there may be."""
+        for answer in set(found.values) - {"exact"}:
+            self.path.check_lost(self.at, found.values[answer].flatten(0, 1))
         exact = found.values.get("exact")
         predicted = found.values.get("semilinear", found.values.get("tangent"))
         if exact is not None and predicted is not None:

@@ -96,7 +96,7 @@ class Contributions(LabelledResult):
         size = abs(self.total if predicted else data["measured"]).fillna(-1.0).values
         rerun = data["measured"].notnull().values
         order = enumerate((-size).argsort(kind="stable"))
-        lines += [self._line(int(i)) for place, i in order if size[i] >= 0 and (place < SHOWN or rerun[i])]
+        lines += [self._line(int(i)) for place, i in order if (size[i] >= 0 and place < SHOWN) or rerun[i]]
         return "\n".join([*lines, str(self.certificate)])
 
     def _line(self, i: int) -> str:
@@ -127,26 +127,23 @@ def _findings(found: Contributions) -> list[Finding]:
             f"it. {_reruns_of(count)} of steps along the path show the truth; pass verify=k for k."
         )
         return [Finding("bad", "explanation", "predictions", 0.0, 1.0, sentence + diverged)]
-    far = int(found.off_scale.sum())
-    absurd = Finding(
-        "bad", "scale", "off_scale", far, 0, f"{far} predictions are off the scale of the loss: do not trust any size."
-    )
+    absurd = _absurd(found)
     read = f"Read {READOUTS[str(data['readout'].item())]}"
     if not count:
         sentence = f"Not verified: pass verify=k to rerun without the top k steps. {read}. Do not trust it blindly."
-        return [Finding("care", "explanation", "reruns", 0.0, 1.0, sentence + diverged)] + [absurd] * bool(far)
+        return [Finding("care", "explanation", "reruns", 0.0, 1.0, sentence + diverged), *absurd]
     calibrated = (
         f"{read}, times {float(data['factor']):.2g}, as {_reruns_of(count)} {'has' if count == 1 else 'have'} it"
     )
     if count == 1:
         sentence = f"{calibrated}: one rerun cannot judge itself, so the error on others is not known.{diverged}"
-        return [Finding("care", "explanation", "reruns", 1.0, 2.0, sentence)] + [absurd] * bool(far)
+        return [Finding("care", "explanation", "reruns", 1.0, 2.0, sentence), *absurd]
     held, measured = data["held_out"].values[known.values], data["measured"].values[known.values]
     if not measured.any():
         sentence = (
             f"{read}. None of {count} exact reruns changes the outcome, so that there is no error relative to it."
         )
-        return [Finding("care", "explanation", "reruns", float(count), 2.0, sentence + diverged)] + [absurd] * bool(far)
+        return [Finding("care", "explanation", "reruns", float(count), 2.0, sentence + diverged), *absurd]
     error, raw = float(data["held_out_error"]), float(data["raw_error"])
     level = TRUST.level(error)
     word = {"ok": "trust it", "care": "use the sizes with care", "bad": "do not trust the predicted sizes"}[level]
@@ -157,7 +154,18 @@ def _findings(found: Contributions) -> list[Finding]:
         f"The measured column is the truth.{diverged}"
     )
     quantity = "relative error of reruns held out"
-    return [Finding(level, "explanation", quantity, error, TRUST.nrmse, sentence)] + [absurd] * bool(far)
+    return [Finding(level, "explanation", quantity, error, TRUST.nrmse, sentence), *absurd]
+
+
+def _absurd(found: Contributions) -> list[Finding]:
+    """Predictions that are of no size."""
+    far, none = int(found.off_scale.sum()), int(found.total.isnull().sum())
+    sizes = f"{far} predictions are off the scale of the loss: do not trust any size."
+    numbers = f"{none} steps have no prediction: on its way back the sweep left the finite numbers."
+    return [
+        *[Finding("bad", "scale", "off_scale", far, 0, sizes)] * bool(far),
+        *[Finding("bad", "scale", "not_finite", none, 0, numbers)] * bool(none),
+    ]
 
 
 def explain(
@@ -173,6 +181,9 @@ def explain(
         chosen = torch.linspace(0, watch.last - 1, min(few, watch.last)).round().long().tolist()  # along the path
     else:
         readings = _readings(path, watch, change, plan)
+        lost = readings["straight"].isnan().any(1).nonzero()[:, 0].tolist()
+        for step in lost[-1:]:  # the sweep came back through the next one
+            path.check_after(step, min(step + 2, watch.last))
         chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few).tolist()
     found = Calibrated.by(readings, _measured(path, watch, change, given or chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
@@ -304,12 +315,14 @@ class Calibrated:
 
     @property
     def held_out_error(self) -> float:
-        """Relative error of reruns, in sum, each by the calibration of the others; NaN for fewer than two."""
-        return relative_error(self.held_out, self.measured)
+        """Relative error of reruns, in sum, each by the calibration of the others; NaN for fewer than two, and where
+        nothing is predicted."""
+        judged = self.measured.isfinite().sum() > 1 and not self.predicted.isnan().all()
+        return relative_error(self.held_out, self.measured) if judged else math.nan
 
     @property
     def raw_error(self) -> float:
-        return relative_error(self.predicted, self.measured)
+        return math.nan if self.predicted.isnan().all() else relative_error(self.predicted, self.measured)
 
 
 def _chosen(

@@ -110,6 +110,7 @@ def rank_examples(
     shares = _shares(control, direction, batches, weight, size)
     del direction
     share = torch.cat(shares)
+    path.check_lost(watch.at, share[:, None], [watch.horizons])
     order = share.abs().argsort(descending=True, stable=True)
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
     index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]

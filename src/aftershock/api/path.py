@@ -8,18 +8,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.agreement import Match, compare, read_live, steps_made
-from ..core.batches import Batch
+from ..core.batches import Batch, alike
 from ..core.changes import ControlStep, Edit, Perturb, Replace, Reset, SetHyper, Skip, Zero
 from ..core.dynamics import Step
 from ..core.given import whole
 from ..core.guards import Check, hidden_buffers, moved_buffers
 from ..core.operators import Propagator, ResponseOperator, Transition, WriteIn
 from ..core.probe import Watch
-from ..core.structure import flatten
+from ..core.responses import first_lost
 from ..core.trajectory import Trajectory
 from ..errors import (
     AftershockError,
@@ -37,6 +38,7 @@ from .examples import ExampleRanking, rank_examples
 from .examples import estimate as estimate_rank_examples
 from .progress import Estimate
 from .ranking import VERIFY, Ranking, estimate, rank
+from .schedule import values_of
 
 if TYPE_CHECKING:
     from .point import TrainingPoint
@@ -157,6 +159,20 @@ class Path:
         """
         self.check_before(at, min(at + 1 + SUSPECTS, outcome))
 
+    def check_lost(
+        self, at: int, predicted: Float[Tensor, "row horizon"], horizons: Sequence[int] | None = None
+    ) -> None:
+        """The same at the steps that a prediction of a change at step `at` first passes to be not finite. Nothing where
+        all are.
+
+        horizons: where the predictions are read; default: at 1, 2, 3, …
+
+        >>> path.check_lost(0, torch.tensor([[0.1, torch.nan]]))  # step 1; what is wrong is raised
+        """
+        lost, read = first_lost(predicted), [1, *(horizons or range(1, predicted.shape[1] + 1))]
+        for step in range(at + read[lost - 1], at + read[lost]) if lost is not None else ():
+            self._check_step(step)
+
     def watch(self, at: int, probe: Any, horizon: int | None = None) -> Watch:
         """Where a probe is read after a change at step `at`.
 
@@ -224,14 +240,14 @@ class Path:
     def replace(self, batches: Batch | Sequence[Batch], at: int = 0) -> Change:
         """Another batch at step `at`; a list is one change each. The step's own batch is the reference.
 
-        A list with the structure of the step's own batch (as data loaders make them) is one batch.
+        A list whose entries are like those of the step's own batch (as data loaders make them, or as many sequences of
+        their own lengths) is one batch.
 
         >>> path.replace([batches[4], batches[5]], at=0)
         Change(replace at step 0, 2 change(s))
         """
-        own = flatten(self.steps[self.index(at)].batch)[1]
-        one = not isinstance(batches, list) or flatten(batches)[1] == own
-        many = [batches] if one else batches
+        own = self.steps[self.index(at)].batch
+        many = batches if isinstance(batches, list) and not alike(batches, own) else [batches]
         if not many:
             raise InvalidInput("replace() needs at least one batch")
         return self._change("replace", at, [Replace(batch) for batch in many])
@@ -276,11 +292,12 @@ class Path:
         if unknown or not values:
             named = f"{unknown[0]!r} is not a hyperparameter" if unknown else "set() needs a hyperparameter"
             raise InvalidInput(f"{named}; choose from {', '.join(SETTABLE)}")
-        lengths = {len(v) for v in values.values() if isinstance(v, Sequence)}
-        if len(lengths) > 1:
-            raise InvalidInput("lists given to set() must have the same length")
+        given = {name: values_of(name, value) for name, value in values.items()}
+        lengths = {len(many) for many in given.values() if isinstance(many, list)}
+        if len(lengths) > 1 or 0 in lengths:
+            raise InvalidInput("lists given to set() must have the same length, of one or more")
         rows = [
-            {name: float(v[i] if isinstance(v, Sequence) else v) for name, v in values.items()}
+            {name: v[i] if isinstance(v, list) else v for name, v in given.items()}
             for i in range(max(lengths, default=1))
         ]
         return self._change("set", at, [SetHyper(row) for row in rows])

@@ -205,6 +205,7 @@ def rank(
     plan, cost = planned(path, watch, horizons, len(batches), few, memory)
     found = _predict(path, batches, watch, horizons, plan, cost)
     coords = {"change": names, "horizon": horizons}
+    path.check_lost(watch.at, found.response, horizons)
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
     top, spread = to_rerun(torch.as_tensor(_score(predicted, by).values), few)
     rerun = torch.cat([top, spread]).tolist()
@@ -288,6 +289,8 @@ def _calibrated(
     judging, several = judges["change"][judges.values], len(known) > 1
     left_out = nrmse(truth, plain.copy(data=held_out(plain.values, truth.values))) if several else None
     raw = nrmse(truth, plain).sel(change=judging if several else known)
+    if left_out is not None:  # a judge has a size: what has no error has no prediction
+        left_out, raw = left_out.sel(change=judging).fillna(math.inf), raw.fillna(math.inf)
     data = xr.Dataset(
         {
             "response": response,
@@ -298,7 +301,7 @@ def _calibrated(
             "offset_share": share,
             "score": _score(response, by),
             "xi_norm": ("change", found.xi_norm.numpy()),
-            "held_out_error": torch.nan if left_out is None else float(left_out.sel(change=judging).median()),
+            "held_out_error": torch.nan if left_out is None else float(left_out.median()),
             "raw_error": float(raw.median()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
@@ -396,7 +399,7 @@ def common_factor(
     """
 
     def factor(known: Tensor) -> float:
-        ratios = (measured / predicted)[known & (predicted != 0)]
+        ratios = (measured / predicted)[known & predicted.isfinite() & (predicted != 0)]
         middle = float(ratios.quantile(0.5)) if len(ratios) else 1.0
         return middle if middle > 0 else 1.0
 
@@ -406,8 +409,9 @@ def common_factor(
 
 
 def relative_error(predicted: Float[Tensor, " rerun"], measured: Float[Tensor, " rerun"]) -> float:
-    """Of reruns, in sum; NaN where there is none."""
-    known = measured.isfinite() & predicted.isfinite()
+    """Of reruns, in sum; NaN where there is none. A prediction that is no number is infinitely wrong."""
+    known = measured.isfinite()
     if not known.any():
         return math.nan
-    return float((predicted - measured)[known].abs().sum() / measured[known].abs().sum().clamp(min=1e-300))
+    miss = (predicted - measured)[known].abs().nan_to_num(torch.inf).sum()
+    return float(miss / measured[known].abs().sum().clamp(min=1e-300))

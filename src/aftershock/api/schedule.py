@@ -75,10 +75,30 @@ def _with(name: str, hyper: Hyper, value: Any, step: int) -> Hyper:
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise InvalidInput(f"betas of step {step} are {value}; both must be at least 0 and below 1")
         return replace(hyper, beta1=beta1, beta2=beta2)
-    number = float(value)
-    if not number >= 0:
-        raise InvalidInput(f"{WORDS.get(name, name)} of step {step} is {number}; it must be zero or positive")
+    number = _in_range(name, value, f" of step {step}")
     return hyper.with_lr(number) if name == "lr" else replace(hyper, **{name: number})  # type: ignore[arg-type]
+
+
+def values_of(name: str, given: Any) -> float | list[float]:
+    """A hyperparameter, or several values of it, as plain numbers that torch's optimizer would take.
+
+    >>> values_of("lr", 0), values_of("beta1", torch.tensor([0.5, 0.9], dtype=torch.float64))
+    (0.0, [0.5, 0.9])
+    """
+    if _is_number(given):
+        return _in_range(name, given)
+    given = _sequence(name, given)
+    if not all(map(_is_number, given)):
+        raise InvalidInput(f"{name} is {given!r}; expected numbers")
+    return [_in_range(name, one) for one in given]
+
+
+def _in_range(name: str, value: Any, where: str = "") -> float:
+    number, decays = float(value), name.startswith("beta")
+    if not number >= 0 or (decays and number >= 1):
+        must = "at least 0 and below 1" if decays else "zero or positive"
+        raise InvalidInput(f"{WORDS.get(name, name)}{where} is {number}; it must be {must}")
+    return number
 
 
 def _is_one(name: str, value: Any) -> bool:

@@ -91,6 +91,13 @@ def example_count(batch: Batch) -> int:
     return _count(flatten(batch)[0])
 
 
+def batch_bytes(batch: Batch) -> int:
+    """Of the tensors of a batch; of the largest one where it is made of several."""
+    if isinstance(batch, Accumulated):
+        return max(map(batch_bytes, batch.batches))
+    return sum(leaf.numel() * leaf.element_size() for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
+
+
 def _count(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -156,6 +163,19 @@ class _Examples:
             for column in columns
         ]
         return first.structure.unflatten(leaves), [each.count for each in group]
+
+
+def alike(entries: list[Any], batch: Batch) -> bool:
+    """Whether a list is a batch like this one, rather than a list of such: its entries are like those of the batch."""
+
+    def kind(entry: Any) -> tuple[TreeSpec, list[type]]:
+        leaves, structure = flatten(entry)
+        return structure, [type(leaf) for leaf in leaves]
+
+    if not isinstance(batch, list):
+        return False
+    known = [kind(entry) for entry in batch]
+    return bool(entries) and all(kind(entry) in known for entry in entries)
 
 
 def same_batch(a: Batch, b: Batch) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import AftershockError
 from .adamw import CACHED_BYTES, GPU_BYTES, adamw_step
-from .batches import Accumulated
+from .batches import Accumulated, Batch
 from .fused import available
 from .gates import Pattern, recording
 from .graphs import GradientGraph
@@ -23,6 +23,7 @@ from .memory import budget, free, note_peak, ran_out
 from .pools import Pool
 from .rehearsals import rehearse_products
 from .rows import row_gradients
+from .structure import flatten
 from .trajectory import Trajectory
 
 CLOSED_FORM = 9  # pieces of the flat vector that are alive at once where a step is linearized
@@ -120,7 +121,7 @@ class Footprint:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Footprint:
-        """Measured once on the first step: about 4 g, and 10 where rows and pools run together."""
+        """Measured once on the step with the largest batch: about 4 g, and 10 where rows and pools run together."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _footprint(trajectory))
 
     @property
@@ -131,20 +132,20 @@ class Footprint:
     @property
     def plain_piece(self) -> int:
         """The same of rows whose step counts are not the control's, which no kernel steps."""
-        return CLOSED_FORM * self._block
+        return CLOSED_FORM * self.block()
 
     @property
     def counting(self) -> int:
         """The same where coordinates with v = 0 are counted."""
-        return COUNTING * self._block
+        return COUNTING * self.block()
 
-    @property
-    def _block(self) -> int:
-        return min(self.vector, CACHED_BYTES if self.cpu else GPU_BYTES)
+    def block(self, rows: int = 1) -> int:
+        """A piece of one of so many rows that are gone through together."""
+        return min(self.vector, (CACHED_BYTES if self.cpu else GPU_BYTES) // rows)
 
 
 def _footprint(trajectory: Trajectory) -> Footprint:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     vector, device = loss.layout.padded_size * loss.layout.dtype.itemsize, loss.layout.device
     given = (step.batch, step.random, step.where)
     at = (state.theta, state.buffers, *given)
@@ -164,7 +165,7 @@ def _footprint(trajectory: Trajectory) -> Footprint:
 
 def _row(trajectory: Trajectory) -> tuple[int | None, int]:
     """Of each of a few rows that run together, and what kernels take besides; None where they do not."""
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     few = state.theta[None].expand(FEW, -1)
 
     def rows() -> object:
@@ -181,7 +182,7 @@ def _row(trajectory: Trajectory) -> tuple[int | None, int]:
 def _pooled(trajectory: Trajectory, gradient: int) -> tuple[int | None, int]:
     """The same of the gradients of a batch at one θ, one of which alone takes so much. Whether they agree with one
     alone is seen with other batches."""
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     if not (step.present and all(step.present) and trajectory.together("pool", FEW)):
         return None, 0
     first = step.batch.batches[0] if isinstance(step.batch, Accumulated) else step.batch
@@ -206,12 +207,12 @@ class Curvature:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Curvature:
-        """Measured once on the first step, where something is predicted: about 6 g; 20 where they are recorded."""
+        """Measured once on that step, where something is predicted: about 6 g; 20 where they are recorded."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _curvature(trajectory))
 
 
 def _curvature(trajectory: Trajectory) -> Curvature:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     f, device = Footprint.of(trajectory), loss.layout.device
     if loss.sharing.wanted and room(trajectory, trajectory.memory) < PRODUCTS_TOGETHER * f.vector:
         loss.sharing.settle("product", False)
@@ -237,6 +238,45 @@ def _curvature(trajectory: Trajectory) -> Curvature:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The same of a probe: of a batch that is larger or smaller than the path's, what it takes itself."""
+
+    value: int  # of one forward pass
+    gradient: int
+    further: int = 0  # what its graph and a product take beyond the graph of the path's largest batch, while it is made
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, batch: Batch, *, evaluating: bool = False, curved: bool = False) -> Reading:
+        """Measured once on a batch whose tensors are not shaped as those of the path's largest: about 2 g, and 2 more
+        where its curvature is read. batch: None for a probe that is none."""
+        key = cls, _shapes(batch), evaluating, curved
+        return trajectory.dynamics.loss.player.measured(
+            trajectory, key, lambda: _reading(trajectory, batch, evaluating, curved)
+        )
+
+
+def _reading(trajectory: Trajectory, batch: Batch, evaluating: bool, curved: bool) -> Reading:
+    f, shapes = Footprint.of(trajectory), _shapes(batch)
+    if not shapes or shapes == _shapes(trajectory.heaviest.batch):
+        return Reading(f.value, f.gradient)
+    loss, state, device = trajectory.dynamics.loss, trajectory.state(0), trajectory.device
+    at = (state.theta, state.buffers, batch, trajectory.steps[0].random, "the probe")
+    value = peak_on(device, lambda: loss.value(*at, evaluating=evaluating))
+    gradient, further = value, 0
+    with contextlib.suppress(AftershockError):  # a probe without a derivative has exact answers only
+        gradient = peak_on(device, lambda: loss.gradient(*at, evaluating=evaluating))
+        if curved:
+            product = peak_on(device, lambda: GradientGraph(loss, *at).products(state.theta[None]))
+            further = max(0, product - Curvature.of(trajectory).build)
+    return Reading(value, gradient, further)
+
+
+def _shapes(batch: Batch) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    parts = batch.batches if isinstance(batch, Accumulated) else (batch,)
+    return tuple((x.shape, x.dtype) for part in parts for x in flatten(part)[0] if isinstance(x, Tensor))
+
+
+@dataclass(frozen=True)
 class Watched:
     """The same of a gradient whose gates are recorded."""
 
@@ -245,12 +285,12 @@ class Watched:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Watched:
-        """Measured once on the first step, where gates are recorded: about 1 g."""
+        """Measured once on that step, where gates are recorded: about 1 g."""
         return trajectory.dynamics.loss.player.measured(trajectory, cls, lambda: _watched(trajectory))
 
 
 def _watched(trajectory: Trajectory) -> Watched:
-    loss, step, state = trajectory.dynamics.loss, trajectory.steps[0], trajectory.state(0)
+    loss, step, state = trajectory.dynamics.loss, trajectory.heaviest, trajectory.state(0)
     at, made = (state.theta, state.buffers, step.batch, step.random, step.where), list[Pattern]()
 
     def work() -> None:

@@ -7,6 +7,7 @@ One central difference of the gradient catches every known silent error: weight_
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,6 +130,12 @@ def check(loss: LossFunction, state: JointState, batch: Batch, random: RandomSta
             error, asymmetry = torch.tensor(sides, dtype=torch.float64).amax(0).tolist()  # NaN stays NaN
         if error <= tolerance and compared(state)[0] <= tolerance:
             raise Nondeterministic(CHANGING)
+    if math.isnan(asymmetry):
+        raise WrongHessian(
+            "a Hessian product is not a number where the gradient is one, so that nothing can be predicted. Known "
+            "causes: the second derivative of a norm, a root or a power at 0 (add a small number under it), and what "
+            "torch.where does not choose. Exact answers need no Hessian: change.response(..., answers=('exact',))"
+        )
     if not error <= tolerance or not asymmetry <= tolerance:
         raise WrongHessian(
             f"a Hessian product differs from a central difference of the gradient by {error:.1%} "
@@ -183,7 +190,7 @@ def _compared(
     del hw
     hu = graph.products(u[None])[0]
     scale = norms(w) * norms(hu) + norms(u) * size
-    asymmetry = float((products(w, hu) - across).abs() / scale) if scale > 0 else 0.0
+    asymmetry = 0.0 if scale == 0 else float((products(w, hu) - across).abs() / scale)  # NaN where a product is
     del w, graph
     return _best_difference(loss, state, batch, random, u, hu, rounding), asymmetry
 
@@ -341,4 +348,4 @@ def _difference_error(
     estimate = up.sub_(down).div_(2 * h)
     del down
     scale = max(float(norms(hu)), float(norms(estimate)))
-    return float(norms(estimate - hu)) / scale if scale > rounding else 0.0  # a linear loss has H = 0
+    return 0.0 if scale <= rounding else float(norms(estimate - hu)) / scale  # a linear loss has H = 0; NaN is one

@@ -245,7 +245,8 @@ class LinearStep:
 
 def step_size(run: Run, m: Tensor, v: Tensor) -> Tensor:
     """q(m, v) = −η m̂/(√v̂ + ε); 0/0 is a coordinate that does not move."""
-    return (m / _root(run, v)).nan_to_num_(0.0).mul_(-run.lr / run.bias1)
+    d = _root(run, v)
+    return _still_(run, m / d, d).mul_(-run.lr / run.bias1)
 
 
 def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
@@ -254,8 +255,8 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
     eq:displacement: m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
     """
     d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
-    ratio = torch.addcmul(dm, shocked - d, m / d, value=-1).div_(shocked).nan_to_num_(0.0)
-    return ratio.mul_(-run.lr / run.bias1)
+    ratio = torch.addcmul(dm, shocked - d, m / d, value=-1).div_(shocked)
+    return _still_(run, ratio, d, shocked).mul_(-run.lr / run.bias1)
 
 
 def recounted(now: Run, late: Run, m: Tensor, v: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def recounted(now: Run, late: Run, m: Tensor, v: Tensor) -> Tensor:
     found = m / (root * k).add_(now.bias1 * now.eps)
     shocked = (root * other).add_(late.bias1 * late.eps)
     apart = root.mul_(k - other).add_((now.bias1 - late.bias1) * now.eps)
-    return found.mul_(apart.div_(shocked)).nan_to_num_(0.0).mul_(-now.lr)
+    return _still_(now, found.mul_(apart.div_(shocked)), shocked, v).mul_(-now.lr)
 
 
 def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
@@ -283,3 +284,11 @@ def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) ->
 def _root(run: Run, v: Tensor) -> Tensor:
     """√v̂ + ε"""
     return (v / run.bias2).sqrt_().add_(run.eps)
+
+
+def _still_(run: Run, ratio: Tensor, *divisors: Tensor) -> Tensor:
+    """0/0, which comes where ε is nothing, as 0. Any other NaN is told, such as that of a Hessian product."""
+    if run.eps >= torch.finfo(ratio.dtype).tiny:
+        return ratio
+    zero = torch.stack([divisor == 0 for divisor in divisors]).any(0)
+    return ratio.masked_fill_(ratio.isnan() & zero, 0.0)

@@ -285,8 +285,9 @@ def pass_bytes(work: Work, each: Pass) -> int:
     trajectory = work.watch.trajectory
     replayed = trajectory.spacing > 1 and not work.kept and not each.apart
     carried = rollout_bytes(
-        trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed
-    )
+        trajectory, load, own=work.watch.probe.own, rounding=work.rounding, late=not work.by_scale, replayed=replayed,
+        reading=work.watch.reading(),
+    )  # fmt: skip
     # gradients of changes in rows are there until the last one is used, in lanes one for each, and so is the control's
     carried += Footprint.of(trajectory).vector * each.holds_gradient
     lanes = len(trajectory.dynamics.loss.player.lanes) or work.changes

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput
 from .batches import Batch
+from .footprint import Reading
 from .given import whole
 from .guards import hidden_buffers, moved_buffers
 from .loss import Gradient, LossFunction
@@ -171,6 +172,11 @@ class Watch:
         """Refuses a horizon at which the probe is not defined."""
         found = Probe.of(probe)
         return cls(trajectory, found, at, horizon_of(trajectory, at, horizon, found))
+
+    def reading(self, *, curved: bool = False) -> Reading:
+        """What the probe takes in memory where it is read. curved: its curvature, too."""
+        evaluating = self.probe.evaluating
+        return Reading.of(self.trajectory, self.probe.batch, evaluating=evaluating, curved=curved)
 
     @property
     def range(self) -> list[int]:

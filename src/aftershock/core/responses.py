@@ -52,8 +52,14 @@ def first_disagreement(
     truth = torch.where(known, exact, 0.0)
     miss = torch.where(known, (truth - predicted).abs().nan_to_num(torch.inf), 0.0)
     wrong = miss.norm(dim=1) > gross * truth.norm(dim=1)
-    left = wrong[:, None] & (miss > parted * (truth.abs() + predicted.abs()))
+    left = wrong[:, None] & known & ~(miss <= parted * (truth.abs() + predicted.abs()))  # a NaN has left
     where = left.any(0).nonzero()
+    return int(where[0]) + 1 if len(where) else None
+
+
+def first_lost(predicted: Float[Tensor, "row horizon"]) -> int | None:
+    """The first horizon at which a prediction is not finite, as a loss that is no number is not; None where all are."""
+    where = (~predicted.isfinite()).any(0).nonzero()
     return int(where[0]) + 1 if len(where) else None
 
 

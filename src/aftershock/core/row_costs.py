@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .footprint import Curvature, Footprint, Watched
+from .footprint import Curvature, Footprint, Reading, Watched
 from .rows import AT_ONCE
 from .trajectory import Trajectory
 
@@ -32,6 +32,7 @@ def rollout_bytes(
     rounding: bool = False,
     late: bool = False,
     replayed: bool | None = None,
+    reading: Reading | None = None,
 ) -> int:
     """The peak of a rollout, beside the path: what is carried, and the largest work on the way.
 
@@ -39,14 +40,16 @@ def rollout_bytes(
     rounding: the probe is read near the control, too.
     late: predicted rows may have other step counts than the control.
     replayed: the control's states are computed on the way; default: as the path keeps them.
+    reading: what the probe takes; default: as much as a batch of the path.
     """
     f = Footprint.of(trajectory)
+    read = reading or Reading(f.value, f.gradient)
     v, predicted = f.vector, load.predicted
     lanes = max(1, len(trajectory.dynamics.loss.player.lanes)) if load.exact else 1
     apart = load.parked or load.gates
     together = f.together and not apart and trajectory.together("gradient", load.exact + 1)
     carried = 3 * v * predicted
-    work = [f.value + v * rounding]
+    work = [read.value + v * rounding]
     replayed = (trajectory.spacing > 1 if replayed is None else replayed) and bool(predicted or not together)
     if replayed:
         carried += 3 * v
@@ -63,11 +66,11 @@ def rollout_bytes(
         carried += (load.exact + 1) * w.pattern
         work.append(v * load.exact + w.gradient)
     if load.linear:
-        work.append(f.gradient + v)
+        work.append(read.gradient + v)
     if load.semilinear:
         count = load.semilinear + 1  # a step's own loss, or a probe that is not recorded, is read in rows
         together = trajectory.dynamics.loss.sharing.tries("value", count)
-        work.append(min(AT_ONCE, count) * (v + f.value) if together else lanes * v + f.value)
+        work.append(min(AT_ONCE, count) * (v + read.value) if together else lanes * v + read.value)
     if predicted:
         c = Curvature.of(trajectory)
         most = min(max(load.semilinear, load.linear), c.played or predicted)

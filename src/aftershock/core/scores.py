@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import NotFinite
 from .batches import Batch, same_batch
 from .changes import ControlStep
 from .clipping import TORCH_EPSILON, clip_jacobian
@@ -66,7 +67,8 @@ def midpoint_slopes(watch: Watch, shared: Tangent, horizons: Sequence[int]) -> d
     """∇F half way along a displacement that all candidates share, carried on as one semilinear row. eq:midpoint
 
     Candidates that replace the same batch share most of what they do: read at the control the probe's slope would
-    miss its curvature along that. One Hessian product per step, one gradient per outcome.
+    miss its curvature along that. At the control where the probe is not finite half way. One Hessian product per step,
+    one gradient per outcome.
     """
     trajectory, found = watch.trajectory, {}
     rows = Rows(semilinear=Tangent(*(getattr(shared, c)[None].clone() for c in CHANNELS)))
@@ -74,7 +76,10 @@ def midpoint_slopes(watch: Watch, shared: Tangent, horizons: Sequence[int]) -> d
         if moment.time - watch.at in horizons:
             assert moment.semilinear is not None
             theta = torch.add(moment.control.theta, moment.semilinear.theta[0], alpha=0.5)
-            slope = watch.probe.gradient_at(trajectory, moment.time, theta, moment.control)
+            try:
+                slope = watch.probe.gradient_at(trajectory, moment.time, theta, moment.control)
+            except NotFinite:
+                slope = watch.probe.gradient_at(trajectory, moment.time, moment.control.theta, moment.control)
             found[moment.time - watch.at] = trajectory.dynamics.layout.join(slope.grads)
     return found
 

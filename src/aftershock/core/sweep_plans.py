@@ -31,6 +31,9 @@ POOL_AT_ONCE, POOL_ON_CPU = 128, 64
 # there will be is not known, so that they must not matter
 PAIRS_SHARE = 0.1
 FEWEST_PAIRS = 2**12
+# pieces that are alive at once while three points of every curve are computed, and while curves are drawn through them
+FOLDED = 23
+DRAWN_BY_OUTCOME, DRAWN = 6, 12
 # examples of one forward-mode pass on a GPU: launching that of a small model takes as long for a few as for thousands
 EXAMPLES_LAUNCHED = 4096
 
@@ -193,6 +196,7 @@ class _Needs:
         trajectory = watch.trajectory
         self.watch, self.trajectory, self.beside = watch, trajectory, place == trajectory.device
         self.f, self.c = Footprint.of(trajectory), Curvature.of(trajectory)
+        self.read = watch.reading()
         made = sum(trajectory.kept(time) is None for time in (watch.at, watch.at + 1))
         self.control = self.f.vector * (1 + 3 * made)
         self.begun = self.f.vector * (1 + 3 * (trajectory.kept(watch.at) is None))  # without the state after the step
@@ -220,9 +224,9 @@ class _Needs:
 
     def started(self, outcomes: int, count: int) -> int:
         """Slopes of the probe on the way of the mean displacement, which is there twice."""
-        row, f = rollout_bytes(self.trajectory, Load(semilinear=1)), self.f
+        row, f = rollout_bytes(self.trajectory, Load(semilinear=1), reading=self.read), self.f
         mean = 8 * f.vector + self.gradients(min(SAMPLE, count)) + f.update
-        return self.control + max(mean, (3 + outcomes) * f.vector + max(row, f.gradient + 3 * f.vector))
+        return self.control + max(mean, (3 + outcomes) * f.vector + max(row, self.read.gradient + 3 * f.vector))
 
     def swept(self, horizons: Sequence[int], products: int) -> int:
         """The end of the sweep: cotangents, their history, and what so many products at once are of."""
@@ -240,8 +244,9 @@ class _Needs:
         times = range(self.watch.at + 2, self.watch.at + max(horizons) + 1)
         copied = 2 * sum(self.trajectory.kept(time) is None for time in times) * self.beside
         made = 3 * (self.trajectory.spacing > 1)
-        vectors, pieces = 6 * len(horizons) + 6 + copied + made, 1 + 2.3 / len(horizons)
-        return self.control + vectors * self.f.vector + int(pieces * self.f.counting) + self.history(horizons)
+        rows, piece = len(horizons), self.f.block(len(horizons))
+        work = max(FOLDED * piece, (DRAWN_BY_OUTCOME * rows + DRAWN) * piece)
+        return self.control + (6 * rows + 6 + copied + made) * self.f.vector + work + self.history(horizons)
 
     def held(self, horizons: Sequence[int], count: int) -> int:
         """While gradients of the pool are read: cotangents, curves, how far they reach, and the gradients."""
@@ -272,7 +277,8 @@ def plan_explanation(watch: Watch, outcomes: int, memory: str | int | None) -> S
     place = plan_history(trajectory, outcomes * steps, memory, sums=outcomes * SUMS)
     f, c, available = Footprint.of(trajectory), Curvature.of(trajectory), room(trajectory, memory)
     v, beside = f.vector, place == trajectory.device
-    readout = c.graph + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
+    further = watch.reading(curved=True).further  # of the probe's graph
+    readout = c.graph + further + max(c.build - c.graph, (3 * LANCZOS + 2) * v)
     states = 0 if trajectory.spacing == 1 else 9 * v
     clipped = outcomes * v * any(step.clip.binds for step in trajectory.steps)
     held = (4 + SUMS) * outcomes * v + outcomes * steps * v * beside + states

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ..errors import NotFinite
-from .batches import Batch
+from .batches import Batch, batch_bytes
 from .dynamics import Dynamics, Linearized, Step, Taken
 from .loss import Gradient
 from .playback import LONG, typical
@@ -114,6 +114,11 @@ class Trajectory:
     def typical(self) -> tuple[Batch, Batch] | None:
         """Two of its batches that stand for all; None where each is made of several."""
         return typical(step.batch for step in self.steps)
+
+    @property
+    def heaviest(self) -> Step:
+        """The first of the steps with the largest batch."""
+        return max(self.steps, key=lambda step: batch_bytes(step.batch))
 
     def together(self, kind: str, rows: int) -> bool:
         """Whether so many rows along it are computed together, as a typical batch of it allows."""

@@ -27,11 +27,12 @@ def shared_offset(predicted: np.ndarray, measured: np.ndarray) -> tuple[np.ndarr
     A pool may have little in common: the mean is then that of its largest residual, and many times a small response. So
     each rerun is predicted from the others. By least squares of relative errors the best share of their mean is f, and
     the whole lowers the error of what is held out where f > 1/2: from there on the whole is added, below 1/4 nothing.
-    A single rerun cannot tell: its whole residual is added. Rows are reruns; what is not finite was not measured.
+    A single rerun cannot tell: its whole residual is added. Rows are reruns; what is not finite was not
+    measured, or not predicted.
     """
     import numpy as np
 
-    seen = np.isfinite(measured)
+    seen = np.isfinite(measured) & np.isfinite(predicted)
     residual = np.where(seen, measured - predicted, 0.0)
     mean = residual.sum(0) / seen.sum(0).clip(min=1)
     if seen.any(1).sum() < 2:
