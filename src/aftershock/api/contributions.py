@@ -20,7 +20,7 @@ from ..core.probe import Watch
 from ..core.state import CHANNELS
 from ..core.sweep_plans import SweepPlan, plan_explanation, with_reruns
 from ..errors import InvalidInput
-from ..results.certificate import TRUST, Certificate, Finding, masks
+from ..results.certificate import TRUST, Certificate, Finding, masks, slopes
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
@@ -70,7 +70,7 @@ class Contributions(LabelledResult):
     @property
     def certificate(self) -> Certificate:
         """How far the contributions may be trusted: each rerun is compared with what the other reruns predict."""
-        return Certificate((*_findings(self), *masks(self.data)))
+        return Certificate((*_findings(self), *masks(self.data), *slopes(self.data)))
 
     @property
     def off_scale(self) -> xr.DataArray:
@@ -356,6 +356,7 @@ def _labelled(path: Path, watch: Watch, change: str, found: Calibrated) -> Contr
             "probe": watch.probe.name,
             "check": "" if change in MEASURED_ONLY else str(path.check()),
             "other_masks": 0.0 if change in MEASURED_ONLY else path.check().other_masks,
+            "slope_error": 0.0 if change in MEASURED_ONLY else watch.slope_error(),
         },
         coords={"step": list(range(time)), "channel": list(CHANNELS)},
         attrs=provenance(trajectory),

@@ -21,7 +21,7 @@ from ..core.scores import Adjoint, PoolScores, adjoint, mean_write, midpoint_slo
 from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
 from ..results.calibration import held_out, shared_offset
-from ..results.certificate import TRUST, Certificate, Finding, masks
+from ..results.certificate import TRUST, Certificate, Finding, masks, slopes
 from ..results.fidelity import nrmse
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
@@ -93,7 +93,7 @@ class Ranking(LabelledResult):
     def certificate(self) -> Certificate:
         """How far the ranking may be trusted: reruns spread over it are compared with what the others predict."""
         curves = _curve_findings(float(self.data["curve_error"]))
-        return Certificate((*_findings(self), *_strongest(self.data), *curves, *masks(self.data)))
+        return Certificate((*_findings(self), *_strongest(self.data), *curves, *masks(self.data), *slopes(self.data)))
 
     def __str__(self) -> str:
         predicted, measured = (_signed(self.data[name], self.by).values for name in ("response", "measured"))
@@ -307,6 +307,7 @@ def _calibrated(
             "curve_error": found.curve_error,
             "check": str(path.check()),
             "other_masks": path.check().other_masks,
+            "slope_error": watch.slope_error(),
             "by": by,
             "at": watch.at,
             "probe": watch.probe.name,

@@ -325,6 +325,7 @@ def labelled(
             "refused": refused,
             "check": change.path.proof(answers),
             "other_masks": 0.0 if set(answers) == {"exact"} else change.path.check().other_masks,
+            "slope_error": watch.slope_error() if "tangent" in answers else 0.0,
         },
         coords={
             "answer": answers,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import Nondeterministic, NotFinite, UnsupportedModel, WrongHessian
@@ -40,6 +41,9 @@ class Proof:
     # Biases of zero and an empty image put a ReLU on its kink: no step is small enough there. Products that are right
     # beside it, where each parameter is moved by this much of its size, are right; wrong ones are wrong there, too.
     beside: float = 0.1
+    slope: float = 5e-2  # of a slope along the gradient: float32 and curvature stay below it at the best step
+    heard: float = 0.1  # of that change, what rounding may make of it at most
+    short: float = 1e-2  # of ‖θ‖: no longer step is taken for it
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of the error of a Hessian product, and of its asymmetry."""
@@ -53,6 +57,7 @@ RELATIVE_STEPS = {
     torch.float64: (1e-6, 1e-8, 1e-9, 1e-4, 1e-3, 1e-2),
     torch.float32: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3),
 }
+SLOPE_STEPS = (1e-3, 1e-4, 1e-5, 1e-2, 1e-1)  # of the loss, which a step is to change by so much
 CHANGING = (
     "the same Hessian product was wrong once and right once: the model or loss_fn counts its calls, or uses something "
     "that changes by itself"
@@ -278,6 +283,34 @@ def hidden_buffers(
         for buffers in (state.buffers, after)
     ]
     return () if torch.equal(*losses) else tuple(moved)
+
+
+def slope_error(
+    loss: LossFunction, value: Callable[[Tensor], Tensor], gradient: Gradient, theta: Float[Tensor, " param"]
+) -> float:
+    """How far ‖∇F‖ is from the central difference of F along ∇F, relative to the larger, at the best step; 0 where no
+    step is heard above rounding. Two forward passes, up to ten.
+
+    A product may be right, and the gradient no derivative: of a term that is counted and not trained (`detach`), or of
+    a straight-through estimator.
+    """
+    g = loss.layout.join(gradient.grads)
+    length, size = float(norms(g)), abs(float(gradient.loss))
+    if length == 0 or not math.isfinite(length) or size == 0:
+        return 0.0
+    dtypes = {*loss.layout.dtypes, *((loss.autocast.dtype,) if loss.autocast.enabled else ())}
+    rounding, error = 2 * size * max(torch.finfo(dtype).eps for dtype in dtypes), math.inf
+    for share in SLOPE_STEPS:
+        change = share * size  # of F, as the gradient has it
+        if rounding > PROOF.heard * change or change / length > PROOF.short * float(norms(theta)):
+            continue
+        step = (change / length**2) * g
+        with contextlib.suppress(NotFinite):
+            found = (float(value(theta + step)) - float(value(theta - step))) / 2
+            error = min(error, max(abs(found - change) - rounding, 0.0) / max(abs(found), change))
+        if error <= PROOF.clear * PROOF.slope:
+            break
+    return error if math.isfinite(error) else 0.0
 
 
 def moved_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from ..errors import InvalidInput
 from .batches import Batch
 from .footprint import Reading
 from .given import whole
-from .guards import hidden_buffers, moved_buffers
+from .guards import hidden_buffers, moved_buffers, slope_error
 from .loss import Gradient, LossFunction
 from .randomness import RandomState
 from .reductions import each_with, nonzero
@@ -213,6 +213,17 @@ class Watch:
         """Raise `NoDerivative` where the probe is a function without one, as an accuracy is: 1 g."""
         if self.probe.function is not None:
             self.probe.gradient(self.trajectory, 0, self.trajectory.state(0))
+
+    def slope_error(self) -> float:
+        """How far the probe's gradient is from its slope, at the control of the last horizon (`guards.slope_error`):
+        1 g and two forward passes, up to ten.
+
+        >>> path.watch(0, probe).slope_error() < 0.01
+        True
+        """
+        trajectory, probe, state = self.trajectory, self.probe, self.trajectory.state(self.last)
+        loss, gradient = probe.arguments(trajectory, self.last)[0], probe.gradient(trajectory, self.last, state)
+        return slope_error(loss, lambda theta: probe.value(trajectory, self.last, theta, state), gradient, state.theta)
 
     def hidden(self) -> tuple[str, ...]:
         """Buffers moved since the change that the probe depends on, as an eval-mode probe of BatchNorm does.

@@ -263,9 +263,12 @@ class Event:
         return self.gone * self.scale.peak
 
     def _low(self, run: Mapping[int, float]) -> bool:
-        """No event is there until now, nor one that came sooner."""
+        """No event is there until now, nor one that came sooner; of running medians, no single value either that stands
+        out of those before the event."""
         height = max(self._stretch(run, frozenset(), max(run))) - self.scale.usual
-        return max(height, self._earlier(run)) <= max(self.scale.scatters, self._little)
+        most = max(self.scale.scatters, self._little)
+        singly = max(most, BARS.gone * self.sigma, max(self.values[: self.onset], default=self.usual) - self.usual)
+        return max(height, self._earlier(run)) <= most and (self.over == 1 or self.height(run) <= singly)
 
     def blows_up(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Does the run leave everything ordinary far behind? Then it removes no event, however much higher that was.
@@ -294,8 +297,8 @@ class Event:
         path's peak stays later. A run that ended before may still be a delay, which is not known then.
         """
         theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
-        later = theirs.index(max(theirs)) > ours.index(max(ours))
-        return not self.prevented(run) and later and theirs[self.step - self.onset] <= self.scale.level
+        there = max(theirs) > self.scale.level and theirs.index(max(theirs)) > ours.index(max(ours))
+        return not self.prevented(run) and there and theirs[self.step - self.onset] <= self.scale.level
 
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:
         """Is half of the event there already? Whatever this run does next, it does not remove it, and may end."""

@@ -36,6 +36,7 @@ class Trust:
     curves: float = 0.05  # of a ranking's curves from exact kicks: a quarter of what its sizes may be off by
     signs: float = 0.9  # one horizon in ten may be wrong: where a response crosses zero, its sign is a toss-up
     careful_signs: float = 0.75  # halfway between always right (1) and a coin (0.5)
+    slope: float = 0.05  # of a probe's slope: float32 and its curvature are below it, the known causes far above
     off_scale: float = 10.0  # times the largest rerun, or the outcome itself: there a prediction has lost its size
     noise_margin: float = 5.0  # times the measured scatter of rounding, which is itself known to a factor of a few
 
@@ -122,12 +123,30 @@ def masks(data: xr.Dataset) -> list[Finding]:
     return [Finding("care", "dropout", "gradients apart", apart, 0.0, sentence)]
 
 
+def slopes(data: xr.Dataset) -> list[Finding]:
+    """That the probe's gradient, by which linear predictions read it, is not its derivative.
+
+    >>> import xarray as xr
+    >>> [len(slopes(xr.Dataset({"slope_error": off}))) for off in (0.5, 0.001)]
+    [1, 0]
+    """
+    off = float(data["slope_error"]) if "slope_error" in data else 0.0
+    if off <= TRUST.slope:
+        return []
+    sentence = (
+        f"The probe's gradient is not its slope: a small step along it changes the probe by {off:.0%} less or more. "
+        "Known causes: detach() or a straight-through estimator in what it computes, a custom backward pass. Tangent "
+        "answers and rankings read it by that gradient; exact and semilinear ones do not."
+    )
+    return [Finding("care", "slope", "slope_error", off, TRUST.slope, sentence)]
+
+
 def certify(data: xr.Dataset, trust: Trust = TRUST) -> Certificate:
     """The certificate of a response's dataset: what may be believed, and the numbers that say so.
 
     data: as in `Response.data`: `response[answer, change, scale, horizon]`, `noise_floor[horizon]`,
         `clip_switched[change, scale]`, and per change `zero_v`, `zero_v_touched`, `no_derivative`; where predictions
-        are of other dropout masks, `other_masks`.
+        are of other dropout masks, `other_masks`, and how far the probe's gradient is from its slope, `slope_error`.
     trust: the thresholds.
 
     >>> import xarray as xr
@@ -152,7 +171,7 @@ within 20 % up to horizon 2 of 2.
     """
     answers = [str(answer) for answer in data["answer"].values]
     others = [answer for answer in answers if answer != "exact"]
-    warnings = [_noise(data, answers, trust), *_warnings(data, answers), *masks(data)]
+    warnings = [_noise(data, answers, trust), *_warnings(data, answers), *masks(data), *slopes(data)]
     if "exact" not in answers:
         sentence = "Not verified: the exact pair was not run, so nothing here is proved. Do not trust it blindly."
         return Certificate((Finding("bad", "exact", "answers", None, None, sentence), *warnings))
