@@ -296,8 +296,8 @@ def _beside_its_kind(
     quantity: Quantity,
 ) -> str:
     """Is a batch bad by itself ("own batch")? It is high on earlier weights too, with half of its height or extreme in
-    any case, and the batches most like it are not: neither at their own steps, else all of their kind are harder
-    ("source", where they are one), nor on its own weights, else these may be bad for that kind ("both").
+    any case, and the batches most like it are not: neither about as high at their own steps, else all of their kind are
+    harder ("source", where they are one), nor on its own weights, else these may be bad for that kind ("both").
 
     The height itself may grow with the run: a likelihood's does as it learns its scale.
     """
@@ -305,8 +305,9 @@ def _beside_its_kind(
     there = _low(elsewhere) - middle if elsewhere else -math.inf
     if there < half and there <= HEIGHTS.extreme * max(ALARM.threshold * sigma, abs(middle)):
         return "both"
-    came = [seen(quantity, trajectory.steps[time]) for time in alike.times]
-    if alike.a_kind and statistics.median(came) - middle >= half:
+    came = [seen(quantity, trajectory.steps[time]) - middle for time in alike.times]
+    as_high = [half <= height <= ALARM.far * half / HEIGHTS.half for height in came]  # far higher ones may be bad
+    if alike.a_kind and 2 * sum(as_high) > len(came):
         return "source"
     here = on_weights(quantity, trajectory, at, [trajectory.steps[time].batch for time in alike.times])
     return "both" if here and statistics.median(here) - middle >= half else "own batch"
