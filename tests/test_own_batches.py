@@ -290,8 +290,8 @@ def test_of_wrong_labels_in_a_run_that_becomes_sure_nothing_false_is_said(
 
 def test_batches_of_its_kind_that_were_wrong_make_no_harder_source(tmp_path: Path) -> None:
     """A rare source, mislabelled at three of its steps: when it is sound again, what the model has learnt is wrong. The
-    wrong ones, six times as high, are most like it; "a harder source, and nothing to skip" was said, because another bad
-    batch soon after it hides what they did."""
+    wrong ones, six times as high, are most like it; "a harder source, and nothing to skip" was said, because another
+    bad batch soon after it hides what they did."""
     wrong, back = (63, 77, 91), 111
     rare = {*range(21, 92, 7), back, back + 9}
     torch.manual_seed(33)
