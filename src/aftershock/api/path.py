@@ -160,16 +160,16 @@ class Path:
         self.check_before(at, min(at + 1 + SUSPECTS, outcome))
 
     def check_lost(
-        self, at: int, predicted: Float[Tensor, "row horizon"], horizons: Sequence[int] | None = None
+        self, at: int, predicted: Float[Tensor, "row horizon"], horizon: Sequence[int] | None = None
     ) -> None:
         """The same at the steps that a prediction of a change at step `at` first passes to be not finite. Nothing where
         all are.
 
-        horizons: where the predictions are read; default: at 1, 2, 3, …
+        horizon: where the predictions are read; default: at 1, 2, 3, …
 
         >>> path.check_lost(0, torch.tensor([[0.1, torch.nan]]))  # step 1; what is wrong is raised
         """
-        lost, read = first_lost(predicted), [1, *(horizons or range(1, predicted.shape[1] + 1))]
+        lost, read = first_lost(predicted), [1, *(horizon or range(1, predicted.shape[1] + 1))]
         for step in range(at + read[lost - 1], at + read[lost]) if lost is not None else ():
             self._check_step(step)
 
