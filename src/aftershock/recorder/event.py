@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -114,6 +114,7 @@ class Event:
     first: int = 0  # the number of the path's first step
     quantity: Quantity = "loss"
     over: int = 1  # values in the running medians by which runs are compared
+    apart: frozenset[int] = frozenset()  # later places whose batches are bad by themselves: events of their own
 
     @classmethod
     def of(
@@ -134,8 +135,15 @@ class Event:
             while onset > BARS.fewest and values[onset - 1] > middle + BARS.gone * spread:
                 onset -= 1
         single = cls(step, onset, tuple(values), middle, spread, first, quantity)
-        smooth = replace(single, over=ALARM.lasting)
-        return smooth if known is None and smooth._is_clearer else single
+        return single if known is not None else single._clearer()
+
+    def less(self, apart: Collection[int]) -> Event:
+        """The same without later values that are events of their own: nothing before them is to be found in them."""
+        return replace(self, apart=frozenset(apart), over=1)._clearer() if apart else self
+
+    def _clearer(self) -> Event:
+        smooth = replace(self, over=ALARM.lasting)
+        return smooth if smooth._is_clearer else self
 
     @property
     def _is_clearer(self) -> bool:
@@ -149,11 +157,10 @@ class Event:
     def scale(self) -> Scale:
         if self.over == 1:
             return Scale(self.usual, self.sigma, self.peak)
-        course = running_medians(self.values, self.over)
-        middle, spread = usual(course[self.over - 1 : self.onset])
+        middle, spread = usual(self._course({}, range(self.onset))[self.over - 1 :])
         # medians that share values scatter less here than they do in the long run
         sigma = max(spread, self.sigma / math.sqrt(self.over))
-        return Scale(middle, sigma, max(course[self.onset :]) - middle)
+        return Scale(middle, sigma, max(self._stretch({}, frozenset(), self.last)) - middle)
 
     @property
     def last(self) -> int:
@@ -166,7 +173,7 @@ class Event:
 
     @property
     def peak(self) -> float:
-        return max(self.values[self.onset :]) - self.usual
+        return self.values[self.highest] - self.usual
 
     @property
     def ordinary(self) -> float:
@@ -183,7 +190,8 @@ class Event:
     @property
     def highest(self) -> int:
         """Place in the path of the largest value of the stretch."""
-        return max(range(self.onset, len(self.values)), key=lambda i: self.values[i])
+        places = (i for i in range(self.onset, len(self.values)) if i not in self.apart)
+        return max(places, key=lambda i: self.values[i])
 
     @property
     def is_one(self) -> bool:
@@ -247,7 +255,8 @@ class Event:
         Where leaving out almost any step makes another run of it, an event of the same size is another one: of 40 steps
         left out, 15 to 40 depart by half in windows of unstable runs, and 1 in those of calm ones.
         """
-        apart = [abs(run[i] - self.values[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in without]
+        out = without | self.apart
+        apart = [abs(run[i] - self.values[i]) for i in range(self.onset, max(run) + 1) if i in run and i not in out]
         return max((x if math.isfinite(x) else math.inf for x in apart), default=0.0) / max(self.peak, 1e-300)
 
     def prevented(self, run: Mapping[int, float]) -> bool:
@@ -280,14 +289,14 @@ class Event:
 
     def height(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How far above the usual value a run rises in the stretch; `peak` is that of the path."""
-        places = (i for i in range(self.onset, max(run) + 1) if i not in without)
+        places = (i for i in range(self.onset, max(run) + 1) if i not in without and i not in self.apart)
         return max((_finite(run.get(i, self.values[i])) for i in places), default=self.usual) - self.usual
 
     def after(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """The mean of a run's last values, from the explained one on, less steps that it did not take; NaN where it was
         ended before, or took none of them."""
         places = range(max(self.step, self.last - BARS.tail + 1), self.last + 1)
-        values = [run.get(i, math.nan) for i in places if i not in without]
+        values = [run.get(i, math.nan) for i in places if i not in without and i not in self.apart]
         return statistics.fmean(values) if values else math.nan
 
     def delayed(self, run: Mapping[int, float]) -> bool:
@@ -322,7 +331,7 @@ class Event:
 
     def _stretch(self, run: Mapping[int, float], without: frozenset[int], last: int) -> list[float]:
         """What is compared, from the onset to `last`."""
-        places = [i for i in range(last + 1) if i not in without]
+        places = [i for i in range(last + 1) if i not in without and i not in self.apart]
         return self._course(run, places)[bisect_left(places, self.onset) :]
 
     def _course(self, run: Mapping[int, float], places: Sequence[int]) -> list[float]:

@@ -56,6 +56,7 @@ class EventFacts:
     norm_first: bool  # the gradient norm stands out, and no loss
     loss_usual: float
     loss_sigma: float
+    apart: tuple[int, ...] = along("apart")  # later steps whose batches are bad by themselves: events of their own
 
     @property
     def size(self) -> float:

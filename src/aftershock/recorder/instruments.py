@@ -261,8 +261,13 @@ def data(
 
 
 def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
-    """The steps of an event whose batches are high by themselves: on the weights of earlier steps, too. None where the
-    explained step is not one of them.
+    """The steps of an event whose batches are bad by themselves; none where the explained step is not one of them."""
+    own = bad_by_themselves(trajectory, event, event.onset)
+    return own if event.step in own else ()
+
+
+def bad_by_themselves(trajectory: Trajectory, event: Event, first: int) -> tuple[int, ...]:
+    """The steps of an event, from a first one on, whose batches are high on the weights of earlier steps, too.
 
     A bad batch whose like has been trained on is lower than the first, and as high on earlier weights: without the
     first it would be, too.
@@ -271,7 +276,7 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     def high(value: float) -> bool:
         return value - event.usual >= HEIGHTS.half * (event.values[event.step] - event.usual)
 
-    loud = [i for i in range(event.onset, event.last + 1) if event.values[i] > event.level]
+    loud = [i for i in range(first, event.last + 1) if event.values[i] > event.level]
     times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
 
     def bad(i: int) -> bool:
@@ -282,8 +287,7 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
         usual = (event.usual, event.sigma, event.quantity)
         return _beside_its_kind(trajectory, i, there, alike, *usual) == "own batch"
 
-    own = tuple(filter(bad, loud))
-    return own if event.step in own else ()
+    return tuple(filter(bad, loud))
 
 
 def _beside_its_kind(

@@ -38,6 +38,7 @@ def _event(f: Findings) -> EventFacts:
         tail_spread=f.scatter.spread(event.after),
         rise=None if f.rise is None else f.rise[0],
         rose_before=f.rose_before,
+        apart=tuple(numbers[i] for i in sorted(event.apart)),
         over=event.over,
         norm_first=f.norm_first,
         loss_usual=f.by_loss.usual,

@@ -40,7 +40,20 @@ def verdict(found: FlightExplanation) -> str:
     span = f"The event is {_spike(facts.event)}." if event and _span(facts.event) not in said else ""
     blamed = [c for c in found.culprits if c.step in facts.blame.blamed]
     shares = LESS_OWN if "%" in said and less_own(found, blamed) else ""
-    return " ".join(part for part in (_opening(found), said, _condition(facts), shares, span, _closing(found)) if part)
+    parts = (_opening(found), said, _condition(facts), shares, span, _apart(facts.event), _closing(found))
+    return " ".join(part for part in parts if part)
+
+
+def _apart(event: EventFacts) -> str:
+    """Later steps that are looked at by themselves."""
+    if event.kind in CALM or not event.apart:
+        return ""
+    several = len(event.apart) > 1
+    return (
+        f"{_steps(event.apart)} after it {'are events of their own' if several else 'is an event of its own'}, whose "
+        f"{'batches are' if several else 'batch is'} bad by {'themselves' if several else 'itself'}: ask for "
+        f"{'them' if several else 'that one'}, too."
+    )
 
 
 def _level(event: EventFacts) -> float:
