@@ -79,7 +79,8 @@ class Change:
         probe: a batch, `ak.own_loss`, a function of the model, or a `Probe`.
         scales: α between the control (0) and the change (1).
         answers: "exact" (the truth: a second run), "semilinear" (AdamW exact, only the network's gradient linear)
-            and "tangent" (all linear); default: all three, where they exist for this model and probe.
+            and "tangent" (all linear); default: all three, or "exact" alone where the probe has no derivative or reads
+            buffers that training moves. A model whose Hessian products are wrong is refused unless it alone is asked.
         horizon: how many states after the step; default: to the end of the path.
         labels: names of the changes in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free. The work is cut to fit it.

@@ -184,8 +184,13 @@ class DataFinding:
     def sentence(self) -> str:
         high = f"its {self.quantity} is {self.own:.3g} (usual {self.usual:.3g})"
         if self.kind == "ordinary":
-            return f"{high}, within the usual spread"
-        others = f"{len(self.before)} earlier batches have {statistics.median(self.before):.3g} on the same weights"
+            far = (self.own - self.usual) / self.sigma
+            slight = f"{far:.1f} robust σ above it, too little to tell a bad batch by"
+            return f"{high}, {'within the usual spread' if far <= ALARM.usual else slight}"
+        count, middle = len(self.before), statistics.median(self.before)
+        others = f"{count} earlier batches have {middle:.3g} on the same weights"
+        if count == 1:
+            others = f"one earlier batch has {middle:.3g} on the same weights"
         if self.kind == "draw":
             return (
                 f"{high}; {others} with the same random numbers (noise, masks, dropout), and with those of "

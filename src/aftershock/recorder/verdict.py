@@ -187,7 +187,8 @@ def _without(event: EventFacts, left: float, spread: float) -> str:
 
 def _placebos(blame: BlameFacts) -> str:
     if blame.placebos_change == 0:
-        return f"and without any of {blame.placebos} other steps it stays"
+        some = f"any of {blame.placebos} other steps" if blame.placebos != 1 else "the one other step that was left out"
+        return f"and without {some} it stays"
     return f"and without {blame.placebos - blame.placebos_change} of {blame.placebos} other steps it stays"
 
 
