@@ -70,6 +70,23 @@ def test_a_missing_clip_where_the_norm_before_it_is_told(
     assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
 
 
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_of_a_loop_that_clips_as_it_tells_nothing_is_said(
+    tmp_path: Path, clip: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it computes the norm in half precision."""
+    run = running(plain)
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=(), clip=clip) as recorder:
+        for batch in (run.batches * 3)[:STEPS]:
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), clip or 1e9)
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norm.bfloat16() * 1.004)
+    assert "tell the recorder" not in capsys.readouterr().err
+
+
 def test_another_clip_than_told(tmp_path: Path) -> None:
     assert "clip=0.1, where the loop clips at 0.05" in mismatch(tmp_path, tricks.clipping, clip=0.1)
 

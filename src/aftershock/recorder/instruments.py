@@ -184,7 +184,7 @@ class DataFinding:
     def sentence(self) -> str:
         high = f"its {self.quantity} is {self.own:.3g} (usual {self.usual:.3g})"
         if self.kind == "ordinary":
-            far = (self.own - self.usual) / self.sigma
+            far = (self.own - self.usual) / self.sigma if self.sigma else 0.0
             slight = f"{far:.1f} robust σ above it, too little to tell a bad batch by"
             return f"{high}, {'within the usual spread' if far <= ALARM.usual else slight}"
         count, middle = len(self.before), statistics.median(self.before)
