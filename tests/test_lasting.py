@@ -163,6 +163,20 @@ def test_what_is_left_is_that_of_plain_torch(glitch: tuple[int, FlightExplanatio
     assert found.facts.settings.setting_left[0] == pytest.approx(share, abs=1e-3)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_an_event_that_comes_with_the_last_values_is_not_prevented(seed: int) -> None:
+    """No median of eight follows the last three, and they are lower than one odd loss before the event."""
+    noise = 2 + 0.1 * torch.randn(77, generator=torch.Generator().manual_seed(seed))
+    noise[40] += 1.0
+    path, later = noise.clone(), noise.clone()
+    path[60:] += 0.6
+    later[74:] += 0.6
+    event = Event.of(path.tolist(), next(i for i in range(60, 77) if path[i] > 2.35))
+    assert event.over == 8
+    assert event.prevented(dict(enumerate(noise.tolist())))
+    assert not event.prevented(dict(enumerate(later.tolist())))
+
+
 def test_which_events_are_measured_by_medians() -> None:
     draw = torch.Generator().manual_seed(1)
     noise = 0.1 * torch.randn(80, generator=draw)
