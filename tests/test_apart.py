@@ -96,6 +96,32 @@ def test_the_later_one_is_an_event_of_its_own(tmp_path: Path) -> None:
     assert (later.kind, later.blamed, later.facts.event.apart) == ("own batch", (BAD,), ())
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_sound_batches_are_no_events_of_their_own(seed: int, tmp_path: Path) -> None:
+    """Half of a low event is what the harder ones of a run's batches have on any weights: two of them were said to be
+    bad by themselves, and left out of what a weight decay had done."""
+    draw = torch.Generator().manual_seed(seed)
+    centres, batches = torch.randn(4, 16, generator=draw), []
+    for _ in range(110):
+        labels = torch.randint(4, (16,), generator=draw)
+        batches.append((centres[labels] + 1.5 * torch.randn(16, 16, generator=draw), labels))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=40) as recorder:
+        for step, batch in enumerate(batches):
+            optimizer.param_groups[0]["weight_decay"] = 60.0 if step == 80 else 1e-2
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+    found = ak.explain(recorder, step=82, treatments=False)
+    assert (found.kind, found.hyperparameter, found.blamed) == ("hyperparameter", "weight_decay", ())
+    assert found.facts.event.apart == ()
+    assert "bad by" not in found.verdict
+
+
 def test_a_value_that_is_apart_is_in_no_measure() -> None:
     values = [1.0, 1.1, 0.9] * 6 + [3.0, 2.0, 9.0, 1.0, 1.0, 1.0, 1.0]
     whole = Event.of(values, 18)

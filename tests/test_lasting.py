@@ -60,8 +60,8 @@ def run(seed: int, decay: float, folder: Path | None = None) -> tuple[list[float
     return losses, recorder
 
 
-def fired(losses: list[float], window: int = 64) -> list[int]:
-    spike = Spike("loss")
+def fired(losses: list[float], window: int = 64, warmup: int = 16) -> list[int]:
+    spike = Spike("loss", warmup=warmup)
     spike.begin(window)
     seen = [spike.fires(SimpleNamespace(loss=loss, clip=None)) for loss in losses]  # type: ignore[arg-type]
     return [step for step, reason in enumerate(seen) if reason]
@@ -93,6 +93,26 @@ def test_a_rise_that_lasts_is_told_once(height: float) -> None:
     up[100:120] = 0.0
     up[100:103] = height  # three losses are not eight
     assert fired((2 + noise + up).tolist()) == []
+
+
+@pytest.mark.parametrize("height", [0.6, 0.8, 1.0])
+def test_a_rise_about_the_threshold_is_told_once(height: float) -> None:
+    """One of its losses passed the threshold and the next did not, and when eight had, the rise was told again."""
+    for seed in range(20):
+        noise = 0.1 * torch.randn(200, generator=torch.Generator().manual_seed(seed))
+        noise[100:120] += height
+        assert len([step for step in fired((2 + noise).tolist()) if step >= 100]) == 1
+
+
+@pytest.mark.parametrize(("window", "warmup"), [(8, 16), (16, 16), (64, 64), (64, 80)])
+def test_a_rise_that_lasts_is_told_in_short_windows_and_after_long_warmups(window: int, warmup: int) -> None:
+    """There were never as many losses before the last eight as `warmup` asks for."""
+    told = []
+    for seed in range(20):
+        noise = 0.1 * torch.randn(140, generator=torch.Generator().manual_seed(seed))
+        noise[100:120] += 0.6
+        told += [step for step in fired((2 + noise).tolist(), window, warmup) if 100 <= step < 100 + ALARM.lasting]
+    assert len(told) >= 17  # of 20
 
 
 def test_only_the_loss_is_watched_for_what_lasts() -> None:
@@ -141,6 +161,20 @@ def test_what_is_left_is_that_of_plain_torch(glitch: tuple[int, FlightExplanatio
     share = max(excess[1] / excess[0], max(0.0, peaks[1]) / peaks[0])
     assert share < BARS.little
     assert found.facts.settings.setting_left[0] == pytest.approx(share, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_event_that_comes_with_the_last_values_is_not_prevented(seed: int) -> None:
+    """No median of eight follows the last three, and they are lower than one odd loss before the event."""
+    noise = 2 + 0.1 * torch.randn(77, generator=torch.Generator().manual_seed(seed))
+    noise[40] += 1.0
+    path, later = noise.clone(), noise.clone()
+    path[60:] += 0.6
+    later[74:] += 0.6
+    event = Event.of(path.tolist(), next(i for i in range(60, 77) if path[i] > 2.35))
+    assert event.over == 8
+    assert event.prevented(dict(enumerate(noise.tolist())))
+    assert not event.prevented(dict(enumerate(later.tolist())))
 
 
 def test_which_events_are_measured_by_medians() -> None:

@@ -87,6 +87,25 @@ def test_of_a_loop_that_clips_as_it_tells_nothing_is_said(
     assert "tell the recorder" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("order", [1.0, float("inf")])
+def test_another_norm_than_that_of_the_gradients(
+    tmp_path: Path, order: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop changes no gradient: "edits gradients in place" was said."""
+    run = running(plain)
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=()) as recorder:
+        for batch in (run.batches * 9)[:24]:
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 1e9, norm_type=order)
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norm)
+    assert ("if norm= is another norm" in capsys.readouterr().err) == (order == 1.0)  # a smaller one is no clipping
+    with pytest.raises(ReplayMismatch, match=r"part at step 19, .* norm= is not the norm of all gradients"):
+        ak.explain(recorder, step=recorder.recent[-1].step)
+
+
 def test_another_clip_than_told(tmp_path: Path) -> None:
     assert "clip=0.1, where the loop clips at 0.05" in mismatch(tmp_path, tricks.clipping, clip=0.1)
 

@@ -265,7 +265,13 @@ class Event:
         tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-BARS.tail :]
         most = max(self.scale.scatters, BARS.half * self._little)
         calm = len(tail) < BARS.tail or statistics.fmean(tail) - self.scale.usual <= most
-        return calm and self._low(run)
+        return calm and self._low(run) and (self.over == 1 or self._ends_low(run))
+
+    def _ends_low(self, run: Mapping[int, float]) -> bool:
+        """Are the last values as usual, too few for a running median to follow? An event may only have come later."""
+        places = [i for i in range(self.step + 1, max(run) + 1) if i not in self.apart][-BARS.tail :]
+        last = [_finite(run.get(i, self.values[i])) for i in places]
+        return len(last) < BARS.tail or statistics.median(last) <= self.level
 
     @property
     def _little(self) -> float:

@@ -32,7 +32,7 @@ from .event import BARS, Event
 from .explanation import FlightExplanation
 from .findings import AFTER, Findings
 from .hyperparameters import HyperChange, hyperparameters, one_of_each, span
-from .instruments import bad_by_themselves, data, own_batches, update_sizes
+from .instruments import data, later_events, own_batches, update_sizes
 from .labels import labelled
 from .not_a_number import is_finite
 from .opening import OTHERS, Code, open_event
@@ -155,7 +155,7 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     f.data = data(trajectory, last, before, after, f.event.quantity)
     f.changes = _changes(f)
     if f.rise is None and f.data.kind not in ("shift", "own batch"):
-        f.event = f.event.less(bad_by_themselves(trajectory, f.event, last + 1))
+        f.event = f.event.less(later_events(trajectory, f.event, last + 1))
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
     if not f.rose_before:  # else what began it is not among these steps

@@ -271,11 +271,17 @@ def own_batches(trajectory: Trajectory, event: Event) -> tuple[int, ...]:
     return own if event.step in own else ()
 
 
-def bad_by_themselves(trajectory: Trajectory, event: Event, first: int) -> tuple[int, ...]:
+def later_events(trajectory: Trajectory, event: Event, first: int) -> tuple[int, ...]:
+    """The steps from a first one on that are events of their own: their batches are bad by themselves, and would be
+    told on earlier weights, too. Half of a low event is what sound batches of any run may have."""
+    return bad_by_themselves(trajectory, event, first, ALARM.threshold)
+
+
+def bad_by_themselves(trajectory: Trajectory, event: Event, first: int, far: float = 0.0) -> tuple[int, ...]:
     """The steps of an event, from a first one on, whose batches are high on the weights of earlier steps, too.
 
     A bad batch whose like has been trained on is lower than the first, and as high on earlier weights: without the
-    first it would be, too.
+    first it would be, too. far: robust σ above the usual that they have there at least.
     """
 
     def high(value: float) -> bool:
@@ -286,7 +292,8 @@ def bad_by_themselves(trajectory: Trajectory, event: Event, first: int) -> tuple
 
     def bad(i: int) -> bool:
         there = _elsewhere(trajectory, times, steps[i].batch, event.quantity)
-        if not high(max(event.values[i], _low(there) if there else -math.inf)):
+        low = _low(there) if there else -math.inf
+        if not high(max(event.values[i], low)) or (far and low - event.usual <= far * event.sigma):
             return False
         alike = _alike(trajectory, i, high, event.quantity)
         usual = (event.usual, event.sigma, event.quantity)

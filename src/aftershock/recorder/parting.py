@@ -19,6 +19,7 @@ from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
+from .updates import NEAR
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
 
@@ -129,6 +130,9 @@ def parting(
         unseen = not math.isnan(some[i - 1].raw_norm)
         clip = _untold_clip(some, i, trajectory) if unseen else None
         return clip or _of_several(UNSEEN if unseen else WRITTEN, record)
+    other = _another_norm(some[:i], trajectory)
+    if other is not None:
+        return other
     factor = record.norm / (step.clip.norm * step.clip.factor)
     largest = max(other.norm for other in some)
     if whole(factor) or whole(1 / factor) or (factor < 1 and chosen(record.norm) and record.norm >= largest):
@@ -222,6 +226,21 @@ def _untold_clip(some: Sequence[Record], i: int, trajectory: Trajectory) -> Caus
     found = next((limit for limit in limits if _follows(some[i].loss, i - 1, trajectory, limit)), None)
     seen = f"so clipped, step {some[i - 1].step} leads to the recorded loss of the next step"
     return None if found is None else other_clip(None, found, seen)
+
+
+def _another_norm(before: Sequence[Record], trajectory: Trajectory) -> Cause | None:
+    """Was another norm told than that of the gradients? Of a run's first steps both are known, and the replay repeats
+    what arrived; later what is told is all there is."""
+    for record, step in zip(before, trajectory.steps):
+        if record.scale == 1 and abs(record.raw_norm - step.clip.norm) > NEAR * step.clip.norm:
+            return Cause(
+                "gradient",
+                f"norm= is not the norm of all gradients before clipping: of step {record.step} step() was told "
+                f"{record.raw_norm:.4g}, and its gradients arrived with {record.norm:.4g}, as in the replay",
+                "tell recorder.step(…, norm=) what clip_grad_norm_ returned for all parameters, with norm_type=2, or "
+                "leave norm= out in the next recording",
+            )
+    return None
 
 
 def _follows(loss: float, at: int, trajectory: Trajectory, max_norm: float | None) -> bool:

@@ -176,7 +176,8 @@ def _far(value: float, before: Sequence[float], spreads: float) -> bool:
 class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
-    It fires when the score passes the threshold, and again once it has come back, or when it is twice as high as told;
+    It fires when the score passes the threshold, and again once the value has come back to within 3 σ, or when it is
+    twice as high as told;
     of the loss also where the median of eight in a row passes half of it.
     A height that was told four times within four windows, as that of a harder source of data, is no news, unless it is
     the highest of them by a quarter.
@@ -210,7 +211,9 @@ class Spike:
             raise InvalidInput(f'Spike watches "loss" or "norm" above a positive threshold; got {self!r}')
 
     def begin(self, window: int) -> None:
-        self._before, self._rises, self._seen = deque(maxlen=max(window, self.warmup)), [], 0
+        # as many before the last eight as one loss is told beside, however short the window
+        kept = max(window, self.warmup + (ALARM.lasting - 1 if self.of == "loss" else 0))
+        self._before, self._rises, self._seen = deque(maxlen=kept), [], 0
         self._high, self._told, self._blind = False, 0.0, False
 
     def fires(self, record: Record) -> str | None:
@@ -222,7 +225,7 @@ class Spike:
             return None
         how_far = self._how_far(value)
         news = None if how_far is None else self._news(value - usual(self._before)[0])
-        self._high = how_far is not None or (self._high and self._lasting(value) > ALARM.lower * self.threshold)
+        self._high = how_far is not None or (self._high and max(self._z(value), self._lasting(value)) > ALARM.usual)
         self._before.append(value)
         self._seen += 1
         name = "loss" if self.of == "loss" else "gradient norm"
@@ -232,10 +235,13 @@ class Spike:
         """How far the value is above those before it, in words; None where that is not far."""
         if self._seen < min(self.warmup, ALARM.early):
             return rose_at_once(value, list(self._before)) if self.of == "loss" else None
-        z = robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
+        z = self._z(value)
         if z <= self.threshold:
             return self._stays(value) if self.of == "loss" and z > ALARM.usual else None
         return f"{z:.1f} robust σ above its median" if z < 1000 else "more than 1000 robust σ above its median"
+
+    def _z(self, value: float) -> float:
+        return robust_z(value, self._before) if len(self._before) >= self.warmup else 0.0
 
     def _stays(self, value: float) -> str | None:
         """The same of several losses, none of which is far."""

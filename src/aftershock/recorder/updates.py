@@ -44,7 +44,8 @@ def clipped_untold(record: Record) -> str | None:
     return (
         f"step {record.step}: norm= is {record.raw_norm:.4g}, the gradients arrived with {record.norm:.4g}, and "
         f"{told}. If this is clip_grad_norm_, tell the recorder clip={limit}, or no replay will be this run (what is "
-        f"recorded until then is explained with ak.explain(…, clip={limit}))"
+        f"recorded until then is explained with ak.explain(…, clip={limit})); if norm= is another norm than that of "
+        "all gradients before clipping, leave it out"
     )
 
 
