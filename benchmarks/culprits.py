@@ -27,7 +27,8 @@ from rich.table import Table
 
 import aftershock as ak
 from aftershock.errors import AftershockError
-from aftershock.recorder.triggers import AtStep, scatter
+from aftershock.recorder.alarm import scatter
+from aftershock.recorder.triggers import AtStep
 
 from .culprit_runs import (
     RARE_EVERY,

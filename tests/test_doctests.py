@@ -50,6 +50,7 @@ ALONE = [
         "errors",
         "integrations.distributed",
         *(f"integrations.{name}" for name in TRAINERS),
+        "recorder.drift",
         "recorder.explain",
         "recorder.explanation",
         "recorder.forecast",

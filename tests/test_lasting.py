@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.recorder.alarm import ALARM
 from aftershock.recorder.event import BARS, Event, running_medians
 from aftershock.recorder.explanation import FlightExplanation
-from aftershock.recorder.triggers import ALARM, Spike
+from aftershock.recorder.triggers import Spike
 
 GLITCH, STEPS, WINDOW = 90, 140, 32
 Batch = tuple[Tensor, Tensor]

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import AftershockError, InvalidInput
+from aftershock.recorder.alarm import robust_z
 from aftershock.recorder.explanation import FlightExplanation
 from aftershock.recorder.records import Source, decode, encode
 from aftershock.recorder.store import open_flight
-from aftershock.recorder.triggers import AtStep, NotANumber, OnSignal, Spike, robust_z
+from aftershock.recorder.triggers import AtStep, NotANumber, OnSignal, Spike
 
 from .cases import cross_entropy, next_token
 

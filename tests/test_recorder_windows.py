@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import aftershock as ak
+from aftershock.recorder.drift import Drift, SlowRise
 from aftershock.recorder.store import open_flight
-from aftershock.recorder.triggers import AtStep, Drift, SlowRise, Spike, Triggered
+from aftershock.recorder.triggers import AtStep, Spike, Triggered
 
 from .cases import cross_entropy, mlp
 

@@ -173,7 +173,10 @@ def test_the_spread_is_that_of_the_same_reruns_by_plain_torch(loop: Loop, found:
 
 def test_every_measured_number_is_told_with_its_spread(found: FlightExplanation, tmp_path: Path) -> None:
     event, best = found.facts.event, found.culprits[0]
-    raised, size = f"by {best.measured:.3g} ± {best.measured_spread:.2g}", f"{event.size:.3g} ± {event.value_spread:.2g}"
+    raised, size = (
+        f"by {best.measured:.3g} ± {best.measured_spread:.2g}",
+        f"{event.size:.3g} ± {event.value_spread:.2g}",
+    )
     part = f"of {size}" if best.measured <= event.size else f"(the spike is {size} above the usual)"  # about as much
     assert f"It raised the loss at step {SPIKE} {raised} {part}." in found.verdict
     assert f"The event is the spike of {event.peak:.3g} ± {event.peak_spread:.2g} (steps" in found.verdict

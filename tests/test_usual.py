@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import aftershock as ak
-from aftershock.recorder.triggers import ALARM, robust_z, scatter, usual
+from aftershock.recorder.alarm import ALARM, robust_z, scatter, usual
 
 NOISE = 40
 

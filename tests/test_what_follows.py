@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.errors import InvalidFile
+from aftershock.recorder.drift import Drift, SlowRise
 from aftershock.recorder.event import Event
 from aftershock.recorder.store import Seen
-from aftershock.recorder.triggers import AtStep, Drift, SlowRise
+from aftershock.recorder.triggers import AtStep
 from aftershock.recorder.unrecorded import after
 from aftershock.recorder.words import percent, plus_minus
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InvalidInput
+from .alarm import ALARM, scatter
 from .event import BARS, Event
 from .instruments import HEIGHTS
 from .quantity import Quantity
 from .recorder import LIVE, FlightRecorder
 from .records import Record
 from .store import Flight, open_flight
-from .triggers import ALARM, scatter
 from .updates import clip_factor
 
 

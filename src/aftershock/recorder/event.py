@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .alarm import ALARM, usual
 from .quantity import Quantity
-from .triggers import ALARM, usual
 
 
 @dataclass(frozen=True)

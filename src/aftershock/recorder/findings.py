@@ -6,6 +6,7 @@ import functools
 import statistics
 from dataclasses import dataclass, field
 
+from .alarm import ALARM
 from .descriptions import Kept
 from .event import BARS, Event
 from .hyperparameters import HyperChange
@@ -18,7 +19,6 @@ from .store import Flight
 from .sweep import Swept
 from .treatments import Outcome, sufficient
 from .trials import Inquiry, Trial
-from .triggers import ALARM
 
 AFTER = 16  # steps after the explained one that belong to the event, where they were recorded
 ABRUPT = ("jump", "excursion", "restart")

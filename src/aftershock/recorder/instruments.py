@@ -20,10 +20,10 @@ from ..core.reductions import parts
 from ..core.state import JointState
 from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
+from .alarm import ALARM, usual
 from .event import Event
 from .neighbours import Likeness
 from .quantity import Quantity, on_weights, seen, with_other_draws
-from .triggers import ALARM, usual
 
 
 @dataclass(frozen=True)

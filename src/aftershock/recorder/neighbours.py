@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.batches import Accumulated, Batch, accumulate
 from ..core.dynamics import Step
 from ..core.structure import flatten
-from .triggers import ALARM, scatter
+from .alarm import ALARM, scatter
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.batches import Batch
 from ..core.contributions import Layers
 from ..errors import InvalidInput
+from .alarm import ALARM, robust_z
 from .choice import chosen_step, nothing_seen, said_of
 from .descriptions import Describe
 from .event import BARS, Event
@@ -23,7 +24,6 @@ from .records import Source
 from .replay import Replay, replay, untaken
 from .store import Flight
 from .sweep import Swept
-from .triggers import ALARM, robust_z
 
 OTHERS = 8  # batches run on the weights of a step, to tell a bad batch from bad weights
 

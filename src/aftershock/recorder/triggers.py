@@ -1,8 +1,7 @@
-"""When a window is kept: a spike, a slow rise, a number that is not finite, a step, a signal."""
+"""When a window is kept: a spike, a number that is not finite, a step, a signal; a slow rise stands in `drift`."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import shlex
 import signal
@@ -11,62 +10,16 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidInput
+from .alarm import ALARM, robust_z, usual
+from .drift import Drift
 from .records import Record
 from .script import build_reference
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """The numbers that decide what is told."""
-
-    flattest: float = 1e-3  # a σ below this part of the median is a run that repeats itself, not one without noise
-    threshold: float = 8.0  # robust σ: of a normal spread never reached; losses have longer tails
-    usual: float = 3.0  # robust σ: a value within them is no event
-    # Losses that keep up are told though none of them is so far: the median of so many, by this part of the threshold.
-    # With these numbers none of 72 ordinary runs on shuffled data alarms that did not (400 or 600 steps), and of 40
-    # runs of a small MLP with a learning rate or a weight decay far too high for one step 38 are told where 19 were.
-    lasting: int = 8
-    lower: float = 0.5
-    far: float = 2.0  # times: two heights within this factor are one height
-    # A source of data that is harder than the rest rises above any number of σ each time it comes, because MAD sees the
-    # usual steps only. What has been told four times is no news: four, since a planted cause may act three times before
-    # the spike that it is asked about, and within four windows, since a source may come once a window. With these
-    # numbers a source every 6th step alarms 7 times in 300 steps and no longer 41 times, and every spike of
-    # benchmarks/spikes and benchmarks/culprits that alarmed before still does (28 of 28, 88 of 88; a run's first alarm
-    # is never held back).
-    often: int = 4  # times that a height is told
-    memory: int = 4  # windows
-    higher: float = 1.25  # times the highest of them: a new worst spike is news, however often one nearly as high came
-    # Before there are enough losses for a spread they fall fast and scatter, so that only what is far above them is
-    # told. With these numbers none of 1248 ordinary runs alarmed in its first 16 steps; of 280 that blew up there, 23
-    # of 31 did that had made three steps before, and 59 of the other 249 (docs/limits.md).
-    early: int = 16  # steps
-    first: int = 4  # losses that say where a run began
-    blown: float = 1000.0  # times the highest, where there are fewer
-    risen: float = 3.0  # times the highest, where there are as many
-    lone: float = 8.0  # spreads above: of one loss above all before it
-    held: float = 3.0  # the same of two in a row above the first
-    # Of a slow rise, in medians of so many losses as `Drift` is told: before the first is believed, and for the spread
-    # at the lowest of them, which a few losses that wander would not show.
-    settling: int = 2
-    wide: int = 4
-    raised: float = 1.5  # times the lowest learning rate: above it the loss rises on purpose
-    # Whatever the rate did, of the lowest median of the whole run. A raised rate lifts the loss on purpose, by many
-    # times itself where it was near zero, and it falls again: a divergence takes back half of what was learned, too,
-    # and goes on rising. With these numbers 18 of 18 runs that diverged under a rate of 1.002 to 1.006 times per step
-    # are told, none of 186 ordinary ones, and one of 163 that were learned nearly by heart (docs/limits.md).
-    doubled: float = 2.0  # times the lowest median
-    lost: float = 0.5  # of what it had fallen by
-
-
-ALARM = Alarm()
-TO_SIGMA = 1.4826  # of a normal distribution: σ = 1.4826 · MAD
 
 
 def say(message: object) -> None:
@@ -118,39 +71,6 @@ class Triggered:
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.reason}. Kept in {self.folder}; explain it with: {self.command}"
-
-
-def scatter(values: Collection[float]) -> tuple[float, float]:
-    """Median and 1.4826 · MAD: outliers among the values do not move them."""
-    middle = statistics.median(values)
-    return middle, TO_SIGMA * statistics.median(abs(x - middle) for x in values)
-
-
-def usual(values: Iterable[float]) -> tuple[float, float]:
-    """What comes after these values as a rule, and σ: their median and spread. Where they have fallen by more than they
-    scatter, as losses of a run that learns, the median of the last quarter, and the spread around the fall.
-
-    The fall would else count as spread, and a batch of noise in it go unseen: of losses 12 local σ above 116 ordinary
-    runs 0.51 passed the threshold at step 45, and 0.70 do; the same 49 runs alarm without one, 1.2 % more often.
-    """
-    values = list(values)
-    middle, spread = scatter(values)
-    if len(values) < ALARM.early:
-        return middle, spread
-    half = len(values) // 2
-    fall = statistics.median(values[:half]) - statistics.median(values[-half:])
-    if fall <= 0:
-        return middle, spread
-    level = [x + fall * i / (len(values) - half) for i, x in enumerate(values)]
-    around = scatter(level)[1]
-    return (statistics.median(values[-(len(values) // 4) :]), around) if fall > around else (middle, spread)
-
-
-def robust_z(value: float, before: Collection[float]) -> float:
-    """(x − median) / (1.4826 · MAD) of the values before it, as `usual` has them."""
-    middle, spread = usual(before)
-    spread = max(spread, ALARM.flattest * abs(middle))
-    return (value - middle) / spread if spread > 0 else math.inf if value > middle else 0.0
 
 
 def rose_at_once(value: float, before: Sequence[float]) -> str | None:
@@ -286,140 +206,6 @@ class Spike:
             )
 
     def end(self) -> None: ...
-
-
-class SlowRise(str):
-    """What `Drift` says, and the numbers that it was said of."""
-
-    lowest: float  # running median
-    sigma: float
-
-    @classmethod
-    def of(cls, median: float, lowest: float, sigma: float) -> SlowRise:
-        rise = (median - lowest) / sigma
-        said = f"the loss has risen slowly: its running median is {median:.4g}, {rise:.1f} robust σ above {lowest:.4g}"
-        found = cls(said)
-        found.lowest, found.sigma = lowest, sigma
-        return found
-
-
-@dataclass
-class _Lowest:
-    """The lowest running median there was, and what the median did around it."""
-
-    median: float = math.inf
-    before: float = -math.inf  # the highest median until then
-    since: float = -math.inf  # the highest one after it
-    spread: float | None = None  # of the losses then
-    above: int = 0  # steps in a row that it has been far above
-
-    def follow(self, median: float, losses: Collection[float], count: int) -> bool:
-        """Is the median above the lowest one? The last `count` losses are for the spread."""
-        if median < self.median:
-            self.median, self.before, self.since = median, max(self.before, self.since, median), median
-            self.spread, self.above = None, 0
-            return False
-        self.since = max(self.since, median)
-        if self.spread is None:  # the first loss above the lowest median: until then nobody asks for its spread
-            self.spread = scatter(_last(losses, count))[1]
-        return True
-
-    def flattest(self, median: float) -> float:
-        """The least σ of a run that scatters; one of the two medians may be zero."""
-        return ALARM.flattest * max(abs(median), abs(self.median))
-
-    def stays(self, far: bool, patience: int) -> bool:
-        """Has the median been far above for so many steps?"""
-        self.above = self.above + 1 if far else 0
-        return self.above >= patience
-
-
-@dataclass
-class Drift:
-    """A slow divergence: the median of the last `over` losses stays above the lowest such median there was.
-
-    It fires once, when the rise has been more than `threshold` robust σ for `patience` steps; σ is the larger of the
-    spread now and that of four times as many losses at the lowest median: losses that wander are no rise. A learning
-    rate that goes up by half raises the loss on purpose: the lowest median is then looked for anew. Whatever the rate
-    does, it fires where the median is still rising, twice the lowest of the whole run, and half of what the run had
-    gained is lost, by more than `threshold` σ of that time. The step that it tells has a high loss itself.
-
-    >>> from types import SimpleNamespace as Seen
-    >>> drift = Drift(over=4, patience=4)
-    >>> drift.begin(window=64)
-    >>> told = [drift.fires(Seen(loss=loss, lr=0.1)) for loss in [1.0, 1.1] * 8 + [1.5, 1.6, 1.7] * 4]
-    >>> [reason for reason in told if reason]
-    ['the loss has risen slowly: its running median is 1.55, 6.7 robust σ above 1.05']
-    >>> drift.end()
-    """
-
-    over: int = 64
-    threshold: float = 5.0
-    patience: int = 64
-    _losses: deque[float] = field(default_factory=deque, init=False, repr=False)
-    _ever: _Lowest = field(default_factory=_Lowest, init=False, repr=False)  # of the whole run
-    _lowest: _Lowest = field(default_factory=_Lowest, init=False, repr=False)  # since the rate was raised
-    _rate: float = field(default=math.inf, init=False, repr=False)  # the lowest since the lowest median
-    _since: int = field(default=0, init=False, repr=False)  # losses since the rate was raised
-    _fired: bool = field(default=False, init=False, repr=False)
-
-    def begin(self, window: int) -> None:
-        self._fired, self._losses, self._ever = False, deque(maxlen=ALARM.wide * self.over), _Lowest()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lowest, self._rate, self._since = _Lowest(), math.inf, 0
-
-    def fires(self, record: Record) -> str | None:
-        if self._fired or not math.isfinite(record.loss):
-            return None
-        if record.lr > ALARM.raised * self._rate:
-            self._forget()
-        self._rate = min(self._rate, record.lr)
-        self._losses.append(record.loss)
-        self._since += 1
-        if len(self._losses) == ALARM.early and math.isinf(self._ever.median):
-            self._ever.before = statistics.median(self._losses)  # most is often learned before there is a median
-        settling = ALARM.settling * self.over
-        if len(self._losses) < settling:
-            return None
-        last = _last(self._losses, self.over)
-        middle = statistics.median(last)
-        said = self._rises_on(middle)
-        if self._since >= settling:
-            said = self._stays_above(middle, last, record.lr) or said
-        # the step that is told is the one that is explained: a low loss among the high ones shows nothing of the rise
-        self._fired = said is not None and record.loss > said.lowest + ALARM.usual * said.sigma
-        return said if self._fired else None
-
-    def _stays_above(self, middle: float, last: Sequence[float], rate: float) -> SlowRise | None:
-        """Above the lowest median since the rate was raised."""
-        low = self._lowest
-        if not low.follow(middle, self._losses, self._since):
-            self._rate = rate
-            return None
-        then, rise = low.spread or 0.0, middle - low.median
-        sigma = max(scatter(last)[1], then, low.flattest(middle)) if rise > self.threshold * then else math.inf
-        return (
-            SlowRise.of(middle, low.median, sigma) if low.stays(rise > self.threshold * sigma, self.patience) else None
-        )
-
-    def _rises_on(self, middle: float) -> SlowRise | None:
-        """Above the lowest median of the whole run, whatever the rate did. The spread now is no measure: losses that go
-        away scatter more and more."""
-        low = self._ever
-        if not low.follow(middle, self._losses, len(self._losses)):
-            return None
-        sigma = max(low.spread or 0.0, low.flattest(middle))
-        bars = self.threshold * sigma, (ALARM.doubled - 1) * abs(low.median), ALARM.lost * (low.before - low.median)
-        stays = low.stays(middle - low.median > max(bars), self.patience)
-        return SlowRise.of(middle, low.median, sigma) if stays and middle >= low.since else None
-
-    def end(self) -> None: ...
-
-
-def _last(values: Collection[float], count: int) -> list[float]:
-    return list(itertools.islice(values, max(0, len(values) - count), None))
 
 
 @dataclass

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .alarm import robust_z, usual
 from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
-from .triggers import robust_z, usual
 from .unrecorded import risen, short
 from .words import LESS_OWN, at_least, percent, plus_minus, share, share_spread
 

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from .alarm import ALARM, robust_z, usual
+from .drift import SlowRise
 from .event import BARS
 from .records import Record
 from .ring import Ring
 from .script import missing_build
 from .store import Seen
-from .triggers import ALARM, SlowRise, Trigger, Triggered, robust_z, say, usual
+from .triggers import Trigger, Triggered, say
 from .writer import Writer
 
 
