@@ -70,6 +70,42 @@ def test_a_missing_clip_where_the_norm_before_it_is_told(
     assert "every loss is equal to the recorded one to the bit" in str(found.certificate)
 
 
+def test_where_several_limits_lead_to_the_loss_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far below the norm they are hardly apart: 0.001 was named for 0.008."""
+    monkeypatch.setattr("aftershock.recorder.recorder.BOTH", 0)
+    run = running(plain)
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=()) as recorder:
+        for i, batch in enumerate((run.batches * 3)[:STEPS]):
+            run.optimizer.param_groups[0]["lr"] = 3e-3
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.008 if i >= 6 else 1e9)
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norm)
+    with pytest.raises(ReplayMismatch, match=r"a missing clip=max_norm: clipped at 0\.\d+ to 0\.\d+, which its loss"):
+        ak.explain(recorder, step=recorder.recent[-1].step)
+
+
+def test_a_clip_that_is_told_is_no_cause(tmp_path: Path) -> None:
+    """The gradients of one step are edited before they are clipped, as told: they arrive with max_norm."""
+    run, clip = running(plain), 5.0
+    with ak.FlightRecorder(run.model, run.optimizer, squares, tmp_path, triggers=(), clip=clip) as recorder:
+        for i, batch in enumerate((run.batches * 3)[:STEPS]):
+            run.optimizer.zero_grad()
+            loss = squares(run.model, batch)
+            loss.backward()
+            for p in run.model.parameters():
+                p.grad *= 40 * torch.rand_like(p) if i == 6 else 1  # type: ignore[operator]
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), clip)
+            run.optimizer.step()
+            recorder.step(batch, loss, norm=norm)
+    assert recorder.recent[6].raw_norm > recorder.recent[6].norm == pytest.approx(clip)
+    with pytest.raises(ReplayMismatch, match="edits gradients in place") as raised:
+        ak.explain(recorder, step=recorder.recent[-1].step)
+    assert "where the loop clips at" not in str(raised.value)
+
+
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_of_a_loop_that_clips_as_it_tells_nothing_is_said(
     tmp_path: Path, clip: float | None, capsys: pytest.CaptureFixture[str]

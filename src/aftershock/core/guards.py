@@ -42,8 +42,8 @@ class Proof:
     # beside it, where each parameter is moved by this much of its size, are right; wrong ones are wrong there, too.
     beside: float = 0.1
     slope: float = 5e-2  # of a slope along the gradient: float32 and curvature stay below it at the best step
-    heard: float = 0.1  # of that change, what rounding may make of it at most
-    short: float = 1e-2  # of ‖θ‖: no longer step is taken for it
+    heard: float = 0.1  # of the change of the loss by a step, for its slope: what rounding may be of it at most
+    short: float = 1e-2  # of ‖θ‖: no longer step is taken for a slope
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of the error of a Hessian product, and of its asymmetry."""

@@ -154,10 +154,10 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     after = [s.batch for s in steps[last + 1 : last + 1 + AFTER]]
     f.data = data(trajectory, last, before, after, f.event.quantity)
     f.changes = _changes(f)
-    if f.rise is None and f.data.kind not in ("shift", "own batch"):
-        f.event = f.event.less(later_events(trajectory, f.event, last + 1))
     if f.data.kind == "shift":
         return  # no earlier step did it, and no treatment of the weights prevents it
+    if f.rise is None and f.data.kind != "own batch":
+        f.event = f.event.less(later_events(trajectory, f.event, last + 1))
     if not f.rose_before:  # else what began it is not among these steps
         _inquire(f, verify, placebos, seed)
     _treat(f, treatments and not f.rose_before)

@@ -19,7 +19,7 @@ from ..core.trajectory import Trajectory
 from ..errors import InvalidInput
 from .draws import COMPILED, REMEDY, drawn_before_the_model
 from .records import Record
-from .updates import NEAR
+from .updates import NEAR, arrived_smaller
 
 Recorded = Callable[[int], Captured | None]  # the recorded state before a step, where there is one
 
@@ -103,11 +103,9 @@ def parting(
     changed = _changed_clip(some, i, trajectory, forward=forward)
     if changed is not None:
         return changed
-    if not forward and record.raw_norm > (1 + CLUES.near) * record.norm and chosen(record.norm):
+    if not forward and arrived_smaller(record) and chosen(record.norm):
         seen = f"step() was told a norm of {record.raw_norm:.4g}, and the gradients of step {record.step} arrived with"
-        return other_clip(
-            record.clip, record.norm, f"{seen} {record.norm:.4g}"
-        )  # both are known of a run's first steps
+        return other_clip(record.clip, record.norm, f"{seen} {record.norm:.4g}")
     alike = clipped_alike(records)
     if alike is not None:
         return alike
@@ -126,10 +124,12 @@ def parting(
         return OTHER_MASKS
     if forward and record.step == records[0].step:
         return _of_several(ANOTHER_RUN, record)
+    unseen = not math.isnan(record.raw_norm)  # step() was told the norms: what arrived is not seen
+    clip = _untold_clip(some, i, trajectory) if unseen and i else None
+    if clip is not None:
+        return clip
     if forward:
-        unseen = not math.isnan(some[i - 1].raw_norm)
-        clip = _untold_clip(some, i, trajectory) if unseen else None
-        return clip or _of_several(UNSEEN if unseen else WRITTEN, record)
+        return _of_several(UNSEEN if unseen else WRITTEN, record)
     other = _another_norm(some[:i], trajectory)
     if other is not None:
         return other
@@ -222,10 +222,16 @@ def _untold_clip(some: Sequence[Record], i: int, trajectory: Trajectory) -> Caus
     if some[i - 1].clip is not None or not 0 < raw < math.inf:
         return None
     powers = (10.0 ** (math.floor(math.log10(raw)) - down) for down in range(3))
-    limits = sorted(limit for power in powers for first in CLUES.limits if (limit := first * power) < raw)
-    found = next((limit for limit in limits if _follows(some[i].loss, i - 1, trajectory, limit)), None)
-    seen = f"so clipped, step {some[i - 1].step} leads to the recorded loss of the next step"
-    return None if found is None else other_clip(None, found, seen)
+    tried = [limit for power in powers for first in CLUES.limits if (limit := first * power) < raw]
+    found = [limit for limit in tried if _follows(some[i].loss, i - 1, trajectory, limit)]
+    if not found:
+        return None
+    then = f"step {some[i - 1].step} leads to the recorded loss of the next step"
+    if len(found) == 1:
+        return other_clip(None, found[0], f"so clipped, {then}")
+    return other_clip(
+        None, None, f"clipped at {min(found):g} to {max(found):g}, which its loss cannot tell apart, {then}"
+    )
 
 
 def _another_norm(before: Sequence[Record], trajectory: Trajectory) -> Cause | None:

@@ -97,8 +97,7 @@ class Spike:
     """A robust z-score of the loss or of the gradient norm ("loss", "norm") over the window before it.
 
     It fires when the score passes the threshold, and again once the value has come back to within 3 σ, or when it is
-    twice as high as told;
-    of the loss also where the median of eight in a row passes half of it.
+    twice as high as told; of the loss also where the median of eight in a row passes half of it.
     A height that was told four times within four windows, as that of a harder source of data, is no news, unless it is
     the highest of them by a quarter.
     `warmup`: steps to see first. Among the first 16 of them it fires where a loss is three times as high as all before

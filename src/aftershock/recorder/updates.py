@@ -33,11 +33,16 @@ def updates_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Ten
     return count if on_gpu else float(count)
 
 
-def clipped_untold(record: Record) -> str | None:
-    """What to say where the gradient arrived smaller than the norm that the loop tells and `clip=` make it. Of steps
-    whose norm was taken, too; under a loss scale it may be a scaled one."""
+def arrived_smaller(record: Record) -> bool:
+    """Did the gradient arrive smaller than the norm that the loop tells and `clip=` make it? It is seen of steps whose
+    norm was taken, too; under a loss scale it may be a scaled one."""
     expected = record.raw_norm * clip_factor(record.raw_norm, record.clip)
-    if record.scale != 1 or not record.norm < (1 - NEAR) * expected:
+    return record.scale == 1 and record.norm < (1 - NEAR) * expected
+
+
+def clipped_untold(record: Record) -> str | None:
+    """What to say where the loop seems to clip otherwise than it tells."""
+    if not arrived_smaller(record):
         return None
     told = "no clip= is told" if record.clip is None else f"clip={record.clip:g} is told"
     limit = f"{record.norm:.4g}" if chosen(record.norm) else "max_norm"
