@@ -64,7 +64,7 @@ class Net(lightning.LightningModule):
         return loss * (1 + 0.01 * batch_idx)  # the index is part of what is replayed
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.layers(batch[0] + torch.rand(1))
+        self.layers(batch[0] + torch.rand(1, device=self.device))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
@@ -77,11 +77,11 @@ def fit(folder: Path, callback: Any = None, module: Any = None, data: Any = None
     module = Net() if module is None else module
     loader = torch.utils.data.DataLoader(examples(56) if data is None else data, batch_size=4)
     held_out = torch.utils.data.DataLoader(examples(8), batch_size=4)
-    options = {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, **options}
+    options = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, val_check_interval=5,
             callbacks=callback, **options,
         )  # fmt: skip
@@ -226,10 +226,10 @@ def train(folder: Path, model: nn.Module, data: Any, callback: Any = None, **opt
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
         "num_train_epochs": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3,
-        "eval_strategy": "steps", **options,
+        "eval_strategy": "steps", "use_cpu": True, **options,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no",
+        output_dir=str(folder), report_to=[], save_strategy="no", logging_strategy="no",
         eval_steps=4, disable_tqdm=True, seed=7, **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(
