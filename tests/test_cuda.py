@@ -47,10 +47,13 @@ def test_gpu_agrees_with_cpu_to_rounding(name: str) -> None:
     answers = []
     for point in (cpu, cpu.to("cuda")):
         path = point.follow(batches, clip=case.clip)
-        response = path.replace(pool).response(probe, scales=[0.5, 1.0])
-        answers.append((response.data["response"].values, path.rank(pool, probe).data["response"].values))
-    for a, b in zip(*answers):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9 * np.abs(a).max())
+        response, ranking = path.replace(pool).response(probe, scales=[0.5, 1.0]), path.rank(pool, probe)
+        answers.append((response.data["response"].values, ranking.data["response"].values))
+    # a bias before BatchNorm has a gradient of rounding alone, which decides on what is a typical curve, and so which
+    # other coordinates have one: rankings then differ by as much as curves do from exact kicks
+    curves = 2 * float(ranking.data["curve_error"]) if name == "batch_norm" else 1e-9
+    for a, b, tolerance in zip(*answers, (1e-9, curves)):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=tolerance * np.abs(a).max())
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "accumulated"])

@@ -21,6 +21,8 @@ lightning = pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
 from aftershock.integrations.lightning import FlightCallback as LightningCallback  # noqa: E402
 from aftershock.integrations.lightning import training_loss  # noqa: E402
 from aftershock.integrations.transformers import FlightCallback as TrainerFlight  # noqa: E402
@@ -116,6 +118,22 @@ class Loosening(lightning.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         trainer.gradient_clip_val = (0.5, None, 0.1)[batch_idx // 5]
+
+
+def scaled() -> list[Any]:
+    """What precision="16-mixed" is on a GPU: a loss that is multiplied before it goes backward."""
+    return [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]
+
+
+def test_lightning_scales_no_recorded_loss(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    callback = LightningCallback(tmp_path / "flight", triggers=())
+    plain, module = (fit(tmp_path, some, plugins=scaled(), **options) for some in (None, callback))
+    assert same(plain, module)
+    assert callback.recorder is not None
+    assert 0.1 < callback.recorder.recent[-1].loss < 2
+    found = ak.explain(tmp_path / "flight", step=callback.recorder.recent[-1].step, verify=0, references=0)
+    assert "to the bit" in str(found.certificate)
 
 
 def test_lightning_records_a_clip_that_changes(tmp_path: Path) -> None:
