@@ -274,6 +274,30 @@ def test_micro_batches_of_one_buffer_are_recorded_on_the_gpu(tmp_path: Path) -> 
     assert [record.step for record in recorder.recent] == [2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("there", ["cuda", "cpu"])
+def test_a_run_is_replayed_where_it_was_recorded(there: str, tmp_path: Path) -> None:
+    """With dropout, and the model moved elsewhere since, as Lightning does when a training ends."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)).to(there)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (m(x) - x.sum(1, keepdim=True)).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=8, triggers=()) as recorder:
+        for _ in range(12):
+            x = torch.randn(16, 8, device=there)
+            loss = loss_fn(model, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(x, loss)
+    model.to("cpu" if there == "cuda" else "cuda")
+    found = ak.explain(recorder, step=11, verify=0, placebos=0, treatments=False)
+    assert "to the bit" in str(found.certificate)
+    assert {p.device.type for p in model.parameters()} == {"cpu" if there == "cuda" else "cuda"}
+
+
 def test_a_state_takes_its_own_size_of_gpu_memory_and_no_more(tmp_path: Path) -> None:
     model = torch.nn.Linear(4096, 4096, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
