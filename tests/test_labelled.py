@@ -160,7 +160,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     others = {
         "activation_margin": theory.activation_margin(change, step=2),
         "prospective_structure": theory.prospective_structure(
-            found["scores"]["response"].isel(answer=slice(0, 4)).rename(answer="future")
+            found["scores"][["full_iso_response", "semilinear_response"]].to_dataarray("future")
         ),
         "modes": theory.FrozenMemory.of(path, 1, 0).modes(),
     }

@@ -59,7 +59,7 @@ TABLES: dict[str, Callable[[SimpleNamespace], xr.Dataset]] = {
     "activation_margin": lambda s: theory.activation_margin(s.change, step=2),
     "aggregate": lambda s: theory.aggregate(s.by_system),
     "channel_responses": lambda s: theory.channel_responses(s.change, s.probe),
-    "compare_answers": lambda s: theory.compare_answers(of_system(s), "exact"),
+    "compare_scores": lambda s: theory.compare_scores(of_system(s).rename(answer="score"), "exact"),
     "error_bounds": lambda s: theory.error_bounds(s.change, horizon=2, probe=s.probe),
     "error_exponents": lambda s: theory.error_exponents(*(s.exact.sel(answer=a) for a in ("exact", "tangent")), 1.0),
     "error_shares": lambda s: theory.error_shares(s.change, s.probe),
