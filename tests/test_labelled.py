@@ -139,6 +139,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     change = path.replace(case.batches(3), 1)
     found = {
         "scores": theory.scores(change, probe),
+        "error_shares": theory.error_shares(change, probe, scale=0.5),
         "channel_responses": theory.channel_responses(change, probe),
         "persistence": theory.persistence(change, probe, beta1=[0.5, 0.9]),
         "second_order": theory.second_order(change, probe),
@@ -149,7 +150,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     for name, data in found.items():
         assert (data["at"].item(), data["probe"].item()) == (1, "a fixed batch"), name
         assert set(data.attrs) == PROVENANCE, name
-    assert found["persistence"]["scale"].item() == 0.25
+    assert (found["persistence"]["scale"].item(), found["error_shares"]["scale"].item()) == (0.25, 0.5)
     assert found["decompose"]["scale"].item() == 1.0
     bounds = theory.error_bounds(change, horizon=2, probe=probe), theory.write_in_bound(change)
     for data in bounds:

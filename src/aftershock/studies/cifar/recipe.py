@@ -114,7 +114,8 @@ def sources(scene: Scene) -> xr.Dataset:
     """Where the tangent's error comes from, for every candidate at one scale, and how well the identity holds."""
     change = scene.path.replace(scene.candidates)
     found = theory.error_shares(change, scene.probe, scale=scene.protocol.sources_at)
-    return _numbered(found.assign(identity_residual=found["identity_residual"].max("horizon")), "change")
+    found = found.assign(identity_residual=found["identity_residual"].max("horizon"))
+    return _numbered(found.drop_vars(["kind", "at", "probe"]).rename(scale="sources_scale"), "change")
 
 
 def ranking(scene: Scene) -> xr.Dataset:
