@@ -16,6 +16,7 @@ import aftershock as ak
 from aftershock import theory
 from aftershock.errors import InvalidFile
 from aftershock.results.labelled import LabelledResult
+from aftershock.results.provenance import provenance
 
 from .cases import make
 
@@ -172,18 +173,22 @@ def test_data_of_the_theory_are_variables_too() -> None:
 
 
 @pytest.mark.parametrize("horizon", [1, 3])
-def test_a_decomposition_and_a_match_are_results_as_others(tmp_path: Path, horizon: int) -> None:
+def test_results_of_the_theory_are_results_as_others(tmp_path: Path, horizon: int) -> None:
     case = make("relu_cnn")
     change = case.path(4).replace(case.batches(2), 0)
     parts = theory.decompose(change, index=1, horizon=horizon)
     matched = theory.match_first_step(change.path, theory.residuals(change), case.batch())
-    for made in (parts, matched):
+    frozen = theory.FrozenMemory.of(change.path, 1, 0)
+    for made in (parts, matched, frozen):
         made.save(tmp_path / made.kind)
         found = type(made).load(tmp_path / made.kind)
         assert str(found) == str(made)
+        assert found.data.attrs == made.data.attrs == provenance(change.path.trajectory)
         assert made._repr_html_().startswith("<pre>")
         for name, values in made.data.variables.items():
             np.testing.assert_array_equal(found.data[name].values, values.values)
     assert torch.equal(type(matched).load(tmp_path / "match").xi.nan_to_num(), matched.xi.nan_to_num())
-    with pytest.raises(InvalidFile, match="match is not a saved decomposition"):
-        type(parts).load(tmp_path / "match")
+    assert theory.FrozenMemory.load(tmp_path / frozen.kind) == frozen
+    for kind in (parts, frozen):
+        with pytest.raises(InvalidFile, match=f"match is not a saved {kind.kind}"):
+            type(kind).load(tmp_path / "match")

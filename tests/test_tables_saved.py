@@ -54,6 +54,7 @@ def of_system(s: SimpleNamespace) -> xr.DataArray:
 TABLES: dict[str, Callable[[SimpleNamespace], xr.Dataset]] = {
     "FrozenMemory.amplification": lambda s: s.frozen.amplification(),
     "FrozenMemory.bounds": lambda s: s.frozen.bounds(3),
+    "FrozenMemory.data": lambda s: s.frozen.data,
     "FrozenMemory.modes": lambda s: s.frozen.modes(),
     "FrozenMemory.peak": lambda s: s.frozen.peak(3),
     "activation_margin": lambda s: theory.activation_margin(s.change, step=2),
