@@ -148,7 +148,11 @@ class FrozenMemory:
 
     @property
     def data(self) -> xr.Dataset:
-        """The coefficients as a dataset, with what made them in its attributes."""
+        """The coefficients as a dataset, with what made them in its attributes.
+
+        >>> float(theory.FrozenMemory.of(path, step=1, coordinate="2.bias").data["beta1"])
+        0.9
+        """
         import xarray as xr
 
         return xr.Dataset(self.coefficients, attrs=self.made)
@@ -156,16 +160,18 @@ class FrozenMemory:
     def save(self, path: str | pathlib.Path) -> None:
         """Write `data` as zarr, whole or not at all. `load` reads it.
 
-        >>> frozen = theory.FrozenMemory.of(path, step=1, coordinate="2.bias")
-        >>> frozen.save("frozen.zarr")
-        >>> theory.FrozenMemory.load("frozen.zarr") == frozen
-        True
+        >>> theory.FrozenMemory.of(path, step=1, coordinate="2.bias").save("frozen.zarr")
         """
         save_dataset(self.data, pathlib.Path(path))
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> FrozenMemory:
-        """A frozen memory model that was saved with `save`; another file is an `InvalidFile`."""
+        """A frozen memory model that was saved with `save`; another file is an `InvalidFile`.
+
+        >>> theory.FrozenMemory.of(path, step=1, coordinate="2.bias").save("frozen.zarr")
+        >>> theory.FrozenMemory.load("frozen.zarr").stable
+        True
+        """
         data = load_dataset(pathlib.Path(path), COEFFICIENTS, f"saved {cls.kind}")
         return cls(**{name: float(data[name]) for name in COEFFICIENTS}, made=data.attrs)
 
