@@ -79,12 +79,24 @@ def test_calibration_by_hand(verify: int) -> None:
         left_out = [offset_by_hand(*(x[[k for k in top if k != j]] for x in (truth, guess))) for j in top]
         errors = [by_hand(truth[i], guess[i] + others) for i, others in zip(top, left_out) if i in spread]
         raw = [by_hand(truth[i], guess[i]) for i in spread]
+        signs = [np.sign(truth[i]) == np.sign(guess[i] + others) for i, others in zip(top, left_out) if i in spread]
+        assert float(data["held_out_sign"]) == pytest.approx(np.mean(signs))
         assert float(data["held_out_error"]) == pytest.approx(np.median(errors), rel=1e-9)
         assert float(data["raw_error"]) == pytest.approx(np.median(raw), rel=1e-9)
         assert f"off by {np.median(errors):.2g} (NRMSE, median of {len(spread)})" in str(ranking)
     else:
         assert np.isnan(float(data["held_out_error"]))
         assert ("Not verified" if verify == 0 else "cannot judge itself") in str(ranking)
+
+
+@pytest.mark.parametrize(("signs", "words"), [(1.0, "do not trust the sizes"), (0.5, "trust neither sizes nor signs")])
+def test_a_ranking_that_is_far_off_says_what_is_left_of_it(signs: float, words: str) -> None:
+    case = make("tanh_mlp")
+    ranking = case.path(3).rank(case.batches(4), case.batch())
+    far = type(ranking)(ranking.data.assign(held_out_error=0.9, held_out_sign=signs))
+    assert far.certificate.level == "bad"
+    assert f": {words}. " in str(far.certificate)
+    assert f"Their signs are right at {signs:.0%} of horizons." in str(far.certificate)
 
 
 @pytest.mark.parametrize("verify", [(4, 1, 3), np.array([4, 1, 3]), torch.tensor([4, 1, 3])], ids=type)

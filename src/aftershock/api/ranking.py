@@ -21,7 +21,7 @@ from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
 from ..results.calibration import held_out, shared_offset
 from ..results.certificate import TRUST, Certificate, Finding, masks, slopes
-from ..results.fidelity import nrmse
+from ..results.fidelity import nrmse, sign_agreement
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
@@ -51,7 +51,8 @@ class Ranking(LabelledResult):
     prediction and its response are 0. `score` sorts them.
     `held_out_error` is the median NRMSE of the reruns that judge (`judging`), which are those spread over the ranking,
     or all where the user named them (`named`): each predicted with the calibration of all others. One without any
-    response, as of the control's own batch, has none.
+    response, as of the control's own batch, has none. `held_out_sign` is the share of horizons at which their signs are
+    right.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
 
     >>> ranking = path.rank(batches, probe, verify=2)
@@ -137,12 +138,15 @@ def _findings(ranking: Ranking) -> list[Finding]:
         sentence = f"{calibrated}: {why}, so the error on others is not known."
         return [Finding("care", "ranking", "reruns", float(count), 2.0, sentence)]
     level = TRUST.level(error)
-    word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
+    signs = float(data["held_out_sign"])
+    bad = "do not trust the sizes" if signs >= TRUST.careful_signs else "trust neither sizes nor signs"
+    word = {"ok": "trust it", "care": "use it with care", "bad": bad}[level]
     which, left = judging_in_words(data)
     sentence = (
         f"{calibrated}: {word}. Reruns {which}, each predicted with the calibration of the others, "
         f"are off by {error:.2g} (NRMSE, median of {int(_judges(data).sum())}); without calibration by "
-        f"{float(data['raw_error']):.2g}. The measured column is the truth.{left}"
+        f"{float(data['raw_error']):.2g}. Their signs are right at {signs:.0%} of horizons. The measured column is the "
+        f"truth.{left}"
     )
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
 
@@ -281,7 +285,9 @@ def _calibrated(
     judged[list(judging)] = True
     judges = _judges(xr.Dataset({"measured": measured, "judging": judged}))
     sized, several = judges["change"][judges.values], len(known) > 1
-    left_out = nrmse(truth, plain.copy(data=held_out(plain.values, truth.values))) if several else None
+    others = plain.copy(data=held_out(plain.values, truth.values)) if several else None
+    left_out = None if others is None else nrmse(truth, others)
+    signs = None if others is None else sign_agreement(truth, others, xr.DataArray(0.0)).sel(change=sized)
     raw = nrmse(truth, plain).sel(change=sized if several else known)
     if left_out is not None:  # a judge has a size: what has no error has no prediction
         left_out, raw = left_out.sel(change=sized).fillna(math.inf), raw.fillna(math.inf)
@@ -297,6 +303,7 @@ def _calibrated(
             "xi_norm": ("change", found.xi_norm.numpy()),
             "held_out_error": torch.nan if left_out is None else float(left_out.median()),
             "raw_error": float(raw.median()),
+            "held_out_sign": torch.nan if signs is None else float(signs.mean()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
             "check": str(path.check()),
