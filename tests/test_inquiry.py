@@ -102,9 +102,6 @@ def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back
     def left(out: frozenset[int]) -> float:
         return 0.1 if guilty <= out else 0.9 - 0.05 * len(out & guilty) - 0.2 * (9 in out)
 
-    dear = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
-    assert (dear.blamed, len(dear.group_placebos)) == ((5, 6, 7), 4)  # every run here takes the whole window
-    monkeypatch.setattr(trials, "MOST", 100)
     found = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
     assert found.group is not None
     assert found.group.steps == (5, 6, 7)

@@ -226,8 +226,9 @@ class Event:
         peak = max(ours, default=scale.usual) - scale.usual
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, scale.level), BARS.half * peak)
+        # without the explained step it is the height that is asked for: what is high around it, too, may be another's
         pairs = (
-            (_excess(theirs, scale.level), whole),
+            (0.0 if self.step in without else _excess(theirs, scale.level), whole),
             (max(theirs, default=scale.usual) - scale.usual, peak),
             (self._earlier(run, without), peak),
             (self._late(run, without), peak),
