@@ -199,7 +199,8 @@ class Event:
         return self.values[self.step] > self.level
 
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
-        """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
+        """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it. Without the
+        explained step by peak alone: what is high around it, too, may have another cause.
 
         run: its values by place in the path; where it has none, before it begins and after it was ended, it is the
         path. without: steps that it did not take, or took with another batch, whose values it does not have. It is
@@ -226,7 +227,6 @@ class Event:
         peak = max(ours, default=scale.usual) - scale.usual
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, scale.level), BARS.half * peak)
-        # without the explained step it is the height that is asked for: what is high around it, too, may be another's
         pairs = (
             (0.0 if self.step in without else _excess(theirs, scale.level), whole),
             (max(theirs, default=scale.usual) - scale.usual, peak),
