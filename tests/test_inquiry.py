@@ -102,9 +102,6 @@ def test_three_that_only_together_do_it_are_found_and_an_innocent_one_comes_back
     def left(out: frozenset[int]) -> float:
         return 0.1 if guilty <= out else 0.9 - 0.05 * len(out & guilty) - 0.2 * (9 in out)
 
-    dear = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
-    assert (dear.blamed, len(dear.group_placebos)) == ((5, 6, 7), 4)  # every run here takes the whole window
-    monkeypatch.setattr(trials, "MOST", 100)
     found = asked_of(left, [5, 6, 7, 9, STEP], monkeypatch)
     assert found.group is not None
     assert found.group.steps == (5, 6, 7)
@@ -281,8 +278,9 @@ def test_suspects_are_hardly_asked_for_where_placebos_remove_it_too(monkeypatch:
     assert len(asked_of(lambda out: 0.2, [1, 2, 3], monkeypatch, least=3).suspects) == 3
 
 
-def test_nobody_seems_guilty_and_half_of_the_placebos_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 4
+def test_as_many_placebos_acquit_as_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run in which one step in three changes the event, four had missed that with a probability of 0.2."""
+    assert len(asked_of(lambda out: 1.0, [1], monkeypatch).placebos) == 8
     blamed = asked_of(lambda out: 0.1 if out == {1} else 1.0, [1], monkeypatch)
     assert (len(blamed.placebos), blamed.blamed) == (8, (1,))
     ends = trials.run_again.ends  # type: ignore[attr-defined]
@@ -657,11 +655,6 @@ def test_one_of_a_few_of_a_rare_kind_that_changes_it_may_be_chance(
     others = [Trial((10 + i,), {}, 1.0, departs=0.7 * (i < changing)) for i in range(kin)]
     found = Inquiry([Trial((3,), {}, 0.1)], [], [Trial((3,), {}, 0.1)], others, kin=True)
     assert found.blamed == blamed
-
-
-def test_all_placebos_are_asked_where_what_is_said_rests_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(asked_of(lambda out: 0.9, [5], monkeypatch).placebos) == 4
-    assert len(asked_of(lambda out: 0.9, [5], monkeypatch, every=True).placebos) == 8
 
 
 def test_why_a_step_without_which_half_is_gone_is_not_blamed_is_said() -> None:

@@ -178,6 +178,45 @@ def test_an_event_that_comes_with_the_last_values_is_not_prevented(seed: int) ->
     assert not event.prevented(dict(enumerate(later.tolist())))
 
 
+@pytest.mark.parametrize(("law", "seen"), [("normal", 0.98), ("student", 0.9), ("exponential", 0.98)])
+def test_what_comes_with_the_last_values_is_left_and_what_only_scatters_there_is_not(law: str, seen: float) -> None:
+    """Drawn events of 6 σ that keep up, and runs in which they begin with the last two or three values, or not at all.
+
+    By running medians alone, every one of these late events counted as removed (of 4,500 draws: 100 % of those with
+    two late values, 99 % with three), and up to 39 % as delayed. By the median of the last three, too, 99 % and 100 %
+    of them are seen with normal noise, 96 % and 100 % with Student's of 5 degrees of freedom. Of runs without any event
+    99.8 to 100 % are called removed, as before.
+    """
+    removed, delayed, drawn = {0: 0, 2: 0, 3: 0}, {0: 0, 2: 0, 3: 0}, 0
+    for seed in range(100):
+        path, calm = (2 + 0.1 * noise_of(law, 2 * seed + other) for other in (0, 1))
+        path[60:] += 0.6
+        step = next((i for i in range(60, 77) if path[i] > 2.35), 60)
+        event = Event.of(path.tolist(), step)
+        if event.over == 1:  # too far above the noise, or below it
+            continue
+        drawn += 1
+        for late in removed:
+            run = calm.clone()
+            run[77 - late :] += 0.6
+            values = {i: float(run[i]) for i in range(50, 77)}
+            removed[late] += event.left(values) <= BARS.half
+            delayed[late] += event.delayed(values)
+    assert drawn > 35
+    assert removed[0] == drawn
+    assert max(removed[2], removed[3]) <= (1 - seen) * drawn
+    assert delayed[0] <= 0.07 * drawn
+    assert min(delayed[2], delayed[3]) >= (seen - 0.05) * drawn
+
+
+def noise_of(law: str, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    if law == "exponential":  # a long tail upwards alone
+        return -(1 - torch.rand(77, generator=draw)).log() - 1
+    noise = torch.randn(77, generator=draw)
+    return noise if law == "normal" else noise / torch.randn(5, 77, generator=draw).square().mean(0).sqrt()
+
+
 def test_which_events_are_measured_by_medians() -> None:
     draw = torch.Generator().manual_seed(1)
     noise = 0.1 * torch.randn(80, generator=draw)

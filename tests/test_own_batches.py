@@ -78,6 +78,16 @@ def test_a_bad_batch_that_is_lower_because_its_like_was_trained_on_is_named_with
     assert (found.kind, found.blamed) == ("own batch", bad)
 
 
+def test_a_bad_batch_that_is_far_lower_and_still_far_from_ordinary_is_named_with_the_others(tmp_path: Path) -> None:
+    """With two in five of its labels wrong it is a quarter as high as the first: a quarter of the event was left, and
+    nobody was blamed."""
+    bad = {BAD: 1.0, BAD + 1: 1.0, BAD + 2: 0.4}
+    recorder, losses = recorded(tmp_path, bad, rate=2e-2)
+    assert 0.5 * losses[BAD] > losses[BAD + 2] > 100 * max(losses[WARM:BAD])
+    found = ak.explain(recorder, step=BAD, verify=2, treatments=False)
+    assert (found.kind, found.blamed) == ("own batch", tuple(bad))
+
+
 def test_a_bad_shard_that_ends_is_no_shift_of_the_data(tmp_path: Path) -> None:
     bad = range(BAD, BAD + 6)
     recorder, losses = recorded(tmp_path, dict.fromkeys(bad, 1.0))

@@ -13,7 +13,7 @@ from aftershock.recorder import treatments
 from aftershock.recorder.event import Event
 from aftershock.recorder.other_runs import outcome
 from aftershock.recorder.reruns import Run
-from aftershock.recorder.treatments import Outcome, Treatment, proved, twice
+from aftershock.recorder.treatments import Outcome, Treatment, proved, try_all, twice
 from aftershock.recorder.verdict import treated
 
 EVENT = Event.of([1.0] * 20 + [9.0] + [1.0] * 4, 20)
@@ -82,3 +82,22 @@ def test_what_a_second_run_does_not_do_is_not_told(monkeypatch: pytest.MonkeyPat
     assert (told.removes, told.prevents, told.lucky) == (removes, high < 2, high >= 2)
     assert told.left == pytest.approx(0.0 if told.prevents else left, abs=1e-3)
     assert told.left_apart == pytest.approx(left, abs=1e-3)
+
+
+@pytest.mark.parametrize(("most", "tried", "calls"), [(math.inf, 5, 1), (30, 5, 2), (17, 3, 1), (18, 4, 2), (4, 0, 0)])
+def test_treatments_run_together_as_far_as_the_budget_surely_lasts(
+    monkeypatch: pytest.MonkeyPatch, most: float, tried: int, calls: int
+) -> None:
+    """Runs of 5 or 7 steps at most, of which the first two end after two steps: what they spare is for the next."""
+    ran: list[list[int]] = []
+
+    def run_again(trajectory: Any, runs: list[Run], *_: Any) -> list[dict[int, float]]:
+        ran.append([run.at for run in runs])
+        return [dict.fromkeys(range(run.at, 22 if run.at == 20 else 25), 9.0 if run.at == 20 else 1.0) for run in runs]
+
+    monkeypatch.setattr(treatments, "run_again", run_again)
+    wanted = [Treatment(str(i), Run(at), i) for i, at in enumerate([20, 20, 18, 18, 18])]
+    found = try_all(None, EVENT, wanted, most=most)  # type: ignore[arg-type]
+    assert [o.treatment for o in found] == wanted[:tried]
+    assert len(ran) == calls
+    assert sum(len(o.values) for o in found) <= most

@@ -43,6 +43,7 @@ class Bars:
     fewest: int = 3  # values before the event that say what is usual: of two the median is no value that came
     settled: int = 4  # usual values in a row, after which an event is over: fewer may lie between two of its values
     tail: int = 4  # last values of the event, whose mean is what comes after it: a single one scatters
+    late: int = 3  # last values, whose median sees an event that came too late for running medians to follow
     as_it_is: float = 0.05  # of the event: what a treatment changes at most that leaves it as it is
     # Other runs in which a treatment must remove it, too: where half of all lose it by luck, one in 64 is mistaken.
     moved: int = 6
@@ -198,7 +199,8 @@ class Event:
         return self.values[self.step] > self.level
 
     def left(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
-        """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it.
+        """What another run leaves of the event, by excess or peak, whichever is more; 1 is all of it. Without the
+        explained step by peak alone: what is high around it, too, may have another cause.
 
         run: its values by place in the path; where it has none, before it begins and after it was ended, it is the
         path. without: steps that it did not take, or took with another batch, whose values it does not have. It is
@@ -226,9 +228,10 @@ class Event:
         # an event that hardly passes the level has hardly any excess to compare with
         whole = max(_excess(ours, scale.level), BARS.half * peak)
         pairs = (
-            (_excess(theirs, scale.level), whole),
+            (0.0 if self.step in without else _excess(theirs, scale.level), whole),
             (max(theirs, default=scale.usual) - scale.usual, peak),
             (self._earlier(run, without), peak),
+            (self._late(run, without), peak),
         )
         return max((max(now, 0.0) / was for now, was in pairs if was > 0), default=0.0)
 
@@ -249,6 +252,15 @@ class Event:
         over = (now - scale.usual for i, was, now in course if i in run and was <= scale.level < now)
         return max(over, default=0.0)
 
+    def _late(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
+        """How high a whole run's last values are where they are not usual, and too few for a running median to follow:
+        an event that only came later."""
+        places = [i for i in range(self.onset, self.last + 1) if i not in without and i not in self.apart]
+        if self.over == 1 or self.last not in run or len(places) < BARS.late:
+            return 0.0
+        last = statistics.median(_finite(run[i]) for i in places[-BARS.late :])
+        return last - self.usual if last > self.level else 0.0
+
     def departs(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> float:
         """How far a run's values are from the path's in the stretch, at most, as a share of the peak.
 
@@ -265,13 +277,7 @@ class Event:
         tail = self._stretch(run, frozenset(), max(run))[self.step + 1 - self.onset :][-BARS.tail :]
         most = max(self.scale.scatters, BARS.half * self._little)
         calm = len(tail) < BARS.tail or statistics.fmean(tail) - self.scale.usual <= most
-        return calm and self._low(run) and (self.over == 1 or self._ends_low(run))
-
-    def _ends_low(self, run: Mapping[int, float]) -> bool:
-        """Are the last values as usual, too few for a running median to follow? An event may only have come later."""
-        places = [i for i in range(self.step + 1, max(run) + 1) if i not in self.apart][-BARS.tail :]
-        last = [_finite(run.get(i, self.values[i])) for i in places]
-        return len(last) < BARS.tail or statistics.median(last) <= self.level
+        return calm and self._low(run) and not self._late(run)
 
     @property
     def _little(self) -> float:
@@ -312,7 +318,8 @@ class Event:
         path's peak stays later. A run that ended before may still be a delay, which is not known then.
         """
         theirs, ours = self._stretch(run, frozenset(), max(run)), self._stretch({}, frozenset(), self.last)
-        there = max(theirs) > self.scale.level and theirs.index(max(theirs)) > ours.index(max(ours))
+        later = theirs.index(max(theirs)) > ours.index(max(ours))
+        there = self._late(run) > 0 or (max(theirs) > self.scale.level and later)
         return not self.prevented(run) and there and theirs[self.step - self.onset] <= self.scale.level
 
     def stays(self, run: Mapping[int, float], without: frozenset[int] = frozenset()) -> bool:

@@ -86,9 +86,9 @@ def explain(
         beside those against no step: as many gradients per step.
     verify: how many steps to run again without: the highest predicted, and some with the largest gradients; fewer
         where placebos show that nobody did it; or the numbers of the steps.
-    placebos: how many steps that nobody suspects are left out in the same way; half of them where no suspect removes
-        the event, fewer where they show at once that nobody did it. A step is blamed only if the run without it loses
-        half of the event, and the runs without others do not.
+    placebos: how many steps that nobody suspects are left out in the same way; fewer where they show at once that
+        nobody did it. A step is blamed only if the run without it loses half of the event, and the runs without others
+        do not.
     treatments: also try what would have prevented it; the mildest alone where somebody is blamed.
     examples: in how many of the blamed steps to look inside.
     describe: turns a batch into a text or an image (an array), kept as `found.descriptions` for the blamed steps and
@@ -178,7 +178,6 @@ def _inquire(f: Findings, few: int, named: Sequence[int], placebos: int, seed: i
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
             least=len(accused) if named else LEAST,
             own=own_batches(f.replayed.trajectory, f.event) if data == "own batch" else (),
-            every=data == "draw",
             scatter=f.scatter,
             tick=tick,
         )

@@ -109,8 +109,7 @@ def _replace(runs: Runs, found: Inquiry, doing: Sequence[Trial], innocent: Seque
     if removing:
         kin = runs.kin(removing, [t.steps[0] for t in found.suspects])[removing[0]]
         others = [*kin[: len(innocent) // 2], *(i for i in innocent if i not in kin)]
-        count = len(innocent) if runs.in_budget else len(innocent) // 2
-        found.replaced_placebos = [runs.replaced((i,), placebo=True) for i in others[:count]]
+        found.replaced_placebos = [runs.replaced((i,), placebo=True) for i in others[: len(innocent)]]
 
 
 def _first(run: Callable[[tuple[int, ...]], Trial], groups: Sequence[tuple[int, ...]]) -> Trial | None:
@@ -192,14 +191,11 @@ def _other_groups(
     placebos: int,
     draw: random.Random,
 ) -> list[Trial]:
-    """As many steps elsewhere, until so many change the event that the group is nothing special; half of the placebos
-    where much was run already and none of them changes it: one of so few would be more than the bar."""
+    """As many steps elsewhere, until so many change the event that the group is nothing special."""
     found = dict[tuple[int, ...], Trial]()
     while len(found) < min(placebos, math.comb(len(others), size)):
         steps = tuple(sorted(draw.sample(others, size)))
         found[steps] = found.get(steps) or run(steps)
-        changed = sum(not t.keeps for t in found.values())
-        enough = len(found) >= placebos // 2 and not changed and not runs.in_budget
-        if enough or changed > BARS.specific * placebos:
+        if sum(not t.keeps for t in found.values()) > BARS.specific * placebos:
             break
     return list(found.values())

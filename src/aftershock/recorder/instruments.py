@@ -281,11 +281,13 @@ def bad_by_themselves(trajectory: Trajectory, event: Event, first: int, far: flo
     """The steps of an event, from a first one on, whose batches are high on the weights of earlier steps, too.
 
     A bad batch whose like has been trained on is lower than the first, and as high on earlier weights: without the
-    first it would be, too. far: robust σ above the usual that they have there at least.
+    first it would be, too. Beside one that is extreme, others are that have less than half of its height. far: robust σ
+    above the usual that they have there at least.
     """
+    bar = min(HEIGHTS.half * (event.values[event.step] - event.usual), HEIGHTS.extreme * event.ordinary)
 
     def high(value: float) -> bool:
-        return value - event.usual >= HEIGHTS.half * (event.values[event.step] - event.usual)
+        return value - event.usual >= bar
 
     loud = [i for i in range(first, event.last + 1) if event.values[i] > event.level]
     times, steps = _earlier_times(trajectory, event.onset, high, event.quantity), trajectory.steps
@@ -326,7 +328,8 @@ def _beside_its_kind(
     if alike.a_kind and 2 * sum(as_high) > len(came):
         return "source"
     here = on_weights(quantity, trajectory, at, [trajectory.steps[time].batch for time in alike.times])
-    return "both" if here and statistics.median(here) - middle >= half else "own batch"
+    as_bad = max(half, HEIGHTS.half * there)  # it may be lower here, because its like has been trained on
+    return "both" if here and statistics.median(here) - middle >= as_bad else "own batch"
 
 
 def _low(values: Sequence[float]) -> float:

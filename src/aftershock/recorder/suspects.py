@@ -27,24 +27,22 @@ def inquire(
     groups: bool = True,
     least: int = LEAST,
     own: tuple[int, ...] = (),
-    every: bool = False,
     scatter: Scatter = REPEATS,
     tick: Callable[[], None] = lambda: None,
 ) -> Inquiry:
     """Run again without steps that nobody suspects, the placebos, and without each suspect, until it is decided.
 
-    Half of the placebos come first, one by one, the others where one of them changed the event: once more than a third
-    of those asked for do, nobody can be blamed, and `least` suspects are run without. Then the suspects. Where one
-    removes half, the other placebos; where few of them change it, one more for each, and where it is close up to
-    as many again. A placebo that removes the event, where the others do not, is a suspect from then on. Suspects of a
-    rare kind of data are judged by what batches like their own do in their place. Where that blames nobody, suspects
-    are left out together, or given batches like their own instead.
+    The placebos come first, one by one: once more than a third of those asked for change the event, nobody can be
+    blamed, and `least` suspects are run without. Then the suspects. Where one removes half, and a few placebos change
+    the event, one more for each of these, and where it is close up to as many again. A placebo that removes the event,
+    where the others do not, is a suspect from then on. Suspects of a rare kind of data are judged by what batches like
+    their own do in their place. Where that blames nobody, suspects are left out together, or given batches like their
+    own instead.
 
     reserve: further suspects, where one removes half, but not clearly more than placebos do.
     repeated: steps that saw one batch, which is left out wherever it came.
     groups: also leave out several suspects at once.
     own: steps of the event whose batches are high by themselves, which may be all there is to it.
-    every: all placebos, whatever the suspects do: what is said of the event rests on these alone.
     scatter: of the unchanged run; where it does not repeat itself, whatever removes half is run a second time.
     """
     runs, draw = Runs(trajectory, event, tick, scatter), random.Random(seed)
@@ -61,23 +59,17 @@ def inquire(
 
     if not suspected:
         return found
-    compare(placebos // 2)
-    if found.changing or every:
-        compare(placebos)
+    compare(placebos)
     unstable = found.changing > BARS.unspecific * placebos
     found.suspects = [runs.accused((i,)) for i in (suspected[:least] if unstable else suspected)]
     if unstable:
         return found
-    if any(t.removes for t in found.suspects):
-        compare(placebos)
     if found.changing and _guilty(found, event):
         compare(placebos + found.changing)
         if found.share > BARS.specific:
             compare(2 * placebos)
     if found.share <= BARS.specific:
         found.own = runs.accused(own) if len(own) > 1 else None
-        if found.own is not None and found.own.removes:
-            compare(placebos)
         _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=bool(own))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -71,23 +72,23 @@ def try_all(
     *,
     most: float = math.inf,
 ) -> list[Outcome]:
-    """What becomes of the event under each: about 200 gradients for all that are `possible`.
+    """What becomes of the event under each: about 200 gradients for all that are `possible`. Those that start at one
+    step run as rows of one rollout.
 
-    most: steps that may be run again; where they are spent, no further treatment is tried.
+    most: steps that may be run again; where the next treatment may take more than is left, no further one is tried.
     """
-    if math.isinf(most):
-        return _run(trajectory, event, wanted, tick)
     found: list[Outcome] = []
-    for treatment in wanted:
-        if most > 0:
-            found += _run(trajectory, event, [treatment], tick)
-            most -= len(found[-1].values)
+    while some := _within(event, wanted[len(found) :], most):
+        ran = run_again(trajectory, [t.run for t in some], event.last, tick, event.fails, event.quantity)
+        found += [_outcome(event, treatment, values) for treatment, values in zip(some, ran)]
+        most -= sum(map(len, ran))
     return found
 
 
-def _run(trajectory: Trajectory, event: Event, some: Sequence[Treatment], tick: Callable[[], None]) -> list[Outcome]:
-    found = run_again(trajectory, [t.run for t in some], event.last, tick, event.fails, event.quantity)
-    return [_outcome(event, treatment, values) for treatment, values in zip(some, found)]
+def _within(event: Event, wanted: Sequence[Treatment], most: float) -> list[Treatment]:
+    """The first of them, as many as take no more steps even if every run goes to the end of the event."""
+    spent = itertools.accumulate(event.last + 1 - treatment.run.at for treatment in wanted)
+    return [treatment for treatment, steps in zip(wanted, spent) if steps <= most]
 
 
 def _outcome(event: Event, treatment: Treatment, values: Values) -> Outcome:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .alarm import robust_z, usual
+from .alarm import ALARM, robust_z, usual
 from .event import BARS
 from .facts import BlameFacts, EventFacts, Facts, InstrumentFacts
 from .unrecorded import risen, short
@@ -246,7 +247,16 @@ def _shift(found: FlightExplanation) -> str:
     when = f"at step {event.explained}"
     if event.onset < event.explained:  # slowly, perhaps, and before anything showed it
         when = f"by step {event.explained} (the {event.quantity} is high from step {event.onset} on)"
+    elif _high_before(found):
+        when = f"by step {event.explained} (most values before it are high, too)"
     return f"The data changed {when}: {said}. No batch is to blame."
+
+
+def _high_before(found: FlightExplanation) -> bool:
+    """Had the data changed before the last value that was usual? Those that scatter may be so now and then."""
+    at = found.data["place"].values.tolist().index(found.facts.event.explained)
+    before = found.course[max(0, at - ALARM.lasting) : at].tolist()
+    return len(before) == ALARM.lasting and statistics.median(before) > _level(found.facts.event)
 
 
 def _source(found: FlightExplanation) -> str:
