@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import aftershock
 from aftershock.core.host import free_of_host
-from aftershock.core.memory import budget, enough, free, in_smaller_pieces, lacking, left_on_card, readable
+from aftershock.core.memory import budget, enough, free, hand_back, in_smaller_pieces, lacking, left_on_card, readable
 from aftershock.core.operators import readout
 from aftershock.core.responses import ANSWERS
 from aftershock.core.sweeps import adjoint_sweep
@@ -284,3 +285,16 @@ def test_a_kept_path_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     path.rank(case.batches(2), case.batch())
     assert not calls
     assert isinstance(path.trajectory, Trajectory)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is handed back to glibc alone")
+def test_freed_memory_below_what_is_there_goes_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    pieces = [torch.ones(2**14) for _ in range(2000)]  # of 64 KiB: small enough to lie on the heap
+    above, full = pieces.pop(), resident()
+    pieces.clear()
+    hand_back()
+    assert resident() < full - 2**26
+    assert above.sum() == 2**14

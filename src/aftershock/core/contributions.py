@@ -150,7 +150,7 @@ def displacements(
     nothing = torch.full((time, rows, len(CHANNELS), count), torch.nan, dtype=torch.float64)
     found: dict[str, Tensor] = {}
     writes: dict[str, list[Writes]] = {}
-    history, made = History(place), [edits(index) for index in range(time)]
+    history, made = History(place, layout, time * rows), [edits(index) for index in range(time)]
     most = waiting_pairs if trajectory.spacing == 1 else layout.padded_size * sum(map(len, made))
     lags = {_lag(edit) for step in made for edit in step.values()}
     waiting = {lag: Waiting(layout, rows, lag) for lag in lags}

@@ -34,15 +34,20 @@ STIFF = 0.1  # τ: from a tenth of v on, a slope in v is off by more than a few 
 
 
 class History:
-    """λ_θ after every step that an adjoint sweep has passed, one row per outcome, kept where there is room."""
+    """λ_θ after every step that an adjoint sweep has passed, one row per outcome, kept where there is room.
 
-    def __init__(self, place: torch.device) -> None:
+    `rows` of them in all, in one block: among what comes and goes at every step they would leave holes behind.
+    """
+
+    def __init__(self, place: torch.device, layout: Layout, rows: int) -> None:
         self.place = place
+        self._free = torch.empty(rows, layout.padded_size, dtype=layout.dtype, device=place)
         self._kept: dict[int, Float[Tensor, "outcome param"]] = {}
 
     def keep(self, step: int, theta: Float[Tensor, "outcome param"]) -> None:
         """The cotangents at the state after `step`."""
-        self._kept[step] = theta.to(self.place, copy=True)
+        self._kept[step] = self._free[: len(theta)].copy_(theta)
+        self._free = self._free[len(theta) :]
 
     def at(self, step: int, where: Int64[Tensor, " coordinate"] | slice) -> Float[Tensor, "outcome coordinate"] | None:
         """The same at some coordinates, on their device; None for a step that no outcome lies behind."""

@@ -185,3 +185,10 @@ def keep_freed() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in MALLOC_OPTIONS.items():
             mallopt(option, value)
+
+
+def hand_back() -> None:
+    """Freed memory goes back to the system: glibc keeps what lies below anything that is still there, and pieces of
+    other sizes are then taken beside it. Without glibc this does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

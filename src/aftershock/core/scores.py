@@ -113,8 +113,8 @@ def adjoint(
     Outcomes join the sweep when their time comes: H horizons cost H²/2 Hessian products.
     at_once: products that are computed together at most; default: all of a step's.
     """
-    order = sorted(horizons, reverse=True)
-    history = History(place)
+    order, layout = sorted(horizons, reverse=True), watch.trajectory.dynamics.layout
+    history = History(place, layout, sum(h - 1 for h in order))
 
     def inject(time: int, c: Cotangent) -> int:
         horizon = time - watch.at
@@ -126,7 +126,7 @@ def adjoint(
     def visit(at: Linearized, before: JointState, c: Cotangent) -> None:
         history.keep(at.step.index, c.theta)
 
-    c = readout(watch.trajectory.dynamics.layout.zeros(len(order)))
+    c = readout(layout.zeros(len(order)))
     first = adjoint_sweep(watch.trajectory, watch.at + order[0], watch.first, c, inject, visit, at_once)
     return Adjoint(tuple(order), first, history)
 

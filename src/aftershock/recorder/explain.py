@@ -14,6 +14,7 @@ from ..api.reruns import VERIFY, reruns
 from ..core.batches import Batch
 from ..core.contributions import Layers
 from ..core.given import max_norm, whole
+from ..core.memory import hand_back
 from ..core.probe import own_loss
 from ..core.randomness import Randomness, seed_of
 from ..errors import (
@@ -252,6 +253,7 @@ def _predict(f: Findings, references: int, *, watched: bool) -> None:
             if not f.growth.linear_ok:
                 f.refused = f.growth.sentence
                 return
+        hand_back()  # what the proofs took: the sweep takes the most of all
         with progress("adjoint sweep", last) as tick:
             f.swept = sweep(trajectory, last, f.event.quantity, references=references, tick=tick)
     except (WrongHessian, Nondeterministic, HiddenState, UnsupportedAttention, UnsupportedModel, OutOfMemory) as error:
