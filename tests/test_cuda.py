@@ -132,6 +132,38 @@ def test_fused_steps_are_the_plain_arithmetic(
             assert (a - b).abs().max() <= 8 * torch.finfo(dtype).eps * b.abs().max()
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+@pytest.mark.parametrize("step", ["tangent", "semilinear"])
+def test_fused_steps_keep_what_is_no_number(step: str, eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where v is zero, too, and whatever else would take its place."""
+    model = torch.nn.Linear(300, 1, bias=False).cuda()
+    live = torch.optim.AdamW(model.parameters(), eps=eps)
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).square().mean()
+
+    for _ in range(2):
+        loss_fn(model, torch.randn(4, 300, device="cuda")).backward()
+        live.step()
+    linear = ak.capture(model, live, loss_fn).follow([torch.randn(4, 300, device="cuda")]).control(0).linear
+    assert fused.available(linear.raw)
+    linear.before.v[:90], linear.before.m[:60], linear.raw[:30] = 0, 0, 0
+
+    def after() -> list[torch.Tensor]:
+        theta, m, v, u = (torch.full((2, linear.raw.numel()), 1e-4, device="cuda") for _ in range(4))
+        u[:, ::7], dx = torch.nan, Tangent(theta, m, v.mul_(1e-4))
+        linear.absorb_(dx, u) if step == "tangent" else linear.absorb_exactly_(dx, u, None)
+        return [theta, m, v]
+
+    quick = after()
+    with monkeypatch.context() as plain:
+        plain.setattr(fused, "available", lambda rows: False)
+        slow = after()
+    for a, b in zip(quick, slow):
+        assert a.isnan().any()
+        assert torch.equal(a.isnan(), b.isnan())
+
+
 # --- the flight recorder
 
 

@@ -32,8 +32,8 @@ def _sensitivities(m, v, numbers):
     """M and V; V = 0 where v = 0."""
     root = tl.sqrt(v / tl.load(numbers + 5))
     d = root + tl.load(numbers + 6)
-    dq_dm = tl.where(d > 0, tl.load(numbers + 7) / d, 0.0)
-    dq_dv = tl.where(root > 0, tl.load(numbers + 8) * m / (root * d * d), 0.0)
+    dq_dm = tl.where(d == 0, 0.0, tl.load(numbers + 7) / d)
+    dq_dv = tl.where(root == 0, 0.0, tl.load(numbers + 8) * m / (root * d * d))
     return dq_dm, dq_dv
 
 
@@ -76,7 +76,7 @@ def semilinear(
     sign = tl.load(numbers + 10)
     root = tl.sqrt(after_v / bias2)
     d = root + eps
-    step = tl.where(d > 0, after_m / d, 0.0)
+    step = tl.where(d == 0, 0.0, after_m / d)
     for row in range(count):
         r = row.to(tl.int64)
         factor, change = tl.load(factors + row), tl.load(changes + row)
@@ -86,13 +86,13 @@ def semilinear(
         old_v = tl.load(dv + r * s2 + at, mask=mask, other=0.0)
         new_m = old_m + rest1 * (u - old_m)
         new_v = beta2 * old_v + rest2 * (u + 2 * g) * u
-        shocked_v = tl.maximum(after_v + new_v, 0.0)
+        shocked_v = tl.where(after_v + new_v < 0, 0.0, after_v + new_v)  # what is no number stays: a maximum drops it
         shocked = tl.sqrt(shocked_v / bias2)
         # √a − √b = (a − b)/(√a + √b): no digits are lost where δv is small
         both = shocked + root
-        apart = tl.where(both > 0, (tl.maximum(new_v, -after_v) / bias2) / both, 0.0)
+        apart = tl.where(both == 0, 0.0, (tl.where(new_v < -after_v, -after_v, new_v) / bias2) / both)
         moved = shocked + eps
-        ratio = tl.where(moved > 0, (new_m - apart * step) / moved, 0.0)
+        ratio = tl.where(moved == 0, 0.0, (new_m - apart * step) / moved)
         tl.store(dm + r * s1 + at, new_m, mask=mask)
         tl.store(dv + r * s2 + at, new_v, mask=mask)
         tl.store(dtheta + r * s0 + at, shrink * old + rate * ratio, mask=mask)
