@@ -484,15 +484,15 @@ def _small_examples(system: System, path: ak.Path, pool: Sequence[tuple[Tensor, 
 # --- the first answer -----------------------------------------------------------------------------
 
 
-def first(device: torch.device, shared: bool) -> Iterator[Row]:
+def first(size: str, device: torch.device, shared: bool) -> Iterator[Row]:
     """A fresh process: its first answer against a later one."""
-    code = f"from benchmarks.language import first_answer; first_answer({device.type!r}, {shared})"
+    code = f"from benchmarks.language import first_answer; first_answer({size!r}, {device.type!r}, {shared})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"the fresh process failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
     yield Row(
-        "first answer in a fresh process over a later one: NeoX tiny",
+        f"first answer in a fresh process over a later one: NeoX {size}",
         found["first"] - found["later"],
         FIRST_BAR,
         "s more",
@@ -502,15 +502,18 @@ def first(device: torch.device, shared: bool) -> Iterator[Row]:
     )
 
 
-def first_answer(device: str, shared: bool) -> None:
+def first_answer(size: str, device: str, shared: bool) -> None:
     """Runs in the fresh process: prints the seconds of a first answer, a later one, and one more on the same path."""
     plain_float32()
     place = torch.device(device)
     clock = clock_of(place)
-    run = Run("tiny", place, shared)
+    run = Run(size, place, shared)
     assert run.optimizer is not None
-    found = {}
+    found, point, path = {}, run.point, None
     for name in ("first", "later"):
+        del point, path  # what the one before holds is not in the way
+        run.__dict__.pop("point", None)
+        emptied(place)
         began = clock()
         point = ak.capture(run.model, run.optimizer, loss_fn)
         point.loss.sharing.wanted |= shared
@@ -533,7 +536,8 @@ BY_SIZE = {
     "elementwise": elementwise,
     "answers": answers,
 }
-ONCE = {"small": small, "first": first}
+ONCE = {"small": small}
+FIRST = "first"  # in a process of its own for the tiny model and each size
 
 
 def plain_float32() -> None:
@@ -605,7 +609,7 @@ def measure_size(name: str, wanted: Sequence[str], report: Report, options: argp
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language", description=__doc__)
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["410m", "1.4b"])
-    parser.add_argument("--only", nargs="+", choices=[*BY_SIZE, *ONCE], default=[], help="these rows alone")
+    parser.add_argument("--only", nargs="+", choices=[*BY_SIZE, *ONCE, FIRST], default=[], help="these rows alone")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--together", action="store_true", help="rows together on a CPU too: a trial, not a benchmark")
     parser.add_argument("--out", type=FilePath, help="rows as JSON, written after each")
@@ -628,6 +632,8 @@ def main() -> None:
     for row, work in ONCE.items():
         if row in options.only or not options.only:
             report.guarded(row, lambda work=work: work(device, options.together), device)
+    for size in dict.fromkeys(["tiny", *options.size]) if FIRST in options.only or not options.only else ():
+        report.guarded(f"first, NeoX {size}", lambda size=size: first(size, device, options.together), device)
     print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
     report.table()
 

@@ -1,10 +1,11 @@
-"""Training with DistributedDataParallel in processes of its own, for tests/test_integrations.py."""
+"""Training with DistributedDataParallel: in processes of its own for tests/test_integrations.py, in one on a GPU."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,12 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def train(rank: int, folder: Path, mode: str) -> None:
-    model = DistributedDataParallel(made())
+def train(rank: int, folder: Path, mode: str, device: str = "cpu", recorder_of: Any = recorder_for) -> None:
+    model = DistributedDataParallel(made().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     recorder = None
     if mode != "plain":
-        recorder = recorder_for(model, optimizer, loss_of, folder / mode, clip=0.5, window=8, triggers=())
+        recorder = recorder_of(model, optimizer, loss_of, folder / mode, clip=0.5, window=8, triggers=())
         recorder.__enter__()
     torch.manual_seed(rank)  # every rank draws its own masks
     data = torch.Generator().manual_seed(100 + rank)
@@ -54,7 +55,7 @@ def train(rank: int, folder: Path, mode: str) -> None:
         warnings.simplefilter("always")
         for step in range(STEPS):
             for i in range(MICRO):
-                x = torch.randn(3 + rank, 4, generator=data, dtype=torch.float64)  # shards differ in size
+                x = torch.randn(3 + rank, 4, generator=data, dtype=torch.float64).to(device)  # shards differ in size
                 batch = (x, x[:, :1] * (1 + rank))
                 loss = loss_of(model, batch) / MICRO
                 loss.backward()

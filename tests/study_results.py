@@ -92,7 +92,6 @@ def _setting(study: str, setting: str, systems: int) -> xr.Dataset:
     attrs = {
         "machines": [{"machine": "x86_64", "processor": "made-up CPU", "gpu": None}],
         "seed": 7,
-        "sources_at": 0.25,
     }
     return xr.Dataset(variables, coords, attrs)
 
@@ -104,7 +103,10 @@ def _identity(study: str, setting: str, systems: int, horizons: int) -> dict[str
     shares = (
         {"write_in": 0.2, "smooth": 0.5, "switching": 0.3} if setting == "cnn" else {"write_in": 0.2, "smooth": 0.8}
     )
-    found = {"identity_residual": (("system", "change"), np.full((systems, CHANGES), 2e-17))}
+    found: dict[str, tuple] = {
+        "identity_residual": (("system", "change"), np.full((systems, CHANGES), 2e-17)),
+        "sources_scale": ("system", np.full(systems, 0.25)),
+    }
     for part in ("write_in", "smooth", "switching"):
         values = np.full((systems, CHANGES, horizons), shares.get(part, 0.0))
         found[f"state_share_{part}"] = (("system", "change", "horizon"), values)

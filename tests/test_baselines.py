@@ -15,7 +15,7 @@ from aftershock.core.footprint import Curvature
 from aftershock.core.graphs import GradientGraph
 from aftershock.core.loss import LossFunction
 from aftershock.errors import HiddenState, InvalidInput, OutOfMemory
-from aftershock.theory.baselines import STATIC, TRAJECTORIES, readout_null, scores
+from aftershock.theory.baselines import SCORES, STATIC, TRAJECTORIES, readout_null, scores
 
 from .cases import advised, make
 from .oracles import reverse_jacobian
@@ -70,30 +70,29 @@ def dense(request: pytest.FixtureRequest) -> tuple[System, dict[str, np.ndarray]
     return system, expected, scores(change, system.probe)
 
 
-@pytest.mark.parametrize("answer", TRAJECTORIES[:7])
-def test_trajectories_against_dense_matrices(dense: tuple, answer: str) -> None:
+@pytest.mark.parametrize("name", TRAJECTORIES[:7])
+def test_trajectories_against_dense_matrices(dense: tuple, name: str) -> None:
     _, expected, table = dense
-    size = np.abs(expected[answer]).max()
+    size = np.abs(expected[name]).max()
     assert size > 0
-    found = table["response"].sel({"answer": answer}).values
-    np.testing.assert_allclose(found, expected[answer], rtol=1e-9, atol=1e-9 * size)
-    np.testing.assert_allclose(table["score"].sel({"answer": answer}), np.abs(expected[answer]).max(1), rtol=1e-9)
+    np.testing.assert_allclose(table[f"{name}_response"], expected[name], rtol=1e-9, atol=1e-9 * size)
+    np.testing.assert_allclose(table[name], np.abs(expected[name]).max(1), rtol=1e-9)
 
 
 def test_the_ablations_are_different_things(dense: tuple) -> None:
-    """Where two answers agreed on a case, parity there would prove nothing about either."""
+    """Where two scores agreed on a case, parity there would prove nothing about either."""
     _, expected, _ = dense
-    answers = list(TRAJECTORIES[:7])
-    for i, a in enumerate(answers):
-        for b in answers[i + 1 :]:
+    names = list(TRAJECTORIES[:7])
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
             assert np.abs(expected[a] - expected[b]).max() > 1e-6 * np.abs(expected[a]).max(), (a, b)
 
 
-@pytest.mark.parametrize("answer", ["gradient_norm", "write_norm", "curvature"])
-def test_static_scores_against_dense_matrices(dense: tuple, answer: str) -> None:
+@pytest.mark.parametrize("name", ["gradient_norm", "write_norm", "curvature"])
+def test_static_scores_against_dense_matrices(dense: tuple, name: str) -> None:
     _, expected, table = dense
-    np.testing.assert_allclose(table["score"].sel({"answer": answer}), expected[answer], rtol=1e-9)
-    assert table["response"].sel({"answer": answer}).isnull().all()
+    np.testing.assert_allclose(table[name], expected[name], rtol=1e-9)
+    assert f"{name}_response" not in table
 
 
 def test_alignment_and_cosines_against_dense_matrices(dense: tuple) -> None:
@@ -103,7 +102,8 @@ def test_alignment_and_cosines_against_dense_matrices(dense: tuple) -> None:
     c = system.dense_readouts()
     cosine = torch.nn.functional.cosine_similarity(c[:1], c, dim=1).numpy()
     np.testing.assert_allclose(table["readout_cosine"].values, cosine, rtol=1e-9)
-    assert list(table["step"].values) == list(range(1, H + 2))
+    assert table["alignment"].dims == ("change", "horizon", "readout_horizon")
+    assert table["readout_horizon"].values.tolist() == table["horizon"].values.tolist() == list(range(1, H + 2))
 
 
 @pytest.mark.parametrize("name", ["tanh_mlp", "untouched_rows", "dropout", "batch_norm", "unused_parameters"])
@@ -114,11 +114,11 @@ def test_ours_are_the_engines_answers(name: str) -> None:
     response = change.response(probe).data["response"].isel(scale=0)
     for ours, theirs in (("full_iso", "tangent"), ("semilinear", "semilinear")):
         truth = response.sel({"answer": theirs}).values
-        found = table["response"].sel({"answer": ours}).values
+        found = table[f"{ours}_response"].values
         # the difference of two losses: a few roundings of a loss of order one
         np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-14)
     exact = abs(response.sel({"answer": "exact"}).isel(horizon=0)).values
-    np.testing.assert_allclose(table["score"].sel({"answer": "exact_one_step"}).values, exact, rtol=1e-12, atol=1e-16)
+    np.testing.assert_allclose(table["exact_one_step"].values, exact, rtol=1e-12, atol=1e-16)
 
 
 def test_frozen_dynamics_after_a_skip_are_powers_of_one_matrix() -> None:
@@ -132,9 +132,9 @@ def test_frozen_dynamics_after_a_skip_are_powers_of_one_matrix() -> None:
     for readout in c:
         expected.append(float(readout @ dx[:d]))
         dx = a @ dx
-    table = scores(system.path.skip(), system.probe)["response"].isel(change=0)
-    np.testing.assert_allclose(table.sel(answer="frozen_dynamics"), expected, rtol=1e-9)
-    assert abs(table.sel(answer="full_iso")[1] / expected[1] - 1) > 1e-6
+    table = scores(system.path.skip(), system.probe).isel(change=0)
+    np.testing.assert_allclose(table["frozen_dynamics_response"], expected, rtol=1e-9)
+    assert abs(table["full_iso_response"][1] / expected[1] - 1) > 1e-6
 
 
 def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -185,28 +185,29 @@ def test_memory_does_not_change_the_table() -> None:
     with pytest.raises(OutOfMemory, match="scoring one change needs") as refused:
         scores(change, probe, memory=1)
     whole, parts = scores(change, probe), scores(change, probe, memory=advised(refused))
-    np.testing.assert_allclose(parts["score"].values, whole["score"].values, rtol=1e-10)
     short = scores(change, probe, horizon=2)
-    np.testing.assert_allclose(short["response"], whole["response"].isel(horizon=[0, 1]), rtol=1e-12, atol=1e-18)
+    for name in SCORES:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-10)
+    for name in (f"{trajectory}_response" for trajectory in TRAJECTORIES):
+        np.testing.assert_allclose(short[name], whole[name].isel(horizon=[0, 1]), rtol=1e-12, atol=1e-18)
     single = scores(change, probe, horizon=1)
     for name in ("no_propagation", "initial_theta", "clamped_theta", "frozen_dynamics", "frozen_readout"):
-        row = single["score"].sel({"answer": name}).values
-        np.testing.assert_allclose(row, single["score"].sel({"answer": "full_iso"}).values)
+        np.testing.assert_allclose(single[name], single["full_iso"])
 
 
 def test_a_change_without_xi_says_which_scores_it_lacks() -> None:
     case = make("tanh_mlp")
     change, probe = case.path(4).skip(1), case.batch()
     table = scores(change, probe)
-    missing = table["score"].isel(change=0).isnull()
-    assert [str(m) for m in table["answer"].values[missing.values]] == ["gradient_norm", "curvature"]
-    assert table["answer"].values[table["reason"].values != ""].tolist() == ["gradient_norm", "curvature"]
-    assert all("a skip is not a difference of gradients" in reason for reason in table["reason"].values[missing.values])
+    assert [name for name in SCORES if table[name].isnull().any()] == ["gradient_norm", "curvature"]
+    said = "a skip is not a difference of gradients: it has no ξ, and no gradient_norm and no curvature"
+    assert table["reason"].item() == said
+    assert scores(case.path(4).replace(case.batches(1), 1), probe)["reason"].item() == ""
     whole = change.response(probe)
     for name, answer in (("full_iso", whole.tangent), ("semilinear", whole.semilinear)):
         expected = answer.isel(scale=0).values
-        np.testing.assert_allclose(table["response"].sel({"answer": name}).values, expected, rtol=1e-9)
-    assert list(table["answer"].values) == [*TRAJECTORIES, *STATIC]
+        np.testing.assert_allclose(table[f"{name}_response"].values, expected, rtol=1e-9)
+    assert [name for name in table.data_vars if name in SCORES] == [*TRAJECTORIES, *STATIC]
 
 
 # --- readout permutations
@@ -255,7 +256,7 @@ def test_a_null_that_does_not_exist_is_refused_or_undefined(ranked: tuple) -> No
     table, exact = ranked
     generator = torch.Generator()
     with pytest.raises(InvalidInput, match="two of them"):
-        readout_null(table.isel(horizon=[0], step=[0]), generator=generator)
+        readout_null(table.isel(horizon=[0], readout_horizon=[0]), generator=generator)
     with pytest.raises(InvalidInput, match="two changes"):
         readout_null(table.isel(change=[0]), generator=generator)
     with pytest.raises(InvalidInput, match="one number per change"):

@@ -191,6 +191,7 @@ def test_a_system_has_every_variable_of_its_rows(data: Path) -> None:
         "exact": ("change", "scale", "horizon"),
         "predicted": ("answer", "change", "scale", "horizon"),
         "identity_residual": ("change",),
+        "sources_scale": (),
         "output_error": ("change", "horizon"),
         **{f"output_from_{part}": ("change", "horizon") for part in PARTS},
         **{f"state_share_{part}": ("change", "horizon") for part in PARTS},

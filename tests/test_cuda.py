@@ -47,10 +47,13 @@ def test_gpu_agrees_with_cpu_to_rounding(name: str) -> None:
     answers = []
     for point in (cpu, cpu.to("cuda")):
         path = point.follow(batches, clip=case.clip)
-        response = path.replace(pool).response(probe, scales=[0.5, 1.0])
-        answers.append((response.data["response"].values, path.rank(pool, probe).data["response"].values))
-    for a, b in zip(*answers):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9 * np.abs(a).max())
+        response, ranking = path.replace(pool).response(probe, scales=[0.5, 1.0]), path.rank(pool, probe)
+        answers.append((response.data["response"].values, ranking.data["response"].values))
+    # a bias before BatchNorm has a gradient of rounding alone, which decides on what is a typical curve, and so which
+    # other coordinates have one: rankings then differ by as much as curves do from exact kicks
+    curves = 2 * float(ranking.data["curve_error"]) if name == "batch_norm" else 1e-9
+    for a, b, tolerance in zip(*answers, (1e-9, curves)):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=tolerance * np.abs(a).max())
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "accumulated"])
@@ -269,6 +272,30 @@ def test_micro_batches_of_one_buffer_are_recorded_on_the_gpu(tmp_path: Path) -> 
         assert [fed.tensors[0].unique().tolist() for fed in record.fed] == [[3.0 * record.step + i] for i in range(3)]
         assert (record.loss, record.norm) == (losses[record.step].item(), norms[record.step].item())
     assert [record.step for record in recorder.recent] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("there", ["cuda", "cpu"])
+def test_a_run_is_replayed_where_it_was_recorded(there: str, tmp_path: Path) -> None:
+    """With dropout, and the model moved elsewhere since, as Lightning does when a training ends."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)).to(there)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (m(x) - x.sum(1, keepdim=True)).square().mean()
+
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, window=8, triggers=()) as recorder:
+        for _ in range(12):
+            x = torch.randn(16, 8, device=there)
+            loss = loss_fn(model, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(x, loss)
+    model.to("cpu" if there == "cuda" else "cuda")
+    found = ak.explain(recorder, step=11, verify=0, placebos=0, treatments=False)
+    assert "to the bit" in str(found.certificate)
+    assert {p.device.type for p in model.parameters()} == {"cpu" if there == "cuda" else "cuda"}
 
 
 def test_a_state_takes_its_own_size_of_gpu_memory_and_no_more(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from .cases import make
 PATH = make("quadratic").path()
 TABLE = xr.Dataset(
     {
-        "score": (("answer", "change"), np.random.default_rng(0).random((1, 3))),
-        "alignment": (("change", "horizon", "step"), np.random.default_rng(1).random((3, 4, 4))),
+        "full_iso": ("change", np.random.default_rng(0).random(3)),
+        "alignment": (("change", "horizon", "readout_horizon"), np.random.default_rng(1).random((3, 4, 4))),
     },
-    coords={"answer": ["full_iso"], "change": range(3), "horizon": range(1, 5)},
+    coords={"change": range(3), "horizon": range(1, 5)},
 )
 VALUES = xr.DataArray(np.random.default_rng(2).random(9), dims="system")
 PAST = [torch.tensor(float(i)) for i in range(50)]

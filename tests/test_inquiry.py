@@ -129,6 +129,28 @@ def test_of_several_that_each_remove_it_none_did_it_where_as_many_others_do_the_
     assert several(told) == ""
 
 
+@pytest.mark.parametrize(
+    ("placebos", "earlier", "blamed"),
+    [
+        (2.0, (), (STEP,)),  # which is how high it is on other weights
+        (0.9, (), (STEP,)),
+        (0.3, (), ()),  # as of a run that anything changes
+        (2.0, (3, 5, 7), ()),  # several earlier ones remove it, too
+    ],
+)
+def test_a_batch_that_is_high_by_itself_may_be_higher_without_others(
+    placebos: float, earlier: Sequence[int], blamed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(out: frozenset[int]) -> float:
+        return 0.0 if STEP in out else 0.1 if out & set(earlier) else placebos
+
+    found = asked_of(left, [3, 5, 7, STEP], monkeypatch, own=(STEP,))
+    assert found.by_itself == blamed
+    if blamed:
+        assert (len(found.placebos), found.removing) == (8, 0)
+    assert asked_of(left, [3, 5, 7, STEP], monkeypatch).by_itself == ()
+
+
 # --- where the run does not repeat itself
 
 

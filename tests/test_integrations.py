@@ -21,6 +21,8 @@ lightning = pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
 from aftershock.integrations.lightning import FlightCallback as LightningCallback  # noqa: E402
 from aftershock.integrations.lightning import training_loss  # noqa: E402
 from aftershock.integrations.transformers import FlightCallback as TrainerFlight  # noqa: E402
@@ -64,7 +66,7 @@ class Net(lightning.LightningModule):
         return loss * (1 + 0.01 * batch_idx)  # the index is part of what is replayed
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.layers(batch[0] + torch.rand(1))
+        self.layers(batch[0] + torch.rand(1, device=self.device))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
@@ -77,11 +79,11 @@ def fit(folder: Path, callback: Any = None, module: Any = None, data: Any = None
     module = Net() if module is None else module
     loader = torch.utils.data.DataLoader(examples(56) if data is None else data, batch_size=4)
     held_out = torch.utils.data.DataLoader(examples(8), batch_size=4)
-    options = {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, **options}
+    options = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, val_check_interval=5,
             callbacks=callback, **options,
         )  # fmt: skip
@@ -116,6 +118,22 @@ class Loosening(lightning.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         trainer.gradient_clip_val = (0.5, None, 0.1)[batch_idx // 5]
+
+
+def scaled() -> list[Any]:
+    """What precision="16-mixed" is on a GPU: a loss that is multiplied before it goes backward."""
+    return [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]
+
+
+def test_lightning_scales_no_recorded_loss(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    callback = LightningCallback(tmp_path / "flight", triggers=())
+    plain, module = (fit(tmp_path, some, plugins=scaled(), **options) for some in (None, callback))
+    assert same(plain, module)
+    assert callback.recorder is not None
+    assert 0.1 < callback.recorder.recent[-1].loss < 2
+    found = ak.explain(tmp_path / "flight", step=callback.recorder.recent[-1].step, verify=0, references=0)
+    assert "to the bit" in str(found.certificate)
 
 
 def test_lightning_records_a_clip_that_changes(tmp_path: Path) -> None:
@@ -226,10 +244,10 @@ def train(folder: Path, model: nn.Module, data: Any, callback: Any = None, **opt
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
         "num_train_epochs": 2, "max_grad_norm": 0.5, "lr_scheduler_type": "linear", "warmup_steps": 3,
-        "eval_strategy": "steps", **options,
+        "eval_strategy": "steps", "use_cpu": True, **options,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no",
+        output_dir=str(folder), report_to=[], save_strategy="no", logging_strategy="no",
         eval_steps=4, disable_tqdm=True, seed=7, **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(

@@ -16,6 +16,7 @@ import aftershock as ak
 from aftershock import theory
 from aftershock.errors import InvalidFile
 from aftershock.results.labelled import LabelledResult
+from aftershock.results.provenance import provenance
 
 from .cases import make
 
@@ -139,6 +140,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     change = path.replace(case.batches(3), 1)
     found = {
         "scores": theory.scores(change, probe),
+        "error_shares": theory.error_shares(change, probe, scale=0.5),
         "channel_responses": theory.channel_responses(change, probe),
         "persistence": theory.persistence(change, probe, beta1=[0.5, 0.9]),
         "second_order": theory.second_order(change, probe),
@@ -149,7 +151,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     for name, data in found.items():
         assert (data["at"].item(), data["probe"].item()) == (1, "a fixed batch"), name
         assert set(data.attrs) == PROVENANCE, name
-    assert found["persistence"]["scale"].item() == 0.25
+    assert (found["persistence"]["scale"].item(), found["error_shares"]["scale"].item()) == (0.25, 0.5)
     assert found["decompose"]["scale"].item() == 1.0
     bounds = theory.error_bounds(change, horizon=2, probe=probe), theory.write_in_bound(change)
     for data in bounds:
@@ -160,7 +162,7 @@ def test_data_of_the_theory_are_variables_too() -> None:
     others = {
         "activation_margin": theory.activation_margin(change, step=2),
         "prospective_structure": theory.prospective_structure(
-            found["scores"]["response"].isel(answer=slice(0, 4)).rename(answer="future")
+            found["scores"][["full_iso_response", "semilinear_response"]].to_dataarray("future")
         ),
         "modes": theory.FrozenMemory.of(path, 1, 0).modes(),
     }
@@ -171,18 +173,22 @@ def test_data_of_the_theory_are_variables_too() -> None:
 
 
 @pytest.mark.parametrize("horizon", [1, 3])
-def test_a_decomposition_and_a_match_are_results_as_others(tmp_path: Path, horizon: int) -> None:
+def test_results_of_the_theory_are_results_as_others(tmp_path: Path, horizon: int) -> None:
     case = make("relu_cnn")
     change = case.path(4).replace(case.batches(2), 0)
     parts = theory.decompose(change, index=1, horizon=horizon)
     matched = theory.match_first_step(change.path, theory.residuals(change), case.batch())
-    for made in (parts, matched):
+    frozen = theory.FrozenMemory.of(change.path, 1, 0)
+    for made in (parts, matched, frozen):
         made.save(tmp_path / made.kind)
         found = type(made).load(tmp_path / made.kind)
         assert str(found) == str(made)
+        assert found.data.attrs == made.data.attrs == provenance(change.path.trajectory)
         assert made._repr_html_().startswith("<pre>")
         for name, values in made.data.variables.items():
             np.testing.assert_array_equal(found.data[name].values, values.values)
     assert torch.equal(type(matched).load(tmp_path / "match").xi.nan_to_num(), matched.xi.nan_to_num())
-    with pytest.raises(InvalidFile, match="match is not a saved decomposition"):
-        type(parts).load(tmp_path / "match")
+    assert theory.FrozenMemory.load(tmp_path / frozen.kind) == frozen
+    for kind in (parts, frozen):
+        with pytest.raises(InvalidFile, match=f"match is not a saved {kind.kind}"):
+            type(kind).load(tmp_path / "match")

@@ -44,12 +44,16 @@ SHAPE = {
 CONFIGS = {
     "neox": lambda: transformers.GPTNeoXConfig(**SHAPE),
     "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    # other names, tied, learned positions, and dropout, which the study leaves off
+    "gpt2": lambda: transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, n_inner=16, vocab_size=8, n_positions=16, bos_token_id=0, eos_token_id=0
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both models, a tokenizer of eight words, and a text of them."""
+    """The models, a tokenizer of eight words, and a text of them."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
 
@@ -144,7 +148,7 @@ def by_hand(folder: Path, name: str, tokens: Tensor, candidate: int | None, scal
     return losses
 
 
-@pytest.mark.parametrize("name", ["neox", "llama"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_exact_responses_are_those_of_a_plain_loop(folder: Path, name: str) -> None:
     made, data = reruns(folder, name)
     control = by_hand(folder, name, made.tokens, None, 0.0)
@@ -180,7 +184,7 @@ def test_predictions_hybrids_and_norms_of_the_same_system(folder: Path) -> None:
     assert 0 < float(data["write_norm"][0]) < 1e-3 * float(torch.cat([p.detach().flatten() for p in before]).norm())
 
 
-@pytest.mark.parametrize("name", ["neox", "llama"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_float64_is_float64_throughout(folder: Path, name: str) -> None:
     """Norms and softmaxes of transformers go through float32, which left a noise of 1e-9 in a float64 study."""
     made, data = reruns(folder, name)

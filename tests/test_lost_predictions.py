@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import aftershock as ak
 from aftershock.api.contributions import Calibrated
-from aftershock.api.ranking import relative_error
+from aftershock.api.reruns import relative_error
 from aftershock.core.adamw import Hyper, Run
 from aftershock.core.linear_step import displacement, step_size
 from aftershock.core.responses import first_disagreement, first_lost

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 import aftershock as ak
+from aftershock.api import storage
+from aftershock.core.randomness import RandomState
 from aftershock.errors import Nondeterministic, ReplayMismatch
 from aftershock.recorder import parting
 
@@ -364,3 +368,42 @@ def test_gradients_that_were_changed_behind_a_told_norm(
     monkeypatch.setattr("aftershock.recorder.recorder.BOTH", both)
     with pytest.raises(ReplayMismatch, match=words):
         ak.explain(accumulated(tmp_path, edited=True), step=STEPS - 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the replay would go to the GPU")
+def test_a_run_of_a_gpu_is_not_that_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it says where there is none: other masks, and so another loss."""
+    now = RandomState.now
+
+    def on_gpu(*given: Any) -> RandomState:
+        return replace(now(*given), cuda=torch.get_rng_state())
+
+    def step(run: Run, i: int, batch: Batch) -> None:
+        run.backward(batch)
+        run.optimizer.step()
+
+    monkeypatch.setattr(RandomState, "now", on_gpu)
+    calls = iter(range(10**6))
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return squares(model, batch) + (0.0 if next(calls) < STEPS else model[0].weight.sum())
+
+    said = mismatch(tmp_path, step, loss_fn=loss_fn)
+    assert "recorded on a GPU and is replayed on a CPU" in said
+
+
+def test_a_run_is_replayed_on_its_own_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, card, other = torch.device("cpu"), torch.device("cuda", 1), torch.device("mps")
+    of_cpu = RandomState.now(cpu)
+    of_gpu = replace(of_cpu, cuda=torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for there, model_on, recorded, chosen in (
+        (True, cpu, of_gpu, torch.device("cuda", 0)),
+        (True, card, of_gpu, card),
+        (True, card, of_cpu, cpu),
+        (True, other, of_cpu, other),
+        (False, cpu, of_gpu, cpu),
+        (False, cpu, of_cpu, cpu),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert storage._same_kind(model_on, recorded) == chosen

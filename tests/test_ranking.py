@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftershock as ak
-from aftershock.api.ranking import SUMMARIES, Ranking, to_rerun
+from aftershock.api.ranking import SUMMARIES, Ranking
+from aftershock.api.reruns import to_rerun
 from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import AtOnce, adjoint, example_direction, pool_scores
@@ -64,7 +65,7 @@ def test_calibration_by_hand(verify: int) -> None:
     guess, truth = data["predicted"].values, data["measured"].values
     order = np.argsort(-np.abs(guess).max(1))
     top, spread = (order[ranks].tolist() for ranks in RERUN[verify])
-    assert data["spread"].values.nonzero()[0].tolist() == sorted(spread)
+    assert data["judging"].values.nonzero()[0].tolist() == sorted(spread)
     top = [*top, *spread]
     assert {f"batch {i}" for i in top} == set(ranking.verified)
     for i in range(6):
@@ -78,12 +79,69 @@ def test_calibration_by_hand(verify: int) -> None:
         left_out = [offset_by_hand(*(x[[k for k in top if k != j]] for x in (truth, guess))) for j in top]
         errors = [by_hand(truth[i], guess[i] + others) for i, others in zip(top, left_out) if i in spread]
         raw = [by_hand(truth[i], guess[i]) for i in spread]
+        signs = [np.sign(truth[i]) == np.sign(guess[i] + others) for i, others in zip(top, left_out) if i in spread]
+        assert float(data["held_out_sign"]) == pytest.approx(np.mean(signs))
         assert float(data["held_out_error"]) == pytest.approx(np.median(errors), rel=1e-9)
         assert float(data["raw_error"]) == pytest.approx(np.median(raw), rel=1e-9)
         assert f"off by {np.median(errors):.2g} (NRMSE, median of {len(spread)})" in str(ranking)
     else:
         assert np.isnan(float(data["held_out_error"]))
         assert ("Not verified" if verify == 0 else "cannot judge itself") in str(ranking)
+
+
+@pytest.mark.parametrize(("signs", "words"), [(1.0, "do not trust the sizes"), (0.5, "trust neither sizes nor signs")])
+def test_a_ranking_that_is_far_off_says_what_is_left_of_it(signs: float, words: str) -> None:
+    case = make("tanh_mlp")
+    ranking = case.path(3).rank(case.batches(4), case.batch())
+    far = type(ranking)(ranking.data.assign(held_out_error=0.9, held_out_sign=signs))
+    assert far.certificate.level == "bad"
+    assert f": {words}. " in str(far.certificate)
+    assert f"Their signs are right at {signs:.0%} of horizons." in str(far.certificate)
+
+
+@pytest.mark.parametrize("verify", [(4, 1, 3), np.array([4, 1, 3]), torch.tensor([4, 1, 3])], ids=type)
+def test_batches_to_rerun_may_be_named_and_each_judges(verify: Any) -> None:
+    case = make("tanh_mlp")
+    path = case.path(5)
+    pool, probe = case.batches(6), case.batch()
+    ranking = path.rank(pool, probe, verify=verify)
+    data = ranking.data.sel(change=[f"batch {i}" for i in range(6)])
+    guess, truth = data["predicted"].values, data["measured"].values
+    assert np.flatnonzero(~np.isnan(truth).any(1)).tolist() == [1, 3, 4]
+    exact = path.replace([pool[i] for i in (1, 3, 4)]).response(probe, answers=("exact",)).exact.isel(scale=0)
+    np.testing.assert_allclose(truth[[1, 3, 4]], exact.values, rtol=1e-9)
+    assert data["judging"].values.tolist() == [False, True, False, True, True, False]
+    left = held_out(guess[[1, 3, 4]], truth[[1, 3, 4]])
+    error = np.median([by_hand(true, one) for true, one in zip(truth[[1, 3, 4]], left)])
+    assert float(data["held_out_error"]) == pytest.approx(error)
+    assert "Reruns that were named, each predicted" in str(ranking.certificate)
+    assert "Those that were named are no sample of the others." in str(ranking.certificate)
+    assert "Reruns spread over the ranking" in str(path.rank(pool, probe, verify=3).certificate)
+    assert "cannot judge itself" in str(path.rank(pool, probe, verify=[2]))
+    assert "Not verified" in str(path.rank(pool, probe, verify=[]))
+    assert path.estimate_rank(pool, probe, verify=verify) == path.estimate_rank(pool, probe, verify=3)
+
+
+def test_examples_to_rerun_may_be_named_by_their_place_in_the_pool() -> None:
+    case = make("tanh_mlp")
+    path, probe = case.path(4), case.batch()
+    pool = [tuple(part[:size] for part in batch) for batch, size in zip(case.batches(2), (2, 4))]
+    every = path.rank_examples(pool, probe, verify=99).data
+    ranking = path.rank_examples(pool, probe, verify=[3, 0])
+    known = ranking.data.where(ranking.data["measured"].notnull(), drop=True)
+    assert sorted(zip(known["batch"].values, known["index"].values)) == [(0, 0), (1, 1)]
+    assert known["judging"].all()
+    assert ranking.data["judging"].sum() == 2
+    for place in range(2):
+        one = known.isel(example=place)
+        same = (every["batch"] == one["batch"]) & (every["index"] == one["index"])
+        assert float(one["measured"]) == pytest.approx(float(every["measured"][same.values][0]), rel=1e-9)
+    a, b = (known["measured"] / known["predicted"]).values
+    sizes = abs(known["measured"].values)
+    assert float(ranking.data["held_out_error"]) == pytest.approx(
+        (abs(b / a - 1) * sizes[0] + abs(a / b - 1) * sizes[1]) / sizes.sum()
+    )
+    assert "Those that were named, each predicted" in str(ranking)
 
 
 def test_a_pool_that_shares_nothing_is_not_shifted_by_its_strongest() -> None:
@@ -118,7 +176,7 @@ def test_reruns_are_spread_over_a_ranking() -> None:
         sizes = torch.rand(size, generator=torch.Generator().manual_seed(size))
         order = sizes.argsort(descending=True).tolist()
         for few in range(14):
-            top, spread = (chosen.tolist() for chosen in to_rerun(sizes, few))
+            top, spread = to_rerun(sizes, few)
             assert len({*top, *spread}) == min(few, size)
             assert top == order[: len(top)]
             assert len(top) == (max(1, min(few, size) // 2) if few else 0)
@@ -181,7 +239,7 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
         others, finite = rerun[rerun != i], np.isfinite(truth[i])
         left_out = guess[i] + offset_by_hand(truth[others], guess[others])
         errors.append(by_hand(truth[i, finite], left_out[finite]))
-    spread = data["spread"].values[~np.isnan(truth[:, 0])]
+    spread = data["judging"].values[~np.isnan(truth[:, 0])]
     assert spread.sum() == 2
     assert float(data["held_out_error"]) == pytest.approx(np.median(np.array(errors)[spread]), rel=1e-9)
     last = path.rank(pool[:2], probe, by="response", verify=2)
@@ -196,10 +254,10 @@ def test_reruns_that_change_nothing_judge_nothing() -> None:
     path, other = case.point().follow(batches), case.batches(3)
     ranking = path.rank([batches[0], other[0]], probe, verify=2)
     assert not ranking.data["measured"].sel(change="batch 0").any()
-    assert "those beside the strongest change nothing at all" in str(ranking)
+    assert "those spread over the ranking change nothing at all" in str(ranking)
     assert ranking.certificate.level == "care"
     both = path.rank([batches[0], *other[:2]], probe, verify=3)
-    assert both.data["spread"].sum() == 2
+    assert both.data["judging"].sum() == 2
     assert "(NRMSE, median of 1)" in str(both)
     assert np.isfinite(float(both.data["held_out_error"]))
     blank = other[0][0].clone(), other[0][1]  # all but one example have no loss
@@ -252,8 +310,8 @@ def test_curves_are_not_judged_by_the_controls_own_batch() -> None:
 def test_a_file_of_another_time_is_no_ranking(tmp_path: Path) -> None:
     case = make("tanh_mlp")
     ranking = case.path(3).rank(case.batches(2), case.batch(), verify=2)
-    Ranking(ranking.data.drop_vars("spread")).save(tmp_path / "old.zarr")
-    with pytest.raises(InvalidFile, match="spread"):
+    Ranking(ranking.data.drop_vars("judging")).save(tmp_path / "old.zarr")
+    with pytest.raises(InvalidFile, match="judging"):
         Ranking.load(tmp_path / "old.zarr")
 
 
@@ -340,7 +398,7 @@ def test_example_shares_against_per_example_gradients(reduction: str, clip: floa
     np.testing.assert_allclose(data["predicted"].values, shares, rtol=1e-8, atol=1e-14)
     rerun = [0, (len(k) + 1) // 2]  # the strongest, and one in the middle of the rest
     assert np.flatnonzero(np.isfinite(measured)).tolist() == rerun
-    assert np.flatnonzero(data["spread"].values).tolist() == rerun[1:]
+    assert np.flatnonzero(data["judging"].values).tolist() == rerun[1:]
     ratios = measured[rerun] / data["predicted"].values[rerun]
     np.testing.assert_allclose(data["share"].values, np.mean(ratios) * data["predicted"].values, rtol=1e-9)
     assert float(data["held_out_error"]) == pytest.approx(abs(ratios[0] / ratios[1] - 1), rel=1e-5)
@@ -493,6 +551,21 @@ def test_an_explanation_is_checked_by_reruns() -> None:
         (lambda path, batch: path.rank([batch], batch, horizon=0), "a state after the change, counted from 1; got 0"),
         (lambda path, batch: path.rank([batch], batch, verify=2.5), r"verify is the number of exact reruns.*got 2\.5"),
         (lambda path, batch: path.rank([batch], batch, verify=-1), "whole number from 0 on; got -1"),
+        (lambda path, batch: path.rank([batch], batch, verify=[1]), "different batches of the pool, 0 to 0; got"),
+        (lambda path, batch: path.rank([batch] * 2, batch, verify=[-1]), "different batches of the pool, 0 to 1; got"),
+        (lambda path, batch: path.rank([batch] * 2, batch, verify=(1, 1)), r"different batches .*; got \[1, 1\]"),
+        (
+            lambda path, batch: path.rank([batch], batch, verify=["0"]),
+            "verify names batches of the pool, a whole .*'0'",
+        ),
+        (lambda path, batch: path.estimate_rank([batch], batch, verify=[1]), "different batches of the pool, 0 to 0"),
+        (
+            lambda path, batch: path.rank_examples([batch] * 2, batch, verify=[99]),
+            "different examples of the pool, 0 to",
+        ),
+        (lambda path, batch: path.estimate_rank_examples([batch], batch, verify=[0, 0]), "different examples"),
+        (lambda path, batch: ak.explain("no flight", verify=[3, 3]), r"different recorded steps; got \[3, 3\]"),
+        (lambda path, batch: ak.explain("no flight", verify=[1.5]), r"verify names recorded steps, a whole .*1\.5"),
         (lambda path, batch: path.rank_examples([batch], batch, verify=2.5), r"verify .*; got 2\.5"),
         (lambda path, batch: path.rank_examples([batch], batch, verify=-1), "verify .*; got -1"),
         (lambda path, batch: path.explain(batch, outcome=9), "outcome is a state .* from 1 to 3 .*; got 9"),

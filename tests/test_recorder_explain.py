@@ -328,6 +328,8 @@ def test_steps_that_are_asked_for_are_verified(run: Run) -> None:
     assert {c.step for c in asked.culprits if c.role == "suspect"} == {CULPRIT - 3, CULPRIT}
     with pytest.raises(InvalidInput, match="not among the steps"):
         ak.explain(run.recorder, step=SPIKE, verify=[3])
+    with pytest.raises(InvalidInput, match="verify names different recorded steps"):
+        ak.explain(run.recorder, step=SPIKE, verify=[CULPRIT, CULPRIT])
 
 
 def test_contributions_agree_with_the_engine_and_add_up(run: Run, found: Any) -> None:

@@ -176,11 +176,11 @@ def signed_rank_p(gap: np.ndarray) -> float:
 @drawn
 @given(seeds)
 def test_comparisons_are_paired_by_system_and_corrected_together(seed: int) -> None:
-    values = draw(seed, system=8, answer=3).assign_coords(answer=["norm", "iso", "frozen"])
+    values = draw(seed, system=8, score=3).assign_coords(score=["norm", "iso", "frozen"])
     values[:, 1] += 1.0
     values += 5.0 * draw(seed + 1, system=8)  # what systems share cancels in pairs
-    found = statistics.compare_answers(values, "iso")
-    assert found["answer"].values.tolist() == ["norm", "frozen"]
+    found = statistics.compare_scores(values, "iso")
+    assert found["score"].values.tolist() == ["norm", "frozen"]
     gaps = [values.values[:, 1] - values.values[:, j] for j in (0, 2)]
     p = [signed_rank_p(gap) for gap in gaps]
     np.testing.assert_allclose(found["p"], p)
@@ -192,18 +192,18 @@ def test_comparisons_are_paired_by_system_and_corrected_together(seed: int) -> N
 
 
 def test_comparisons_that_cannot_be_made_say_why() -> None:
-    values = draw(3, system=6, answer=4).assign_coords(answer=["iso", "same", "absent", "other"])
+    values = draw(3, system=6, score=4).assign_coords(score=["iso", "same", "absent", "other"])
     values[:, 1] = values[:, 0]
     values[:, 2] = math.nan
     values[0, 3] = math.nan
-    found = statistics.compare_answers(values, "iso", alternative="greater")
+    found = statistics.compare_scores(values, "iso", alternative="greater")
     assert found["reason"].values.tolist() == ["no pair differs", "no system has both numbers", ""]
     assert found["pairs"].values.tolist() == [6, 0, 5]
     truth = stats.wilcoxon(values.values[1:, 0], values.values[1:, 3], alternative="greater").pvalue
     np.testing.assert_allclose(found["p_holm"], [math.nan, math.nan, truth])  # one comparison: nothing to correct
-    for bad, answers in (("exact", slice(None)), ("iso", [0])):
+    for bad, scores in (("exact", slice(None)), ("iso", [0])):
         with pytest.raises(InvalidInput, match="nothing to compare"):
-            statistics.compare_answers(values.isel(answer=answers), bad)
+            statistics.compare_scores(values.isel(score=scores), bad)
 
 
 # --- intervals

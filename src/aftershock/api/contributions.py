@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from ..results.provenance import provenance
 from ..results.statistics import rank_correlation
 from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST, Change
 from .progress import Estimate, progress
-from .ranking import common_factor, relative_error, reruns, to_rerun
+from .reruns import common_factor, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -173,7 +173,7 @@ def explain(
 ) -> Contributions:
     """See `Path.explain`."""
     watch = _asked(path, probe, outcome, change)
-    few, given = _reruns(verify, watch)
+    few, named = _reruns(verify, watch)
     limit = path.memory if memory is None else memory
     plan, _ = _planned(path, watch, change, few, limit)
     if plan is None:
@@ -184,8 +184,8 @@ def explain(
         lost = readings["straight"].isnan().any(1).nonzero()[:, 0].tolist()
         for step in lost[-1:]:  # the sweep came back through the next one
             path.check_after(step, min(step + 2, watch.last))
-        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few).tolist()
-    found = Calibrated.by(readings, _measured(path, watch, change, given or chosen, limit))
+        chosen = _to_rerun(readings[_unverified(readings)].sum(1).abs(), few)
+    found = Calibrated.by(readings, _measured(path, watch, change, named or chosen, limit))
     if found.held_out_error > TRUST.careful_nrmse:
         worst = int((found.held_out - found.measured).abs().nan_to_num(-1.0).argmax())
         path.check_after(worst, watch.last)
@@ -218,13 +218,7 @@ def _asked(path: Path, probe: Any, outcome: int | None, change: str) -> Watch:
 
 
 def _reruns(verify: int | Sequence[int], watch: Watch) -> tuple[int, list[int]]:
-    """How many steps are rerun exactly, and which, where they are given."""
-    if not isinstance(verify, Iterable) or getattr(verify, "ndim", 1) == 0:  # a number may be a tensor
-        return reruns(verify), []  # type: ignore[arg-type]
-    given = [whole(step, "verify names steps of the path") for step in verify]
-    if len(set(given)) < len(given) or not all(0 <= step < watch.last for step in given):
-        raise InvalidInput(f"verify names different steps before the outcome, 0 to {watch.last - 1}; got {given}")
-    return len(given), given
+    return reruns(verify, "steps before the outcome", range(watch.last))
 
 
 def _planned(
@@ -259,7 +253,7 @@ def _readings(path: Path, watch: Watch, change: str, plan: SweepPlan) -> dict[st
     return {"straight": -bent.straight(parts).sum(-1), "bent": -bent.response(parts).sum(-1)}
 
 
-def _to_rerun(sizes: Float[Tensor, " step"], few: int) -> Int64[Tensor, " rerun"]:
+def _to_rerun(sizes: Float[Tensor, " step"], few: int) -> list[int]:
     """Which steps are rerun: half of so many the strongest, at least one, the others along the path from its start on.
 
     The further back a step lies, the less a prediction of it holds. On 96 paths of 16 small models (16 steps, each
@@ -267,8 +261,8 @@ def _to_rerun(sizes: Float[Tensor, " step"], few: int) -> Int64[Tensor, " rerun"
     all, where the others were spread over the ranking, and 2.6 times with these (three reruns; 4.2 and 2.3 with five).
     """
     top, spread = to_rerun(sizes, few)
-    rest = torch.arange(len(sizes))[~torch.isin(torch.arange(len(sizes)), top)]
-    return torch.cat([top, rest[len(rest) * torch.arange(len(spread)) // max(len(spread), 1)]])
+    rest = [step for step in range(len(sizes)) if step not in top]
+    return [*top, *(rest[len(rest) * i // len(spread)] for i in range(len(spread)))]
 
 
 def _unverified(readings: Mapping[str, Float[Tensor, "step channel"]]) -> str:

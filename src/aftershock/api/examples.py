@@ -24,7 +24,8 @@ from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST, Change
 from .progress import Estimate, progress
-from .ranking import SHOWN, common_factor, prepared, relative_error, reruns, to_rerun
+from .ranking import SHOWN, prepared
+from .reruns import common_factor, judging_in_words, relative_error, reruns, to_rerun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,7 +38,8 @@ class ExampleRanking(LabelledResult):
 
     `data` has by example: `share` (calibrated by a common factor), `predicted`, `measured` where the example's part of
     the gradient was added in an exact rerun, and where the example stands: `batch`, `index`. `held_out_error` is that
-    of the reruns spread over the ranking (`spread`), in sum, each predicted with the factor of all others.
+    of the reruns that judge (`judging`): those spread over the ranking, or all where the user named them (`named`);
+    in sum, each predicted with the factor of all others.
 
     >>> ranking = path.rank_examples(batches, probe, verify=2)
     >>> int(ranking.data["batch"][0]), ranking.certificate.findings[0].subject
@@ -45,7 +47,7 @@ class ExampleRanking(LabelledResult):
     """
 
     kind = "example ranking"
-    wanted = ("share", "predicted", "measured", "batch", "index", "held_out_error")
+    wanted = ("share", "predicted", "measured", "batch", "index", "judging", "named", "held_out_error")
 
     @property
     def certificate(self) -> Certificate:
@@ -59,16 +61,17 @@ class ExampleRanking(LabelledResult):
         if count == 1:
             sentence = "Calibrated with one exact rerun, which cannot judge itself."
             return Certificate((Finding("care", "examples", "reruns", 1.0, 2.0, sentence),))
+        which, left = judging_in_words(self.data)
         if math.isnan(error):
             sentence = (
-                f"Calibrated with {count} exact reruns: none of those spread over the ranking stayed finite and "
+                f"Calibrated with {count} exact reruns: none of those {which} stayed finite and "
                 "changed anything, so the error on others is not known."
             )
             return Certificate((Finding("care", "examples", "reruns", float(count), 2.0, sentence),))
         level = TRUST.level(error)
         sentence = (
-            f"Calibrated with {count} exact reruns. Those spread over the ranking, each predicted with the calibration "
-            f"of the others, are off by {error:.0%} in sum. The measured column is the truth."
+            f"Calibrated with {count} exact reruns. Those {which}, each predicted with the calibration of the "
+            f"others, are off by {error:.0%} in sum. The measured column is the truth.{left}"
         )
         return Certificate((Finding(level, "examples", "error of reruns held out", error, TRUST.nrmse, sentence),))
 
@@ -95,15 +98,15 @@ def rank_examples(
     *,
     at: int,
     horizon: int | None,
-    verify: int,
+    verify: int | Sequence[int],
     memory: str | int | None,
 ) -> ExampleRanking:
     """See `Path.rank_examples`."""
-    wanted = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
+    few, named = _reruns(verify, batches)
     limit = path.memory if memory is None else memory
     sample = _sample(batches)
-    plan, size, _ = _planned(path, watch, batches, wanted, limit)
+    plan, size, _ = _planned(path, watch, batches, few, limit)
     control = path.control(watch.at)
     weight = example_weight(control, max(batches, key=example_count))
     direction = _direction(watch, control, sample, plan)
@@ -115,13 +118,14 @@ def rank_examples(
     batch_of = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shares)])[order]
     index_of = torch.cat([torch.arange(len(s)) for s in shares])[order]
     measured = torch.full_like(share, torch.nan)
-    top, spread = to_rerun(share[order].abs(), wanted)
-    rerun = torch.cat([top, spread])
+    top, judging = ([], order.argsort()[named].tolist()) if named else to_rerun(share[order].abs(), few)
+    rerun = [*top, *judging]
     chosen = [(int(batch_of[k]), int(index_of[k])) for k in rerun]
     measured[rerun] = _measure_examples(
         path, control, batches, watch, chosen, weight, left_for_reruns(path.trajectory, len(chosen), limit)
     )
-    return ExampleRanking(_examples(path, watch, share[order], measured, spread, batch_of, index_of))
+    data = _examples(path, watch, share[order], measured, judging, batch_of, index_of)
+    return ExampleRanking(data.assign(named=bool(named)))
 
 
 def estimate(
@@ -131,13 +135,17 @@ def estimate(
     *,
     at: int,
     horizon: int | None,
-    verify: int,
+    verify: int | Sequence[int],
     memory: str | int | None,
 ) -> Estimate:
     """See `Path.estimate_rank_examples`."""
-    wanted = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
-    return _planned(path, watch, batches, wanted, path.memory if memory is None else memory)[2]
+    few, _ = _reruns(verify, batches)
+    return _planned(path, watch, batches, few, path.memory if memory is None else memory)[2]
+
+
+def _reruns(verify: int | Sequence[int], batches: Sequence[Batch]) -> tuple[int, list[int]]:
+    return reruns(verify, "examples of the pool", range(sum(map(example_count, batches))))
 
 
 def _sample(batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -208,7 +216,7 @@ def _examples(
     watch: Watch,
     share: Float[Tensor, " example"],
     measured: Float[Tensor, " example"],
-    spread: Int64[Tensor, " rerun"],
+    judging: Sequence[int],
     batch_of: Int64[Tensor, " example"],
     index_of: Int64[Tensor, " example"],
 ) -> xr.Dataset:
@@ -216,9 +224,9 @@ def _examples(
     import xarray as xr
 
     known, judged = measured.isfinite(), torch.zeros_like(measured, dtype=torch.bool)
-    judged[spread] = True
+    judged[list(judging)] = True
     factor, held = common_factor(share[known], measured[known])
-    judging = judged[known] & (measured[known] != 0) & (len(held) > 1)
+    judges = judged[known] & (measured[known] != 0) & (len(held) > 1)
     return xr.Dataset(
         {
             "share": ("example", (factor * share).numpy()),
@@ -226,8 +234,8 @@ def _examples(
             "measured": ("example", measured.numpy()),
             "batch": ("example", batch_of.numpy()),
             "index": ("example", index_of.numpy()),
-            "spread": ("example", judged.numpy()),
-            "held_out_error": relative_error(held[judging], measured[known][judging]),
+            "judging": ("example", judged.numpy()),
+            "held_out_error": relative_error(held[judges], measured[known][judges]),
             "at": watch.at,
             "horizon": watch.horizons,
             "probe": watch.probe.name,

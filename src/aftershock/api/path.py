@@ -37,7 +37,8 @@ from .contributions import estimate as estimate_explain
 from .examples import ExampleRanking, rank_examples
 from .examples import estimate as estimate_rank_examples
 from .progress import Estimate
-from .ranking import VERIFY, Ranking, estimate, rank
+from .ranking import Ranking, estimate, rank
+from .reruns import VERIFY
 from .schedule import values_of
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ class Path:
         at: int = 0,
         horizon: int | None = None,
         by: str = "peak",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         labels: Sequence[str] | None = None,
         memory: str | int | None = None,
     ) -> Ranking:
@@ -412,7 +413,7 @@ class Path:
         by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
             total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
         verify: how many are rerun exactly: half of them the strongest (at least one), the others spread over the rest,
-            which tell how large the error is.
+            which tell how large the error is; or which, by their places in the pool, and then all of them tell.
         labels: names of the batches in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
@@ -430,7 +431,7 @@ class Path:
         at: int = 0,
         horizon: int | None = None,
         by: str = "peak",
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `rank` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are its own.
@@ -450,7 +451,7 @@ class Path:
         *,
         at: int = 0,
         horizon: int | None = None,
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> ExampleRanking:
         """Score every single example of a pool at one outcome (`horizon`, default the last).
@@ -458,7 +459,8 @@ class Path:
         An example's share is what its part of the batch's mean gradient would add to the response. All shares come from
         one forward-mode pass over the pool. Examples that depend on each other, as in training BatchNorm, are refused.
 
-        verify: for how many the part is added in an exact rerun, chosen as in `rank`; the reruns calibrate the rest.
+        verify: for how many the part is added in an exact rerun, chosen as in `rank`; or for which, by their places in
+            the pool, counted through its batches. The reruns calibrate the rest.
         memory: a budget such as "8GiB"; default: the path's own, or what is free. It decides how many examples
             go in one pass, too.
 
@@ -475,7 +477,7 @@ class Path:
         *,
         at: int = 0,
         horizon: int | None = None,
-        verify: int = VERIFY,
+        verify: int | Sequence[int] = VERIFY,
         memory: str | int | None = None,
     ) -> Estimate:
         """What `rank_examples` will cost, before any of it is done: gradients, seconds, peak memory. The arguments are

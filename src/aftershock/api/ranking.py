@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from ..core.batches import Batch
 from ..core.changes import ControlStep, Replace, names_of
-from ..core.given import whole
 from ..core.memory import in_smaller_pieces
 from ..core.probe import Watch
 from ..core.responses import first_disagreement
@@ -22,12 +21,13 @@ from ..core.sweep_plans import SweepPlan, plan_ranking, widen, with_reruns
 from ..errors import InvalidInput
 from ..results.calibration import held_out, shared_offset
 from ..results.certificate import TRUST, Certificate, Finding, masks, slopes
-from ..results.fidelity import nrmse
+from ..results.fidelity import nrmse, sign_agreement
 from ..results.labelled import LabelledResult
 from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST
 from .progress import Estimate, progress
+from .reruns import judging_in_words, reruns, to_rerun
 from .response import sparkline
 
 if TYPE_CHECKING:
@@ -36,21 +36,23 @@ if TYPE_CHECKING:
     from .path import Path
 
 SHOWN = 10
-VERIFY = 5  # exact reruns, unless told otherwise: they calibrate, and each is judged by the others
 SUMMARIES = ("peak", "max_increase", "max_decrease", "total_abs", "total_increase", "total_decrease")
+BATCHES = "batches of the pool"
 LAST = "response"  # the signed response at the last horizon, which needs one outcome only
 
 
 class Ranking(LabelledResult):
     """Predicted responses of a pool of batches, strongest first, and exact reruns of some: of the strongest, and of
-    others spread over the ranking.
+    others spread over the ranking, or of those that were named.
 
     `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
     `response`, the prediction plus `offset`, by which reruns differ from their predictions in the mean, as far as that
     helps to predict each of them from the others (`offset_share` of it). The control's own batch is no change: its
     prediction and its response are 0. `score` sorts them.
-    `held_out_error` is the median NRMSE of the reruns that are spread over the ranking (`spread`), each predicted with
-    the calibration of all others; one without any response, as of the control's own batch, has none.
+    `held_out_error` is the median NRMSE of the reruns that judge (`judging`), which are those spread over the ranking,
+    or all where the user named them (`named`): each predicted with the calibration of all others. One without any
+    response, as of the control's own batch, has none. `held_out_sign` is the share of horizons at which their signs are
+    right.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
 
     >>> ranking = path.rank(batches, probe, verify=2)
@@ -59,7 +61,7 @@ class Ranking(LabelledResult):
     """
 
     kind = "ranking"
-    wanted = ("response", "predicted", "measured", "score", "spread")
+    wanted = ("response", "predicted", "measured", "score", "judging", "named")
 
     @property
     def order(self) -> list[str]:
@@ -131,32 +133,34 @@ def _findings(ranking: Ranking) -> list[Finding]:
             why = "one rerun cannot judge itself"
         elif int(finite.sum()) < 2:
             why = "fewer than two of them stayed finite"
-        elif bool((finite & data["spread"]).any()):
-            why = "those beside the strongest change nothing at all, so that there is no error relative to them"
+        elif bool((finite & data["judging"]).any()):
+            why = f"those {judging_in_words(data)[0]} change nothing at all, so that there is no error relative to them"
         sentence = f"{calibrated}: {why}, so the error on others is not known."
         return [Finding("care", "ranking", "reruns", float(count), 2.0, sentence)]
     level = TRUST.level(error)
-    word = {"ok": "trust it", "care": "use it with care", "bad": "do not trust the sizes"}[level]
+    signs = float(data["held_out_sign"])
+    bad = "do not trust the sizes" if signs >= TRUST.careful_signs else "trust neither sizes nor signs"
+    word = {"ok": "trust it", "care": "use it with care", "bad": bad}[level]
+    which, left = judging_in_words(data)
     sentence = (
-        f"{calibrated}: {word}. Reruns spread over the ranking, each predicted with the calibration of the others, "
+        f"{calibrated}: {word}. Reruns {which}, each predicted with the calibration of the others, "
         f"are off by {error:.2g} (NRMSE, median of {int(_judges(data).sum())}); without calibration by "
-        f"{float(data['raw_error']):.2g}. "
-        "The measured column is the truth."
+        f"{float(data['raw_error']):.2g}. Their signs are right at {signs:.0%} of horizons. The measured column is the "
+        f"truth.{left}"
     )
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
 
 
 def _judges(data: xr.Dataset) -> xr.DataArray:
-    """Which reruns tell how far predictions are off: spread over the ranking, finite somewhere, and not nothing, as
-    the control's own batch is."""
+    """Which reruns tell how far predictions are off: finite somewhere, and not nothing, as the control's own batch."""
     measured = data["measured"]
-    judges: xr.DataArray = data["spread"] & ((abs(measured) < math.inf) & (measured != 0)).any("horizon")
+    judges: xr.DataArray = data["judging"] & ((abs(measured) < math.inf) & (measured != 0)).any("horizon")
     return judges
 
 
 def _strongest(data: xr.Dataset) -> list[Finding]:
     """Those of the strongest that their own reruns refute, in a ranking that is usable otherwise."""
-    top = data.isel(change=(~data["spread"] & (abs(data["measured"]) < math.inf).any("horizon")).values)
+    top = data.isel(change=(~data["judging"] & (abs(data["measured"]) < math.inf).any("horizon")).values)
     error = nrmse(top["measured"], top["response"])
     wrong = [
         f"{name} ({value:.2g})"
@@ -177,11 +181,6 @@ def _curve_findings(error: float) -> list[Finding]:
     return [Finding("care", "ranking", "NRMSE of curves", error, TRUST.curves, sentence)] * (error > TRUST.curves)
 
 
-def reruns(verify: SupportsIndex) -> int:
-    """How many exact reruns are asked for."""
-    return whole(verify, "verify is the number of exact reruns", 0)
-
-
 def rank(
     path: Path,
     pool: Iterable[Batch],
@@ -190,15 +189,15 @@ def rank(
     at: int,
     horizon: int | None,
     by: str,
-    verify: int,
+    verify: int | Sequence[int],
     labels: Sequence[str] | None,
     memory: str | int | None,
 ) -> Ranking:
     """See `Path.rank`."""
     import xarray as xr
 
-    few = reruns(verify)
     batches, watch = prepared(path, pool, probe, at, horizon)
+    few, named = reruns(verify, BATCHES, range(len(batches)))
     given = [f"batch {i}" for i in range(len(batches))] if labels is None else labels
     names = names_of([Replace(batch) for batch in batches], given)
     horizons = horizons_of(watch, by)
@@ -207,18 +206,18 @@ def rank(
     coords = {"change": names, "horizon": horizons}
     path.check_lost(watch.at, found.response, horizons)
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
-    top, spread = to_rerun(torch.as_tensor(_score(predicted, by).values), few)
-    rerun = torch.cat([top, spread]).tolist()
+    top, judging = ([], named) if named else to_rerun(torch.as_tensor(_score(predicted, by).values), few)
+    rerun = [*top, *judging]
     measured = xr.full_like(predicted, torch.nan)
     if rerun:
         measured[rerun] = _measure(path, [batches[i] for i in rerun], watch, horizons, memory).numpy()
-    data = _calibrated(predicted, measured, spread, by, found, watch, path)
+    data = _calibrated(predicted, measured, judging, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
         exact, guess = (torch.as_tensor(curves.values[rerun]) for curves in (measured, predicted))
         none = torch.zeros(len(horizons))
         h = first_disagreement(exact, guess, none, gross=TRUST.careful_nrmse, parted=TRUST.symmetric_error)
         path.check_before(watch.at, None if h is None else watch.at + horizons[h - 1])
-    return Ranking(data)
+    return Ranking(data.assign(named=bool(named)))
 
 
 def _predict(
@@ -265,14 +264,13 @@ def _measure(
 def _calibrated(
     predicted: xr.DataArray,
     measured: xr.DataArray,
-    spread: Int64[Tensor, " rerun"],
+    judging: Sequence[int],
     by: str,
     found: PoolScores,
     watch: Watch,
     path: Path,
 ) -> xr.Dataset:
-    """Predictions with what reruns share added, sorted, and how good that is on those spread over the ranking, each
-    left out.
+    """Predictions with what reruns share added, sorted, and how good that is on those that judge, each left out.
 
     eq:calibration.
     """
@@ -284,25 +282,28 @@ def _calibrated(
     offset, share = shared_offset(plain.values, truth.values)
     response = predicted + changed * xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
     judged = xr.zeros_like(measured["change"], dtype=bool)
-    judged[spread.tolist()] = True
-    judges = _judges(xr.Dataset({"measured": measured, "spread": judged}))
-    judging, several = judges["change"][judges.values], len(known) > 1
-    left_out = nrmse(truth, plain.copy(data=held_out(plain.values, truth.values))) if several else None
-    raw = nrmse(truth, plain).sel(change=judging if several else known)
+    judged[list(judging)] = True
+    judges = _judges(xr.Dataset({"measured": measured, "judging": judged}))
+    sized, several = judges["change"][judges.values], len(known) > 1
+    others = plain.copy(data=held_out(plain.values, truth.values)) if several else None
+    left_out = None if others is None else nrmse(truth, others)
+    signs = None if others is None else sign_agreement(truth, others, xr.DataArray(0.0)).sel(change=sized)
+    raw = nrmse(truth, plain).sel(change=sized if several else known)
     if left_out is not None:  # a judge has a size: what has no error has no prediction
-        left_out, raw = left_out.sel(change=judging).fillna(math.inf), raw.fillna(math.inf)
+        left_out, raw = left_out.sel(change=sized).fillna(math.inf), raw.fillna(math.inf)
     data = xr.Dataset(
         {
             "response": response,
             "predicted": predicted,
             "measured": measured,
-            "spread": judged,
+            "judging": judged,
             "offset": ("horizon", offset),
             "offset_share": share,
             "score": _score(response, by),
             "xi_norm": ("change", found.xi_norm.numpy()),
             "held_out_error": torch.nan if left_out is None else float(left_out.median()),
             "raw_error": float(raw.median()),
+            "held_out_sign": torch.nan if signs is None else float(signs.mean()),
             "stiff_share": found.stiff,
             "curve_error": found.curve_error,
             "check": str(path.check()),
@@ -353,12 +354,13 @@ def estimate(
     at: int,
     horizon: int | None,
     by: str,
-    verify: int,
+    verify: int | Sequence[int],
     memory: str | int | None,
 ) -> Estimate:
     """See `Path.estimate_rank`."""
     batches, watch = prepared(path, pool, probe, at, horizon)
-    return planned(path, watch, horizons_of(watch, by), len(batches), reruns(verify), memory)[1]
+    few, _ = reruns(verify, BATCHES, range(len(batches)))
+    return planned(path, watch, horizons_of(watch, by), len(batches), few, memory)[1]
 
 
 def planned(
@@ -373,46 +375,3 @@ def planned(
     gradients += few * (1 + steps + FORWARD_COST * outcomes)
     seconds = gradients * path.trajectory.seconds_per_step
     return plan, Estimate(gradients, seconds, plan.peak, math.ceil(batches / plan.at_once.gradients))
-
-
-# --- reruns
-
-
-def to_rerun(sizes: Float[Tensor, " candidate"], few: int) -> tuple[Int64[Tensor, " top"], Int64[Tensor, " spread"]]:
-    """Which of the candidates are rerun: half of so many the strongest, at least one, the others spread over the rest.
-
-    Those spread tell how far the ones that are not rerun are off: of the strongest alone, errors came out at 0.3–0.5
-    of that (tied language model, 24 batches, 2 to 8 reruns).
-    """
-    order = sizes.argsort(descending=True, stable=True)
-    few = min(few, len(order))
-    top = max(few // 2, min(few, 1))
-    rest, between = len(order) - top, few - top + 1
-    return order[:top], order[top + rest * torch.arange(1, between) // between]
-
-
-def common_factor(
-    predicted: Float[Tensor, " rerun"], measured: Float[Tensor, " rerun"]
-) -> tuple[float, Float[Tensor, " rerun"]]:
-    """The factor that brings predictions to what reruns measured, and each prediction times the others' factor.
-
-    It is the median ratio; one that would turn signs around calibrates nothing, and is 1.
-    """
-
-    def factor(known: Tensor) -> float:
-        ratios = (measured / predicted)[known & predicted.isfinite() & (predicted != 0)]
-        middle = float(ratios.quantile(0.5)) if len(ratios) else 1.0
-        return middle if middle > 0 else 1.0
-
-    each = torch.eye(len(predicted), dtype=torch.bool)
-    held = torch.tensor([factor(~own) for own in each], dtype=torch.float64) * predicted
-    return factor(torch.ones_like(predicted, dtype=torch.bool)), held
-
-
-def relative_error(predicted: Float[Tensor, " rerun"], measured: Float[Tensor, " rerun"]) -> float:
-    """Of reruns, in sum; NaN where there is none. A prediction that is no number is infinitely wrong."""
-    known = measured.isfinite()
-    if not known.any():
-        return math.nan
-    miss = (predicted - measured)[known].abs().nan_to_num(torch.inf).sum()
-    return float(miss / measured[known].abs().sum().clamp(min=1e-300))

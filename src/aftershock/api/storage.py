@@ -63,14 +63,24 @@ def load_captured(
     loss_fn: Callable[[nn.Module, Batch], Tensor],
     *,
     constant: Sequence[nn.Module] = (),
+    where_saved: bool = False,
 ) -> Captured:
-    """The point in `path` with the code of `model`."""
+    """The point in `path` with the code of `model`, on the model's device.
+
+    where_saved: on the kind of device that it was saved from, where this machine has one. A GPU's kernels and random
+    numbers are its own: there alone a run repeats itself.
+    """
     with malformed(path, "saved point"):
-        return _load(path, model, loss_fn, constant)
+        return _load(path, model, loss_fn, constant, where_saved=where_saved)
 
 
 def _load(
-    path: Path, model: nn.Module, loss_fn: Callable[[nn.Module, Batch], Tensor], constant: Sequence[nn.Module]
+    path: Path,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Batch], Tensor],
+    constant: Sequence[nn.Module],
+    *,
+    where_saved: bool,
 ) -> Captured:
     tensors, header = read_tensors(path, "saved point", FORMAT)
     said = header["loop"]
@@ -92,6 +102,10 @@ def _load(
             )
     device = private.original[names[0]].device
     device = torch.device("cpu") if device.type == "meta" else device
+    random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
+    if where_saved:
+        device = _same_kind(device, random)
+        _tell_where(private.model, device)
     layout = Layout(
         names=names,
         shapes=tuple(tensors[f"theta/{name}"].shape for name in names),
@@ -124,8 +138,23 @@ def _load(
     )
     around = Autocast(enabled, getattr(torch, dtype), *map(float, scale))
     loss = LossFunction(private.model, loss_fn, layout, constants, around, zeroed=loop.zeroed)
-    random = RandomState.of({k.removeprefix("random/"): t for k, t in tensors.items() if k.startswith("random/")})
     return Captured(loss, state, tuple(hyper_from_json(h) for h in header["hypers"]), random, loop)
+
+
+def _same_kind(device: torch.device, random: RandomState) -> torch.device:
+    """The model's device, or another of the kind that the random numbers are of: Lightning moves a model to the CPU
+    when its training ends."""
+    on_gpu = random.cuda is not None
+    if device.type == "cpu" and on_gpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cuda" and not on_gpu else device
+
+
+def _tell_where(model: nn.Module, device: torch.device) -> None:
+    """Modules of Lightning remember where they were moved to last, and make new tensors there."""
+    for module in model.modules():
+        if isinstance(vars(module).get("_device"), torch.device):
+            vars(module)["_device"] = device
 
 
 def hyper_to_json(hyper: Hyper) -> dict[str, Any]:

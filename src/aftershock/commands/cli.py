@@ -313,6 +313,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: P
     from ..report.study_files import write_figures
     from ..report.study_page import write_study_page
     from ..studies import tables
+    from ..studies.results import systems_in
     from ..studies.runner import machine_kinds
 
     cells = tables.build(study.name, results)
@@ -325,7 +326,7 @@ def _publish(study: Study, results: dict[str, xr.Dataset], out: Path, library: P
     if len(kinds) > 1:
         typer.echo(f"aftershock: systems ran on different machines, so bits may differ: {' | '.join(kinds)}", err=True)
     typer.echo(tables.verdict(cells))
-    done, whole = (next(iter(results.values())).attrs[key] for key in ("systems", "systems_in_study"))
+    done, whole = len(systems_in(results)), len(study.systems)
     if done < whole:
         typer.echo(f"partial: {done} of {whole} systems")
     if study.attrs.get("quick"):

@@ -20,7 +20,7 @@ from .clipping import scale_
 from .dynamics import Step, Taken
 from .gates import Pattern, recording
 from .loss import Gradient
-from .reductions import equal
+from .reductions import equal, goes_on
 from .rows import finite, row_gradients, row_values
 from .state import JointState
 from .trajectory import Trajectory
@@ -209,7 +209,7 @@ class ExactRows:
         """What was seen of the last steps."""
         for slot, taken in self._launched.items():
             seen = taken.settle()
-            self._alive[slot] &= math.isfinite(seen.loss + seen.clip.norm)
+            self._alive[slot] &= all(goes_on(seen.loss, seen.clip.norm))
             self._switched[slot] += seen.clip.binds != self.trajectory.steps[seen.index].clip.binds
         self._launched.clear()
 

@@ -26,8 +26,9 @@ UNRECORDED = Cause(
 )
 EDITED = Cause(
     "gradient",
-    "the loop edits gradients in place between backward() and optimizer.step() (noise, projection, a hook)",
-    "leave the edit out, or make it in loss_fn; clipping by the global norm is clip=",
+    "the loop edits gradients in place between backward() and optimizer.step() (clipping by value, noise, "
+    "projection, a hook)",
+    "leave the edit out, or make it in loss_fn; clipping by the global norm is clip=, by value it is not modelled",
 )
 
 

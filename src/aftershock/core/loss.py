@@ -22,7 +22,7 @@ from .outside import Mark
 from .playback import Player
 from .randomness import RandomState
 from .recordings import Program, Recording
-from .reductions import finite
+from .reductions import finite, goes_on
 from .rows import Sharing
 
 T = TypeVar("T")
@@ -276,7 +276,7 @@ class LossFunction(Calls):
 
     def refuse_not_finite(self, found: Gradient, where: str) -> None:
         """Raise `NotFinite` unless loss and gradient are finite: the one wait for a GPU."""
-        if torch.isfinite(found.norm + found.loss):
+        if all(goes_on(found.loss, found.norm)):
             return
         if not torch.isfinite(found.loss):
             raise NotFinite(f"the loss at {where} is {float(found.loss)}")

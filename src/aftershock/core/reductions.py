@@ -123,6 +123,12 @@ def finite(x: Float[Tensor, "..."]) -> bool:
     return bool(torch.isfinite(x).all())
 
 
+def goes_on(loss: Tensor | float, norm: Tensor | float) -> list[bool]:
+    """Is the loss of a step a number, and the norm of its gradient? Where not, a run ends, row by row: the one place
+    that decides so, since ranks must decide alike. One wait for a GPU."""
+    return [bool(ok) for ok in torch.as_tensor(loss + norm).isfinite().reshape(-1).tolist()]
+
+
 def count(mask: Bool[Tensor, " param"]) -> int:
     """How many coordinates are marked. The padding is never marked by a mask of values that differ from zero.
 

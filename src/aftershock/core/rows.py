@@ -21,7 +21,7 @@ from .batches import Batch, added, micro_batches
 from .mapping import mapped_over
 from .memory import free_of_all, ran_out
 from .randomness import RandomState
-from .reductions import equal, joint_norm, row_norms
+from .reductions import equal, goes_on, joint_norm, row_norms
 
 if TYPE_CHECKING:
     from .loss import Gradient, LossFunction
@@ -166,8 +166,8 @@ def finite(found: Sequence[Gradient]) -> list[Gradient | None]:
     """Gradients that were launched, None where they are not finite: one wait for the device."""
     if not found:
         return []
-    sums = torch.stack([gradient.norm + gradient.loss for gradient in found])
-    return [gradient if ok else None for gradient, ok in zip(found, sums.isfinite().tolist())]
+    losses, norms = (torch.stack([getattr(gradient, name) for gradient in found]) for name in ("loss", "norm"))
+    return [gradient if ok else None for gradient, ok in zip(found, goes_on(losses, norms))]
 
 
 def apart(thetas: Float[Tensor, "row param"]) -> Float[Tensor, "row param"]:
@@ -199,7 +199,7 @@ class Mapped:
         from .loss import Gradient
 
         norms = self.norms(present)
-        finite = torch.isfinite(norms + self.losses).tolist()  # the one wait for the device
+        finite = goes_on(self.losses, norms)
         shapes = self.loss.layout.views(self.loss.layout.example)
         rows = [grad.unbind() if ok else [None] * len(finite) for grad, ok in zip(self.grads, present)]
         out: list[Gradient | None] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -16,6 +15,7 @@ from .dynamics import Dynamics, Linearized, Step, Taken
 from .loss import Gradient
 from .playback import LONG, typical
 from .randomness import RandomState
+from .reductions import goes_on
 from .state import JointState
 
 Keep = Literal["graphs", "states", "checkpoints"]
@@ -101,7 +101,7 @@ class Trajectory:
         """Note what was seen of these steps; one that is not finite is run again, and raises an error that names it."""
         for taken in waiting:
             seen = taken.settle()
-            if not math.isfinite(seen.loss + seen.clip.norm):
+            if not all(goes_on(seen.loss, seen.clip.norm)):
                 self.dynamics.advance(seen, self.state(seen.index))
                 raise NotFinite(f"the loss or gradient at {seen.where} was not finite, and is when it is run again")
             self.steps.append(seen)

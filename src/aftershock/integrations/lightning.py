@@ -86,7 +86,6 @@ class FlightCallback(lightning.Callback):
         self.directory = directory
         self.options: dict[str, Any] = {"window": window, "every": every, "triggers": triggers, **others}
         self.recorder: FlightRecorder | RankRecorder | None = None
-        self._loss: Tensor | None = None
         self._norm: Tensor | None = None
         self._total_norm = TotalNorm()
         self._clip: float | None = None
@@ -116,16 +115,11 @@ class FlightCallback(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._loss = self._norm = None
+        self._norm = None
         self._updated = False
         if self.recorder is not None:
             with trainer.precision_plugin.train_step_context():  # its autocast is part of the forward pass
                 self.recorder.before_forward()
-
-    def on_before_backward(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, loss: Tensor
-    ) -> None:
-        self._loss = loss.detach()  # already divided by accumulate_grad_batches
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
@@ -139,14 +133,16 @@ class FlightCallback(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.recorder is None or self._loss is None:
+        # divided by accumulate_grad_batches, and not scaled as a GradScaler scales what goes backward
+        loss = outputs["loss"] if outputs else None
+        if self.recorder is None or loss is None:
             return  # training_step returned None: nothing was computed
         fed = (batch, batch_idx)
         if self._updated:  # an epoch's last update may have fewer micro-batches; their losses are divided all the same
             divisor = trainer.accumulate_grad_batches
-            self.recorder.step(fed, self._loss, index=batch_idx, norm=self._norm, clip=self._clip, divisor=divisor)
+            self.recorder.step(fed, loss, index=batch_idx, norm=self._norm, clip=self._clip, divisor=divisor)
         else:
-            self.recorder.micro(fed, self._loss, index=batch_idx)
+            self.recorder.micro(fed, loss, index=batch_idx)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self.close()

@@ -17,28 +17,28 @@ RESERVE = 3  # further suspects where one removes half of the event, and it is n
 REPEATED = 3  # further steps that are suspected because they saw the inputs of a suspect
 
 
-def suspected(f: Findings, verify: int | Sequence[int]) -> tuple[list[int], list[int]]:
-    """Which steps to run without: those asked for, or the highest predicted and, because a prediction is linear and a
-    batch that was bad enough is not, those with the largest gradients (a third of the places) and the one with the
-    largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last, where its own
-    batch is high. Second, the next highest predicted, in reserve."""
+def suspected(f: Findings, few: int, named: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Which steps to run without: those named; or as many as asked for, the highest predicted and, because a prediction
+    is linear and a batch that was bad enough is not, those with the largest gradients (a third of the places) and the
+    one with the largest loss; and steps that saw the same inputs as one of them. The explained step itself comes last,
+    where its own batch is high. Second, the next highest predicted, in reserve."""
     last = f.replayed.last
     numbers = [record.step for record in f.replayed.records[: last + 1]]
-    if not isinstance(verify, int):
-        unknown = [number for number in verify if number not in numbers]
+    if named:
+        unknown = [number for number in named if number not in numbers]
         if unknown:
             raise InvalidInput(f"step {unknown[0]} is not among the steps {numbers[0]}–{numbers[-1]} of the window")
-        return [numbers.index(number) for number in verify], []
+        return [numbers.index(number) for number in named], []
     steps, scores = f.replayed.trajectory.steps[:last], f.swept.total(f.main).nan_to_num(-math.inf)
     loud = sorted(range(last), key=lambda i: -steps[i].clip.norm)
     predicted = [i for i in scores.argsort(descending=True).tolist() if math.isfinite(scores[i])]
-    loudest = loud[: verify // 3] if predicted else loud[:verify]
-    if len(loudest) < verify and last:
+    loudest = loud[: few // 3] if predicted else loud[:few]
+    if len(loudest) < few and last:
         loudest = list(dict.fromkeys([*loudest, max(range(last), key=lambda i: steps[i].loss)]))
     highest = [i for i in predicted if i not in loudest]
-    places = verify - len(loudest)
-    chosen, reserve = loudest + highest[:places], highest[places : places + RESERVE] if verify else []
-    own = [last] if verify and f.data is not None and f.data.kind in ("own batch", "both") else []
+    places = few - len(loudest)
+    chosen, reserve = loudest + highest[:places], highest[places : places + RESERVE] if few else []
+    own = [last] if few and f.data is not None and f.data.kind in ("own batch", "both") else []
     return chosen + _same_inputs(f.replayed.records, chosen, range(last))[:REPEATED] + own, reserve
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..api.progress import progress
-from ..api.ranking import VERIFY, reruns
+from ..api.reruns import VERIFY, reruns
 from ..core.batches import Batch
 from ..core.contributions import Layers
 from ..core.given import max_norm, whole
@@ -112,8 +112,7 @@ def explain(
     """
     if of not in (None, "loss", "norm"):
         raise InvalidInput(f'of= is what is explained, "loss" or "norm"; got {of!r}')
-    if not isinstance(verify, Iterable):
-        verify = reruns(verify)
+    few, named = reruns(verify, "recorded steps")
     placebos = whole(placebos, "placebos= is a number of steps", 0)
     references = whole(references, "references= is a number of neighbours", 0)
     examples = whole(examples, "examples= is a number of steps", 0)
@@ -128,7 +127,7 @@ def explain(
     if f.refused is None:
         _predict(f, references, watched=asking)
     if asking:
-        _ask(f, verify, placebos, treatments, seed_of(generator))
+        _ask(f, few, named, placebos, treatments, seed_of(generator))
     elif f.nan is not None and f.asked != f.explained:
         _hold_before(f, code)
     if code.describe is not None:
@@ -144,7 +143,7 @@ def _described(f: Findings, describe: Describe, code: Code) -> dict[int, Kept]:
     return {record.step: kept(describe, record.batch(source)) for record in wanted}
 
 
-def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
+def _ask(f: Findings, few: int, named: Sequence[int], placebos: int, treatments: bool, seed: int) -> None:
     """The instruments, then the runs with something changed."""
     trajectory, last = f.replayed.trajectory, f.replayed.last
     steps = trajectory.steps
@@ -159,13 +158,13 @@ def _ask(f: Findings, verify: int | Sequence[int], placebos: int, treatments: bo
     if f.rise is None and f.data.kind != "own batch":
         f.event = f.event.less(later_events(trajectory, f.event, last + 1))
     if not f.rose_before:  # else what began it is not among these steps
-        _inquire(f, verify, placebos, seed)
+        _inquire(f, few, named, placebos, seed)
     _treat(f, treatments and not f.rose_before)
 
 
-def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int) -> None:
+def _inquire(f: Findings, few: int, named: Sequence[int], placebos: int, seed: int) -> None:
     """The runs without steps."""
-    accused, reserve = suspected(f, verify)
+    accused, reserve = suspected(f, few, named)
     data = "" if f.data is None else f.data.kind
     with progress("running again without suspects and placebos", len(accused) + placebos) as tick:
         f.inquiry = inquire(
@@ -177,7 +176,7 @@ def _inquire(f: Findings, verify: int | Sequence[int], placebos: int, seed: int)
             reserve=reserve,
             repeated=one_batch(f.replayed.records, [i for i in accused if i < f.replayed.last]),
             groups=f.growth is None or f.growth.linear_ok,  # else any few steps left out make another run of it
-            least=LEAST if isinstance(verify, int) else len(accused),
+            least=len(accused) if named else LEAST,
             own=own_batches(f.replayed.trajectory, f.event) if data == "own batch" else (),
             scatter=f.scatter,
             tick=tick,

@@ -120,6 +120,7 @@ class BlameFacts:
     group_placebos_change: int
     placebos: int
     placebos_change: int
+    placebos_remove: int  # those of them that remove half of it
     placebos_asked: int  # fewer are tried where these decide it already, or no more were recorded
     several: int  # as many other steps at once, where each of several removes it
     several_change: int

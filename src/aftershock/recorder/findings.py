@@ -181,7 +181,5 @@ class Findings:
 
     @property
     def _own(self) -> tuple[int, ...]:
-        """Several steps whose batches are high by themselves, where that is the event."""
-        own = self.inquiry.own
-        gone = own is not None and own.removes and own.left <= BARS.several
-        return own.steps if own is not None and gone and self.inquiry.share <= BARS.specific else ()
+        """The steps whose batches are high by themselves, where that is the event."""
+        return self.inquiry.by_itself

@@ -57,6 +57,12 @@ DRAWN = Cause(
     "the random state",
     f"this recording cannot be explained. In the next, {REMEDY}",
 )
+ELSEWHERE = Cause(
+    "random",
+    "the run was recorded on a GPU and is replayed on a CPU, or the other way round: each draws random numbers and "
+    "rounds in its own way",
+    "explain it on a machine like the one on which it was recorded; the replay then goes there by itself",
+)
 
 ALIKE = "the losses of its micro-batches were not all divided by the same number"
 WEIGH = (
@@ -122,6 +128,8 @@ def parting(
         return DRAWN
     if forward and _other_masks(record, i, trajectory):
         return OTHER_MASKS
+    if (record.fed[0].random.cuda is not None) != (trajectory.device.type == "cuda"):
+        return ELSEWHERE
     if forward and record.step == records[0].step:
         return _of_several(ANOTHER_RUN, record)
     unseen = not math.isnan(record.raw_norm)  # step() was told the norms: what arrived is not seen

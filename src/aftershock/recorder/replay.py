@@ -103,7 +103,9 @@ def replay(
     """
 
     def state_before(step: int) -> Captured | None:
-        return load_captured(states[step], model, loss_fn, constant=constant) if step in states else None
+        if step not in states:
+            return None
+        return load_captured(states[step], model, loss_fn, constant=constant, where_saved=True)
 
     captured = state_before(records[0].step)
     assert captured is not None
@@ -129,7 +131,7 @@ def untaken(
     constant: Sequence[nn.Module] = (),
 ) -> Replay:
     """A recorded step that is not finite, with the state before it: a path of one step that was not taken."""
-    captured = load_captured(states[record.step], model, loss_fn, constant=constant)
+    captured = load_captured(states[record.step], model, loss_fn, constant=constant, where_saved=True)
     _set_surroundings(captured.loss.model, [record])
     captured.loss.autocast = _precision([record])
     batch = record.batch(Source(captured.loss.layout.device, dataset))

@@ -94,7 +94,8 @@ def _replay(f: Findings) -> ReplayFacts:
 def _blame(f: Findings) -> BlameFacts:
     inquiry, group = f.inquiry, f.group or NO_TRIAL
     numbers = [record.step for record in f.replayed.records]
-    own = next((t for t in inquiry.suspects if t.steps == (f.replayed.last,)), NO_TRIAL)
+    known = (*inquiry.suspects, *([inquiry.own] if inquiry.own else []))
+    own = next((t for t in known if t.steps == (f.replayed.last,)), NO_TRIAL)
     blamed = inquiry.blamed_by_replacing if f.blamed else ()
     # a placebo that became a suspect and is not blamed: without it half is gone, which a blame of another must not hide
     turned = [t for t in inquiry.suspects if t.steps in inquiry.turned and t.steps[0] not in f.blamed]
@@ -120,6 +121,7 @@ def _blame(f: Findings) -> BlameFacts:
         group_placebos_change=sum(not t.keeps for t in inquiry.group_placebos),
         placebos=len(inquiry.placebos) + len(turned),
         placebos_change=inquiry.changing + sum(not t.keeps for t in turned),
+        placebos_remove=inquiry.removing + len(turned),
         placebos_asked=inquiry.asked,
         several=len(inquiry.several),
         several_change=sum(not t.keeps for t in inquiry.several),

@@ -53,15 +53,18 @@ def inquire(
     found = Inquiry([], [], asked=placebos, spent=runs.spent)
 
     def compare(count: int) -> None:
-        """Leave out placebos up to this many, until so many change it that nobody can be blamed."""
-        while len(found.placebos) < min(count, len(innocent)) and found.changing <= BARS.unspecific * placebos:
+        """Leave out placebos up to this many, until so many change it that nobody can be blamed; where a batch is high
+        by itself, until so many remove it."""
+        few = BARS.unspecific * placebos
+        while len(found.placebos) < min(count, len(innocent)) and (found.removing if own else found.changing) <= few:
             found.placebos.append(runs.placebo((innocent[len(found.placebos)],)))
 
     if not suspected:
         return found
     compare(placebos)
     unstable = found.changing > BARS.unspecific * placebos
-    found.suspects = [runs.accused((i,)) for i in (suspected[:least] if unstable else suspected)]
+    found.suspects = [runs.accused((i,)) for i in (suspected[:least] if unstable and not own else suspected)]
+    found.own = runs.accused(own) if own else None
     if unstable:
         return found
     if found.changing and _guilty(found, event):
@@ -69,8 +72,7 @@ def inquire(
         if found.share > BARS.specific:
             compare(2 * placebos)
     if found.share <= BARS.specific:
-        found.own = runs.accused(own) if len(own) > 1 else None
-        _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups, own_batch=bool(own))
+        _decide(runs, found, reserve, repeated, innocent[:placebos], draw, groups=groups)
     return found
 
 
@@ -83,7 +85,6 @@ def _decide(
     draw: random.Random,
     *,
     groups: bool,
-    own_batch: bool,
 ) -> None:
     """Whom to blame, where hardly any placebo changes the event."""
     event = runs.event
@@ -99,7 +100,7 @@ def _decide(
         _clear(runs, found)
         if not found.blamed:
             look_further(runs, found, repeated, innocent, draw, groups=groups)
-    elif not (own_batch and any(t.removes for t in (*found.suspects, *([found.own] if found.own else [])))):
+    elif found.own is None or not any(t.removes for t in (*found.suspects, found.own)):
         look_further(runs, found, repeated, innocent, draw, groups=groups)
 
 

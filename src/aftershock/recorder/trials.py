@@ -52,7 +52,7 @@ class Inquiry:
     replaced_placebos: list[Trial] = field(default_factory=list)
     kin: bool = False  # whoever is judged by batches like its own is of a rare kind of data, beside others of that kind
     several: list[Trial] = field(default_factory=list)  # as many other steps at once, where each of several removes it
-    own: Trial | None = None  # without several steps whose batches are high by themselves
+    own: Trial | None = None  # without the steps whose batches are high by themselves
     group: Trial | None = None
     group_back: float = math.nan  # what is left of the event, at least, with one step of the group back
     group_replaced: bool = False  # its steps were given batches like their own, and not left out
@@ -70,6 +70,22 @@ class Inquiry:
     def share(self) -> float:
         """Of the placebos: those that remove half of the event, double it or move it."""
         return changing(self.placebos)
+
+    @property
+    def removing(self) -> int:
+        """How many placebos remove half of the event."""
+        return sum(t.removes for t in self.placebos)
+
+    @property
+    def by_itself(self) -> tuple[int, ...]:
+        """The steps whose batches are high by themselves, where the event is gone without them and hardly any other
+        step removes it. How high such a batch is depends on the weights: a run without another step may double it."""
+        own, placebos = self.own, self.placebos
+        if own is None or not own.removes or not placebos or self.removing > BARS.specific * len(placebos):
+            return ()
+        others = [t for t in self.suspects if t.removes and not set(t.steps) <= set(own.steps)]
+        most = BARS.several if len(own.steps) > 1 else BARS.clear * mildest(placebos)
+        return own.steps if own.left <= most and len(others) < BARS.together else ()
 
     @property
     def blamed(self) -> tuple[int, ...]:

@@ -239,7 +239,16 @@ def _own(found: FlightExplanation) -> str:
             "when it came, so that it is on no skip list"
         )
     itself = f"{found.facts.instruments.data_said}: it is this batch{unsure}"
-    return f"{opening}: {itself}. {without}, {_placebos(blame)}."
+    return f"{opening}: {itself}. {without}, {_others_keep(blame)}."
+
+
+def _others_keep(blame: BlameFacts) -> str:
+    """How high a batch is that is high by itself depends on the weights: what matters is whether it still is."""
+    if blame.placebos_remove == blame.placebos_change:
+        return _placebos(blame)
+    staying = f"{blame.placebos - blame.placebos_remove} of {blame.placebos} other steps"
+    raised = blame.placebos_change - blame.placebos_remove
+    return f"and without {staying} it stays, if without {raised} of them much higher or elsewhere"
 
 
 def _shift(found: FlightExplanation) -> str:

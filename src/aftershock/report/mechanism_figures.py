@@ -86,7 +86,7 @@ def _overview_figure(frames: Mapping[str, Frame]) -> Figure:
 
 def sources(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     """What the tangent's error is made of, by horizon."""
-    settings = study_data.having(results, "output_from_switching")
+    settings = study_data.having(results, "output_from_switching", "sources_scale")
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         found = study_data.source_shares(data)
@@ -97,7 +97,7 @@ def sources(results: Mapping[str, xr.Dataset]) -> Iterator[Drawing]:
     figure = lines(frames, list(SOURCES.values()), [COLOURS[1], COLOURS[2], COLOURS[3]])
     finish(figure, HORIZON_TITLE, "share of the error")
     figure.update_yaxes(range=[-0.02, 1.02])
-    scale = next(iter(settings.values())).attrs["sources_at"]
+    scale = float(next(iter(settings.values()))["sources_scale"].max())
     caption = (
         f"Sizes of the three parts of the tangent's error at α = {scale:g}, medians over all candidates and systems "
         "(their signs may differ). Where switched gates take over, the error exponent falls from 2 towards 1."

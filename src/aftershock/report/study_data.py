@@ -135,11 +135,11 @@ def clouds(data: xr.Dataset, family: str, systems: int) -> dict[str, Cloud]:
     some = data.sel(family=family).isel(system=slice(systems))
     magnitude = some["magnitude"] / some["magnitude"].median("change")
     found = {}
-    for answer in [str(m) for m in some["score_method"].values]:
-        score = some["score"].sel(score_method=answer)
+    for name in [str(m) for m in some["score_method"].values]:
+        score = some["score"].sel(score_method=name)
         relative = (score / score.median("change")).transpose("system", "change")
         flat = magnitude.transpose("system", "change").values.ravel().tolist()
-        found[answer] = Cloud(relative.values.ravel().tolist(), flat, float(rho.sel(score_method=answer)))
+        found[name] = Cloud(relative.values.ravel().tolist(), flat, float(rho.sel(score=name)))
     return found
 
 

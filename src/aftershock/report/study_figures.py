@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..studies.cells import minus
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS, CHANNELS
+from ..studies.measures import CHANNELS, SCORES
 from . import mechanism_figures, study_data
 from .drawing import PAPER_MARK, Drawing, Frame, add_band, finish, lines, positive, ramp, rows_down, short
 from .looks import ANSWER_COLOURS, COLOURS, DASHES, FAINT, HORIZON_TITLE, INK, decades, log_ticks, scale_axis, zero_line
@@ -178,9 +178,9 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Drawing:
     frames: dict[str, Frame] = {}
     for setting, data in settings.items():
         for family in [str(f) for f in data["family"].values]:
-            for answer, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
+            for score, cloud in study_data.clouds(data, family, CLOUD_SYSTEMS).items():
                 word = "tied: no rank correlation" if math.isnan(cloud.rho) else minus(f"median ρ = {cloud.rho:.3f}")
-                frames[f"{setting}|{family}|{ANSWERS[answer]}"] = {
+                frames[f"{setting}|{family}|{SCORES[score]}"] = {
                     "x": [positive(cloud.score)],
                     "y": [positive(cloud.magnitude)],
                     "name": [word],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..results.files import write_whole
 from ..studies.future_measures import FUTURE_NAMES
-from ..studies.measures import ANSWERS, CHANNELS
+from ..studies.measures import CHANNELS, SCORES
 from . import study_data
 from .axes import COLOURS, HORIZON, LOSS, SCALE, finish, grid, key, scale_ticks
 from .language_files import language_files
@@ -195,10 +195,10 @@ def _ranking(settings: Mapping[str, xr.Dataset]) -> Figure:
                 axis.set_axis_off()
                 continue
             clouds = study_data.clouds(data, family, CLOUD_SYSTEMS)
-            for colour, answer, sign in (("#E69F00", "full_iso", "o"), ("#0072B2", "endpoint", "x")):
-                if answer in clouds:
-                    cloud = clouds[answer]
-                    label = f"{ANSWERS[answer]}: ρ = {cloud.rho:.3f}"
+            for colour, score, sign in (("#E69F00", "full_iso", "o"), ("#0072B2", "endpoint", "x")):
+                if score in clouds:
+                    cloud = clouds[score]
+                    label = f"{SCORES[score]}: ρ = {cloud.rho:.3f}"
                     axis.loglog(cloud.score, cloud.magnitude, sign, color=colour, ms=3.5, alpha=0.7, label=label)
             key(axis)
             _plain_decades(axis)

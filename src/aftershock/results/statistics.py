@@ -175,19 +175,19 @@ def spearman(score: xr.DataArray, target: xr.DataArray) -> xr.Dataset:
 # --- comparisons over systems
 
 
-def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str = "two-sided") -> xr.Dataset:
-    """Paired Wilcoxon tests of `reference` against every other answer, the system as the unit, with Holm's correction.
+def compare_scores(values: xr.DataArray, reference: Hashable, alternative: str = "two-sided") -> xr.Dataset:
+    """Paired Wilcoxon tests of `reference` against every other score, the system as the unit, with Holm's correction.
 
-    alternative: "greater" asks whether the reference is larger. Gives, per answer, the median `difference`
-    (reference less answer), `statistic`, `p`, `p_holm`, the number of `pairs`, and `reason`; p is undefined where no
+    alternative: "greater" asks whether the reference is larger. Gives, per score, the median `difference`
+    (reference less score), `statistic`, `p`, `p_holm`, the number of `pairs`, and `reason`; p is undefined where no
     pair differs, and is then no comparison that Holm counts. Other dimensions are families of their own.
 
-    values: with dimensions `system` and `answer`. reference: one of the answers.
+    values: with dimensions `system` and `score`. reference: one of the scores.
 
     >>> import xarray as xr
     >>> rho = [[0.9, 0.8, 0.95, 0.9, 0.85, 0.92], [0.5, 0.2, 0.6, 0.1, 0.4, 0.3]]
-    >>> values = xr.DataArray(rho, dims=("answer", "system"), coords={"answer": ["iso", "norm"]})
-    >>> found = compare_answers(values, "iso", "greater").sel(answer="norm")
+    >>> values = xr.DataArray(rho, dims=("score", "system"), coords={"score": ["iso", "norm"]})
+    >>> found = compare_scores(values, "iso", "greater").sel(score="norm")
     >>> int(found["pairs"]), float(found["p"])  # every pair agrees: p = 1/2⁶
     (6, 0.015625)
     """
@@ -195,12 +195,12 @@ def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str 
     from scipy import stats
 
     require_dimension(values, "system")
-    require_dimension(values, "answer")
-    names = values["answer"].values.tolist()
+    require_dimension(values, "score")
+    names = values["score"].values.tolist()
     if reference not in names or len(names) < 2:
-        raise InvalidInput(f"nothing to compare {reference!r} with: the answers are {', '.join(map(str, names))}")
-    own = values.sel({"answer": reference}, drop=True)
-    others = values.sel({"answer": [name for name in names if name != reference]})
+        raise InvalidInput(f"nothing to compare {reference!r} with: the scores are {', '.join(map(str, names))}")
+    own = values.sel(score=reference, drop=True)
+    others = values.sel(score=[name for name in names if name != reference])
 
     def one(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, int, str]:
         gap = (a - b)[np.isfinite(a - b)]
@@ -212,7 +212,7 @@ def compare_answers(values: xr.DataArray, reference: Hashable, alternative: str 
 
     names = ["difference", "statistic", "p", "pairs", "reason"]
     found = _rows(one, (own, others), ("system", "system"), names)
-    return found.assign(p_holm=_along(holm, found["p"], "answer"))
+    return found.assign(p_holm=_along(holm, found["p"], "score"))
 
 
 def holm(p: np.typing.ArrayLike) -> np.ndarray:

@@ -35,7 +35,7 @@ NAMES = {
     "cnn": "CNN–ReLU",
     "mlp": "MLP–GELU",
 }
-ANSWERS = {
+SCORES = {
     "full_iso": "Full ISO",
     "frozen_dynamics": "Frozen dynamics",
     "clamped_theta": "Clamped parameter state",
@@ -80,7 +80,7 @@ def fidelity(
         for answer in OURS:
             if answer in data["answer"].values:
                 error = nrmse(data["exact"], data["predicted"].sel({"answer": answer}))
-                found[f"NRMSE, {ANSWERS[answer]}"] = across_candidates(error)
+                found[f"NRMSE, {SCORES[answer]}"] = across_candidates(error)
         for scale in data["scale"].values:
             label = str(Fraction(scale)) if setting in ("standard", "anisotropic") else f"{scale:g}"
             for name, values in found.items():
@@ -153,25 +153,25 @@ def radii(data: xr.Dataset) -> xr.DataArray:
 
 
 def rankings(data: xr.Dataset, family: str) -> xr.DataArray:
-    """Spearman of every score with the exact magnitude inside each system, [score_method, system]."""
+    """Spearman of every score with the exact magnitude inside each system, [score, system]."""
     score, magnitude = (data[name].sel(family=family) for name in ("score", "magnitude"))
-    return spearman(score, magnitude)["rho"]
+    return spearman(score, magnitude)["rho"].rename(score_method="score")
 
 
 def ranking(
     results: Results, table: str, settings: Sequence[str], family: str, shown: Sequence[str]
 ) -> Iterator[Measure]:
-    """Rank correlations: a row per answer, a column per setting."""
+    """Rank correlations: a row per score, a column per setting."""
     found = {s: rankings(results[s], family) for s in settings if has_family(results, s, family)}
-    for answer in shown:
+    for score in shown:
         for setting, rho in found.items():
-            if answer in rho["score_method"].values:
-                yield measured(table, ANSWERS[answer], NAMES[setting], rho.sel(score_method=answer))
+            if score in rho["score"].values:
+                yield measured(table, SCORES[score], NAMES[setting], rho.sel(score=score))
 
 
 def percentile(data: xr.Dataset, family: str) -> xr.DataArray:
     """Share of the shuffled readouts that rank no better than Full ISO, in percent, per system."""
-    own, null = rankings(data, family).sel(score_method="full_iso"), data["null_correlation"].sel(family=family)
+    own, null = rankings(data, family).sel(score="full_iso"), data["null_correlation"].sel(family=family)
     return 100 * (null <= own + 1e-12).where(null.notnull()).mean("permutation")
 
 

@@ -258,8 +258,6 @@ def join_systems(study: Study, results: Mapping[str, SystemResults]) -> dict[str
         "study": study.name,
         "format": FORMAT,
         "machines": [json.loads(machine) for machine in sorted(machines)],
-        "systems": len(results),
-        "systems_in_study": len(study.systems),
     }
     names = [system.name for system in study.systems if system.name in results]
     joined = {}
@@ -277,6 +275,11 @@ def join_systems(study: Study, results: Mapping[str, SystemResults]) -> dict[str
         variables = sorted(map(str, data.data_vars))  # zarr does not keep their order
         joined[setting] = by_size(data[variables]).assign_attrs(attrs)
     return joined
+
+
+def systems_in(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """The systems of all settings by name, in their order."""
+    return list(dict.fromkeys(str(name) for data in results.values() for name in data["system"].values))
 
 
 def _write(data: xr.Dataset, folder: Path, group: str) -> None:

@@ -22,6 +22,7 @@ from .language.paper import LANGUAGE
 from .paper import TABLES
 from .quadratic.measures import quadratic_measures
 from .replication import CALIBRATION, Replication
+from .results import systems_in
 from .verdicts import RULES, TRIVIAL
 
 if TYPE_CHECKING:
@@ -163,24 +164,23 @@ def replication_words(found: Mapping[str, Any]) -> str:
 def provenance(study: Study, results: Mapping[str, xr.Dataset]) -> dict[str, Any]:
     """What made the results: the study, its attributes, and the machine as the results' own attributes name it."""
     attrs = {str(key): value for data in results.values() for key, value in data.attrs.items()}
-    systems = {str(name) for data in results.values() for name in data["system"].values}
+    systems = set(systems_in(results))
     seeds = sorted({name.rsplit("-", 2)[1] for name in systems})
     shown = ", ".join(seeds) if len(seeds) <= SHOWN_SEEDS else f"{seeds[0]} … {seeds[-1]} ({len(seeds)})"
     counts = Counter(name.rsplit("-", 2)[0] for name in sorted(systems))
     each = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     models = {"models": described(conditions(results["language"]))} if "language" in results else {}
     named = {"study": study.name, "systems": len(systems), "systems_of_each": each, "seeds": shown}
-    return {**named, **models, **dict(study.attrs), **attrs}
+    return {**named, **models, **dict(study.attrs), **attrs, "systems_in_study": len(study.systems)}
 
 
 def write(cells: Sequence[Cell], out: Path, results: Mapping[str, xr.Dataset], study: Study) -> None:
     """Write `tables.json`, `tables.md` and `values.json`, every system's numbers, each whole or not at all."""
     made = provenance(study, results)
-    names = dict.fromkeys(str(name) for data in results.values() for name in data["system"].values)
     contents = {
         "tables.json": _tables(cells, made),
         "tables.md": markdown(cells, made),
-        "values.json": _values(cells, list(names)),
+        "values.json": _values(cells, systems_in(results)),
     }
     for name, content in contents.items():
         write_whole(out / name, partial(_write_text, content))

@@ -7,7 +7,7 @@ what do reruns alone say?             logit_tangent
 which memory carries it?              channel_responses, persistence, FrozenMemory
 which batch matters most?             scores, readout_null, match_first_step
 what will it do in an unknown future? repeated_futures, prospective_structure, sampled_future
-what do many systems say together?    aggregate, error_exponents, spearman, compare_answers
+what do many systems say together?    aggregate, error_exponents, spearman, compare_scores
 how is a table kept?                  save, load
 """
 
@@ -24,7 +24,7 @@ from ..results.fidelity import (
 from ..results.statistics import (
     aggregate,
     coefficient_of_variation,
-    compare_answers,
+    compare_scores,
     holm,
     median_interval,
     spearman,
@@ -60,7 +60,7 @@ __all__ = [
     "certify",
     "channel_responses",
     "coefficient_of_variation",
-    "compare_answers",
+    "compare_scores",
     "crossing",
     "curvature_bound",
     "decompose",

@@ -50,12 +50,14 @@ TRAJECTORIES = (
     "semilinear",
 )
 STATIC = ("exact_one_step", "gradient_norm", "write_norm", "curvature")
+SCORES = (*TRAJECTORIES, *STATIC)
 STARTED = 5  # vectors of each change beside its rows, as measured: its ξ, its start and its exact end
 LINEAR = 5  # rows a change carries beside the semilinear one, the frozen one among them
 
 
 def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: str | int | None = None) -> xr.Dataset:
-    """`score[answer, change]` and, where the score is max_h |r_h|, its trajectory `response[answer, change, horizon]`.
+    """One variable per score, over changes, such as `full_iso[change]`; and where the score is max_h |r_h|, its
+    trajectory, such as `full_iso_response[change, horizon]`.
 
     With δx_1 = B ξ and c̄_h = ∇F(θ^c_{t+h}) (eq:app_full_iso, eq:app_temporal_ablations, eq:app_scalar_baselines):
 
@@ -67,13 +69,13 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
     curvature        |ξᵀ H_ref ξ|, H_ref the Hessian of the control's batch: the mean over its micro-batches
     endpoint         tangents from the exact δx_1, read by the real probe; semilinear: the engine's own answer
 
-    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and `reason[answer]`
-    says why. After a skip, whose counts are behind, Φ of full_iso is of steps with its own bias corrections, and each
+    A change without ξ starts from its exact difference; its gradient_norm and curvature are NaN and `reason` says why.
+    After a skip, whose counts are behind, Φ of full_iso is of steps with its own bias corrections, and each
     step adds what those do at the control's moments (`core.sweeps.recount_`), which is no part of δx: so do `endpoint`
     and what is made of full_iso's δθ_h. initial_theta, clamped_theta and frozen_dynamics know A alone.
 
-    `alignment[change, horizon, step]` is c̄ᵀ at state `step` with δθ at `horizon`: its diagonal is Full ISO, and
-    `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
+    `alignment[change, horizon, readout_horizon]` is c̄ᵀ at `readout_horizon` with δθ at `horizon`: its diagonal is Full
+    ISO, and `readout_null` permutes it. `readout_cosine[horizon]` is cos(c̄_1, c̄_h).
 
     Costs 6·N·(H−1) − 3·N Hessian products in all, through one graph per step: less than 1.2 × those of the five
     distinct propagations (full, initial θ, clamped θ, frozen, endpoint); N + H gradients; 2·N·H forward passes.
@@ -81,10 +83,10 @@ def scores(change: Change, probe: Any, *, horizon: int | None = None, memory: st
 
     probe, horizon, memory: as in `change.response`.
 
-    >>> table = theory.scores(change, probe)["score"]
-    >>> [float(f"{size:.2g}") for size in table.sel(answer="full_iso").values]
+    >>> table = theory.scores(change, probe)
+    >>> [float(f"{size:.2g}") for size in table["full_iso"].values]
     [0.00099, 0.0064]
-    >>> [float(f"{size:.2g}") for size in table.sel(answer="gradient_norm").values]
+    >>> [float(f"{size:.2g}") for size in table["gradient_norm"].values]
     [0.27, 1.1]
     """
     watch = change.path.watch(change.at, probe, horizon)
@@ -136,6 +138,8 @@ class _Sweep:
         self.found = {name: torch.zeros(count, horizons, dtype=torch.float64) for name in TRAJECTORIES}
 
     def table(self, reference: GradientGraph) -> dict[str, Tensor]:
+        """Trajectories `[change, horizon]`, static scores `[change]` and the alignment, by name; of changes without ξ
+        without those that are made of it."""
         self.run()
         found, slopes = self.found, self.readouts.theta
         found["full_iso"] = self.alignment.diagonal(dim1=1, dim2=2)
@@ -143,18 +147,14 @@ class _Sweep:
         found["no_propagation"] = self.alignment[:, 0, :]
         found["frozen_readout"] = self.alignment[:, :, 0]
         found["norm_product"] = norms(slopes).double().cpu() * self.norms
-        static = torch.full((len(STATIC), len(self.shocks)), torch.nan, dtype=torch.float64)
-        static[0], static[2] = found["endpoint"][:, 0].abs(), self.norms[:, 0]
+        found["exact_one_step"] = found["endpoint"][:, 0].abs()
+        found["write_norm"] = self.norms[:, 0]
         xis = [shock.xi for shock in self.shocks if shock.xi is not None]
         if len(xis) == len(self.shocks):
             xi = torch.stack(xis)
-            static[1] = norms(xi)
-            static[3] = paired(xi, reference.products(xi)).abs()
-        return {
-            "response": torch.stack([found[name] for name in TRAJECTORIES]),
-            "static": static,
-            "alignment": self.alignment,
-        }
+            found["gradient_norm"] = norms(xi).double().cpu()
+            found["curvature"] = paired(xi, reference.products(xi)).abs().double().cpu()
+        return {**found, "alignment": self.alignment}
 
     def run(self) -> None:
         """All rows of a step go through its one gradient graph."""
@@ -223,30 +223,23 @@ def _joined(parts: Sequence[Tangent]) -> Tangent:
 def _labelled(watch: Watch, change: Change, tables: Sequence[dict[str, Tensor]], slopes: Tensor) -> xr.Dataset:
     import xarray as xr
 
-    response = torch.cat([table["response"] for table in tables], dim=1)
-    static = torch.cat([table["static"] for table in tables], dim=1)
-    blank = torch.full((len(STATIC), *response.shape[1:]), torch.nan, dtype=torch.float64)
+    values = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+    responses = {name: values[name] for name in TRAJECTORIES}
+    sizes = values | {name: response.abs().amax(1) for name, response in responses.items()}
     cosine = torch.nn.functional.cosine_similarity(slopes[:1], slopes, dim=1).double().cpu()
-    reason = f"a {change.kind} is not a difference of gradients, it has no ξ"
-    reasons = [""] * len(TRAJECTORIES) + [reason if row.isnan().any() else "" for row in static]
+    missing = [name for name in SCORES if name not in values]
+    sizes |= dict.fromkeys(missing, torch.full((len(change),), torch.nan, dtype=torch.float64))
+    reason = f"a {change.kind} is not a difference of gradients: it has no ξ, and no {' and no '.join(missing)}"
     return xr.Dataset(
         {
-            "score": (("answer", "change"), torch.cat([response.abs().amax(2), static]).numpy()),
-            "response": (("answer", "change", "horizon"), torch.cat([response, blank]).numpy()),
-            "alignment": (
-                ("change", "horizon", "step"),
-                torch.cat([table["alignment"] for table in tables]).numpy(),
-            ),
+            **{name: ("change", sizes[name].numpy()) for name in SCORES},
+            **{f"{name}_response": (("change", "horizon"), values.numpy()) for name, values in responses.items()},
+            "alignment": (("change", "horizon", "readout_horizon"), values["alignment"].numpy()),
             "readout_cosine": ("horizon", cosine.numpy()),
-            "reason": ("answer", reasons),
+            "reason": reason if missing else "",
             **asked(change.kind, watch.at, watch.probe),
         },
-        coords={
-            "answer": [*TRAJECTORIES, *STATIC],
-            "step": [watch.at + h for h in range(1, watch.horizons + 1)],
-            "change": names_of(change.edits),
-            "horizon": watch.range,
-        },
+        coords={"change": names_of(change.edits), "horizon": watch.range, "readout_horizon": watch.range},
         attrs=provenance(watch.trajectory),
     )
 
@@ -280,7 +273,7 @@ def readout_null(
         raise InvalidInput("a permutation of the readouts needs two of them or more; score with a longer horizon")
     if changes < 2 or permutations < 1:
         raise InvalidInput(f"a null of rank correlations needs two changes and a permutation; got {changes} change(s)")
-    full = table["score"].sel({"answer": "full_iso"}).values
+    full = table["full_iso"].values
     target = full if magnitude is None else np.asarray(magnitude, dtype=float)
     if target.shape != (changes,):
         raise InvalidInput(f"magnitude needs one number per change ({changes}); got shape {target.shape}")

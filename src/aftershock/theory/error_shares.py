@@ -23,7 +23,7 @@ from ..core.rollout import Moment, Rows, rollout
 from ..core.row_costs import Load
 from ..core.state import CHANNELS, JointState, Tangent, difference
 from ..errors import InvalidInput
-from ..results.provenance import provenance
+from ..results.provenance import asked, provenance
 from .remainder import PARTS, ROWS, minus
 from .switching import SmoothExtension, require_same_loss, start_pair
 
@@ -59,7 +59,11 @@ def error_shares(change: Change, probe: Any, *, scale: float = 1.0, memory: str 
     parts = in_chunks(len(change), size, lambda some: _shares(watch, change, scale, some), "splitting errors")
     values = {name: torch.cat([part[name] for part in parts]).double().cpu().numpy() for name in parts[0]}
     return xr.Dataset(
-        {name: (("change", "horizon"), value) for name, value in values.items()},
+        {
+            **{name: (("change", "horizon"), value) for name, value in values.items()},
+            "scale": scale,
+            **asked(change.kind, watch.at, watch.probe),
+        },
         {"change": names_of(change.edits), "horizon": watch.range},
         provenance(watch.trajectory),
     )

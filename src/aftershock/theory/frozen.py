@@ -11,14 +11,17 @@ coefficients of a real run move, and its coordinates are coupled.
 
 from __future__ import annotations
 
+import html
 import math
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.randomness import Randomness
 from ..errors import InvalidInput, NotFinite
+from ..results.files import load_dataset, save_dataset
 from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .freezing import Coordinate, Place, exact_diagonal, sampled_diagonal
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from ..api.path import Path
 
 CHANNELS = ("m", "v")
+COEFFICIENTS = ("a", "b_m", "b_v", "d_m", "d_v", "beta1", "beta2")
 # Rounding parts a double pole by √ε ≈ 1e-8 and gives its eigenvectors a condition number of about 1e8. Past 1e6 a
 # modal form would have lost half its digits, and nobody could tell it from the modal form of a defective matrix.
 MODAL_LIMIT = 1e6
@@ -74,6 +78,8 @@ class FrozenMemory:
     beta2: float
     # A mapping of what made them, which its tables carry: a path's provenance; of numbers that were given nothing.
     made: Any = field(default_factory=dict, compare=False, repr=False)
+
+    kind: ClassVar[str] = "frozen memory model"
 
     def __post_init__(self) -> None:
         broken = [name for name, value in self.coefficients.items() if not math.isfinite(value)]
@@ -136,7 +142,46 @@ class FrozenMemory:
     @property
     def coefficients(self) -> dict[str, float]:
         """a, b_m, b_v, d_m, d_v, β1 and β2 by name."""
-        return {name: getattr(self, name) for name in ("a", "b_m", "b_v", "d_m", "d_v", "beta1", "beta2")}
+        return {name: getattr(self, name) for name in COEFFICIENTS}
+
+    # --- a result as any other
+
+    @property
+    def data(self) -> xr.Dataset:
+        """The coefficients as a dataset, with what made them in its attributes.
+
+        >>> float(theory.FrozenMemory.of(path, step=1, coordinate="2.bias").data["beta1"])
+        0.9
+        """
+        import xarray as xr
+
+        return xr.Dataset(self.coefficients, attrs=self.made)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write `data` as zarr, whole or not at all. `load` reads it.
+
+        >>> theory.FrozenMemory.of(path, step=1, coordinate="2.bias").save("frozen.zarr")
+        """
+        save_dataset(self.data, pathlib.Path(path))
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> FrozenMemory:
+        """A frozen memory model that was saved with `save`; another file is an `InvalidFile`.
+
+        >>> theory.FrozenMemory.of(path, step=1, coordinate="2.bias").save("frozen.zarr")
+        >>> theory.FrozenMemory.load("frozen.zarr").stable
+        True
+        """
+        data = load_dataset(pathlib.Path(path), COEFFICIENTS, f"saved {cls.kind}")
+        return cls(**{name: float(data[name]) for name in COEFFICIENTS}, made=data.attrs)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.coefficients.items())
+        word = "stable" if self.stable else "not stable"
+        return f"frozen memory model, {word} (spectral radius {self.spectral_radius:.6g}): {numbers}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     # --- the response of the parameter to a unit write into m or v
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...results.statistics import across_candidates, compare_answers
+from ...results.statistics import across_candidates, compare_scores
 from ...results.summaries import summarize
 from ..future_measures import futures
 from ..measures import (
-    ANSWERS,
     INFERRED,
     NAMES,
     OURS,
+    SCORES,
     SHARE_OF_SIGNS,
     UNKNOWN_RULE,
     Results,
@@ -65,7 +65,7 @@ def cifar_measures(results: Results) -> Iterator[Measure]:
     yield from _neural_text(results)
     for setting in networks:
         yield from _network_text(results, setting)
-    yield from ranking(results, "tab:app_exp2_ranking", networks, "natural", tuple(ANSWERS))
+    yield from ranking(results, "tab:app_exp2_ranking", networks, "natural", tuple(SCORES))
     for setting in networks:
         if has_family(results, setting, "natural"):
             yield from _tests(results[setting], NAMES[setting])
@@ -82,7 +82,7 @@ def _neural_text(results: Results) -> Iterator[Measure]:
     ranked = [rankings(results[s], "natural") for s in networks if has_family(results, s, "natural")]
     if ranked:
         yield measured(
-            table, "Full ISO, pooled Spearman", "value", pooled([rho.sel(score_method="full_iso") for rho in ranked])
+            table, "Full ISO, pooled Spearman", "value", pooled([rho.sel(score="full_iso") for rho in ranked])
         )
     channels = [nested(results[s]["channel_exact"]) for s in networks if has(results, s, "channel_exact")]
     if channels:
@@ -129,14 +129,14 @@ def _null(data: xr.Dataset, setting: str) -> Iterator[Measure]:
     import xarray as xr
 
     table, column = "text:exp1_neural_by_network", NAMES[setting]
-    own = rankings(data, "natural").sel(score_method="full_iso", drop=True)
+    own = rankings(data, "natural").sel(score="full_iso", drop=True)
     shuffled = data["null_correlation"].sel(family="natural").median("permutation")
     yield measured(table, "Spearman of shuffled readouts", column, shuffled)
-    pair = xr.concat([own, shuffled], dim="answer", coords="minimal", compat="override")
-    pair, systems = pair.assign_coords({"answer": ["full_iso", "shuffled"]}), own.sizes["system"]
-    p = np.array([float(compare_answers(pair.isel(system=some), "full_iso")["p"][0]) for some in _draws(systems)])
+    pair = xr.concat([own, shuffled], dim="score", coords="minimal", compat="override")
+    pair, systems = pair.assign_coords(score=["full_iso", "shuffled"]), own.sizes["system"]
+    p = np.array([float(compare_scores(pair.isel(system=some), "full_iso")["p"][0]) for some in _draws(systems)])
     row = "p of Full ISO against shuffled readouts"
-    yield _by_draws(table, row, column, p, systems, "p", float(compare_answers(pair, "full_iso")["p"][0]))
+    yield _by_draws(table, row, column, p, systems, "p", float(compare_scores(pair, "full_iso")["p"][0]))
     yield measured(f"text:exp1_neural_{setting}", "Percentile in the readout null", column, percentile(data, "natural"))
 
 
@@ -209,21 +209,21 @@ def _tests(data: xr.Dataset, column: str) -> Iterator[Measure]:
     import numpy as np
 
     rho = rankings(data, "natural")
-    wanted = [answer for answer in ANSWERS if answer in rho["score_method"].values and answer not in OURS]
-    rho = rho.sel(score_method=wanted).rename(score_method="answer")
-    found, systems = compare_answers(rho, "full_iso"), data.sizes["system"]
-    drawn = [compare_answers(rho.isel(system=some), "full_iso") for some in _draws(systems)]
-    for answer in wanted[1:]:
-        one = found.sel({"answer": answer})
-        larger = np.array([float(_is_larger(draw.sel({"answer": answer}))) for draw in drawn])
+    wanted = [score for score in SCORES if score in rho["score"].values and score not in OURS]
+    rho = rho.sel(score=wanted)
+    found, systems = compare_scores(rho, "full_iso"), data.sizes["system"]
+    drawn = [compare_scores(rho.isel(system=some), "full_iso") for some in _draws(systems)]
+    for score in wanted[1:]:
+        one = found.sel(score=score)
+        larger = np.array([float(_is_larger(draw.sel(score=score))) for draw in drawn])
         note = f"p = {float(one['p_holm']):.2g} after Holm, median difference {float(one['difference']):+.3f}; {TEST}"
         if systems > PAPER_SYSTEMS:
             note += f"; that is of {systems}; of {PAPER_SYSTEMS} of them {larger.mean():.0%} of {DRAWS} draws say yes"
         table, whole = "text:exp1_neural_tests", float(_is_larger(one))
-        yield _by_draws(table, ANSWERS[answer], column, larger, systems, "statement", whole, note)
-        if column == NAMES["mlp"] and answer in PROPAGATION:
+        yield _by_draws(table, SCORES[score], column, larger, systems, "statement", whole, note)
+        if column == NAMES["mlp"] and score in PROPAGATION:
             ahead = np.array([float(one["difference"] > 0)])
-            row = f"Full ISO's lead over {ANSWERS[answer].lower()} is positive in median"
+            row = f"Full ISO's lead over {SCORES[score].lower()} is positive in median"
             yield Measure("text:exp1_neural_mlp", row, column, ahead, data.sizes["system"], "statement")
 
 

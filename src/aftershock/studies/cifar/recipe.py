@@ -12,6 +12,7 @@ import torch
 
 from ... import theory
 from ...core.state import CHANNELS
+from ...theory.baselines import SCORES
 from ..results import merge_pieces
 from ..study import Study, System, require_device, systems_of
 from .data import load_cifar
@@ -113,7 +114,8 @@ def sources(scene: Scene) -> xr.Dataset:
     """Where the tangent's error comes from, for every candidate at one scale, and how well the identity holds."""
     change = scene.path.replace(scene.candidates)
     found = theory.error_shares(change, scene.probe, scale=scene.protocol.sources_at)
-    return _numbered(found.assign(identity_residual=found["identity_residual"].max("horizon")), "change")
+    found = found.assign(identity_residual=found["identity_residual"].max("horizon"))
+    return _numbered(found.drop_vars(["kind", "at", "probe"]).rename(scale="sources_scale"), "change")
 
 
 def ranking(scene: Scene) -> xr.Dataset:
@@ -122,7 +124,7 @@ def ranking(scene: Scene) -> xr.Dataset:
 
     change = scene.path.perturb(scene.families)
     table, response = theory.scores(change, scene.probe), change.response(scene.probe, answers=("exact",))
-    found = _by_family(table[["score", "alignment"]].assign(curves=response.exact.isel(scale=0, drop=True)), scene)
+    found = _by_family(table[[*SCORES, "alignment"]].assign(curves=response.exact.isel(scale=0, drop=True)), scene)
     found["magnitude"] = abs(found["curves"]).max("horizon")
     draws, permutations = scene.system.generator("permutations"), scene.protocol.permutations
     nulls = [
@@ -131,7 +133,7 @@ def ranking(scene: Scene) -> xr.Dataset:
     ]
     data = xr.Dataset(
         {
-            "score": found["score"].rename({"answer": "score_method"}),
+            "score": found[list(SCORES)].to_dataarray("score_method").transpose("family", ...),
             "magnitude": found["magnitude"],
             "first_step": found["curves"].isel(horizon=0, drop=True),
             "null_correlation": xr.concat(nulls, dim="family"),
@@ -199,8 +201,8 @@ def present(scene: Scene) -> xr.Dataset:
         **common, answer="exact", samples=protocol.sampled, generator=scene.system.generator("sampled"),
         sampler=lambda length, generator: scene.resampled(seen, generator),
     )  # fmt: skip
-    static = theory.scores(scene.path.perturb(scene.families), scene.probe, horizon=1)["score"]
-    scores = [static.sel({"answer": name}, drop=True) for name in PRESENT] + [
+    static = theory.scores(scene.path.perturb(scene.families), scene.probe, horizon=1)
+    scores = [static[name] for name in PRESENT] + [
         theory.present_frozen(**common)["score"],
         theory.reference_surrogate(**common, references=scene.references)["score"],
         sampled["score"],

@@ -9,11 +9,11 @@ from ...results.statistics import across_candidates, coefficient_of_variation
 from ...results.summaries import summarize
 from ..future_measures import futures
 from ..measures import (
-    ANSWERS,
     CV_ROUNDING,
     INFERRED,
     NAMES,
     OURS,
+    SCORES,
     SHARE_OF_HORIZONS,
     UNKNOWN_RULE,
     Results,
@@ -48,7 +48,7 @@ def quadratic_measures(results: Results) -> Iterator[Measure]:
     natural = ("full_iso", "exact_one_step", "gradient_norm", "write_norm", "curvature", *OURS)
     yield from ranking(results, "text:exp1_natural_ranking", probes, "natural", natural)
     yield from _matching(results)
-    yield from ranking(results, "tab:app_exp1_matched_ablation", ("standard", "rotating"), "matched", tuple(ANSWERS))
+    yield from ranking(results, "tab:app_exp1_matched_ablation", ("standard", "rotating"), "matched", tuple(SCORES))
     for setting in probes:
         yield from _interventions(results, setting)
         yield from _persistence(results, setting)

@@ -136,10 +136,10 @@ def _scored(scene: Scene, probe: Probe, family: Family) -> xr.Dataset:
     magnitude = exact.abs().amax(1).numpy()
     table = xr.Dataset(
         {
-            "score": (("answer", "change"), torch.stack([scores["full_iso"]]).numpy()),
-            "alignment": (("change", "horizon", "step"), family.alignment(probe, scene.path).numpy()),
+            "full_iso": ("change", scores["full_iso"].numpy()),
+            "alignment": (("change", "horizon", "readout_horizon"), family.alignment(probe, scene.path).numpy()),
         },
-        {**_coordinates(), "answer": ["full_iso"]},
+        _coordinates(),
     )
     null = readout_null(table, magnitude, generator=scene.system.generator("permutations"), permutations=PERMUTATIONS)
     return xr.Dataset(

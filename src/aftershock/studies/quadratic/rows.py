@@ -224,8 +224,8 @@ class Family:
         frozen = propagated(written, path, batches, hyper, frozen=True)
         return cls(xi, full, initial, clamped, frozen, endpoint)
 
-    def alignment(self, probe: Probe, path: Sequence[JointState]) -> Float[Tensor, "change horizon step"]:
-        """c̄ᵀ at state `step` with δθ at `horizon`."""
+    def alignment(self, probe: Probe, path: Sequence[JointState]) -> Float[Tensor, "change horizon readout"]:
+        """c̄ᵀ at one horizon with δθ at another."""
         return torch.einsum("sd,hrd->rhs", _slopes(probe, path), self.full)
 
     def scores(
