@@ -600,7 +600,7 @@ def test_a_setting_that_removes_half_gives_way_to_a_group_that_leaves_clearly_le
     together = Trial((8, 28), {}, group)
     inquiry = Inquiry([], [], group=together, group_placebos=[Trial((1, 2), {}, 0.9)] * 8)
     change: Any = SimpleNamespace(kind="restart", brief=False, at=24)
-    f: Any = SimpleNamespace(changes=[change], _removing=[(held, 0)], inquiry=inquiry)
+    f: Any = SimpleNamespace(changes=[change], _removing=[(held, 0)], inquiry=inquiry, _guilty=inquiry.blamed)
     assert (Findings.hyperparameter(f, ("restart",)) == 0) is named
 
 
@@ -651,6 +651,17 @@ def test_the_explained_step_is_blamed_where_no_earlier_one_is_and_its_batch_is_b
     findings = found_of(kind, Inquiry([Trial((i,), {}, 0.1) for i in removing], kept))
     assert findings.kind == wanted
     assert findings.blamed == ({"own batch": (STEP,), "batch": (7,), "unknown": ()}[wanted])
+
+
+@pytest.mark.parametrize(("data", "wanted"), [("both", "hyperparameter"), ("own batch", "own batch")])
+def test_a_setting_gives_way_to_the_explained_step_only_where_its_batch_is_bad_by_itself(
+    data: str, wanted: str
+) -> None:
+    """Without it its own loss is gone, whoever raised it."""
+    kept = [Trial((i,), {}, 1.0) for i in range(8)]
+    findings = found_of(data, Inquiry([Trial((STEP,), {}, 0.1)], kept))
+    findings.changes, findings.held = [rise(9, 0.01, 0.03)], [SimpleNamespace(left=0.3, removes=True)]  # type: ignore[list-item]
+    assert findings.kind == wanted
 
 
 @pytest.mark.parametrize(("removing", "wanted"), [(3, "unknown"), (4, "instability")])

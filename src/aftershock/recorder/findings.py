@@ -126,7 +126,7 @@ class Findings:
         if not removes:
             return None
         left, best = min(removes)
-        change, guilty, group = self.changes[best], self.inquiry.blamed, self.inquiry.group
+        change, guilty, group = self.changes[best], self._guilty, self.inquiry.group
         as_well = group is not None and group.left > BARS.clear * left
         return best if not guilty or change.brief or change.at in guilty or as_well else None
 
