@@ -12,7 +12,7 @@ from aftershock.api.contributions import EDITS
 from aftershock.core import curves, kicks
 from aftershock.core.adamw import Hyper, Run
 from aftershock.core.contributions import BentReadout, Layers, contributions
-from aftershock.core.linear_step import displacement, displacement_by_v
+from aftershock.core.linear_step import displacement, displacement_by_v, sensitivities
 from aftershock.core.scores import AtOnce, adjoint, mean_write, midpoint_slopes, pool_scores
 
 from .cases import CASES, Case, make
@@ -128,10 +128,29 @@ def test_a_displacement_in_two_parts(eps: float) -> None:
     m, dm = torch.randn(2, 100, dtype=torch.float64)
     v, dv = torch.rand(2, 100, dtype=torch.float64)
     m[:10], v[:20], dm[:5], dv[10:15] = 0, 0, 0, 0
-    alone, added = displacement(run, m, v, dm, 0 * dv), displacement_by_v(run, m, v, dm, dv)
+    alone, added = sensitivities(run, m, v)[0] * dm, displacement_by_v(run, m, v, dm, dv)
     torch.testing.assert_close(
         alone + added, displacement(run, m, v, dm, dv), rtol=1e-9, atol=1e-15 * float(alone.abs().max())
     )
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_displacements_of_several_changes_are_those_of_the_update_itself(eps: float) -> None:
+    """Where a coordinate never had a gradient, too, whose first one moves it by a whole step where ε is nothing."""
+    run = Run.at(Hyper(1e-2, 0.9, 0.99, eps, 0.0, decoupled=True), 7)
+    m, v = torch.randn(20, dtype=torch.float64), torch.rand(20, dtype=torch.float64)
+    m[:10], v[:10] = 0, 0
+    g = torch.randn(3, 20, dtype=torch.float64)
+    g[:, :5] = 0
+    dm, dv = 0.1 * g, 0.01 * g.square()
+
+    def update(m: Tensor, v: Tensor) -> Tensor:
+        found = -1e-2 * (m / (1 - 0.9**7)) / ((v / (1 - 0.99**7)).sqrt() + eps)
+        return torch.where((m == 0) & (v == 0), 0.0, found)
+
+    found = displacement(run, m, v, dm, dv)
+    torch.testing.assert_close(found, update(m + dm, v + dv) - update(m, v), rtol=1e-12, atol=1e-17)
+    assert (found[:, 5:10].abs() > 4e-3).all()
 
 
 @pytest.mark.parametrize("share", [1e-3, 0.3, 1.0, 3.0, 1e3, 1e6])

@@ -255,8 +255,8 @@ def displacement(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tens
     eq:displacement: m'/d' − m/d = (δm − (d' − d) m/d) / d', and 0/0 is a coordinate that does not move (ε = 0).
     """
     d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
-    ratio = torch.addcmul(dm, shocked - d, m / d, value=-1).div_(shocked)
-    return _still_(run, ratio, d, shocked).mul_(-run.lr / run.bias1)
+    ratio = torch.addcmul(dm, shocked - d, _still_(run, m / d, d), value=-1).div_(shocked)
+    return _still_(run, ratio, shocked).mul_(-run.lr / run.bias1)
 
 
 def recounted(now: Run, late: Run, m: Tensor, v: Tensor) -> Tensor:
@@ -269,13 +269,14 @@ def recounted(now: Run, late: Run, m: Tensor, v: Tensor) -> Tensor:
     found = m / (root * k).add_(now.bias1 * now.eps)
     shocked = (root * other).add_(late.bias1 * late.eps)
     apart = root.mul_(k - other).add_((now.bias1 - late.bias1) * now.eps)
-    return _still_(now, found.mul_(apart.div_(shocked)), shocked, v).mul_(-now.lr)
+    return _still_(now, found.mul_(apart.div_(shocked)), v).mul_(-now.lr)
 
 
 def displacement_by_v(run: Run, m: Tensor, v: Tensor, dm: Tensor, dv: Tensor) -> Tensor:
-    """The part of it that v adds, (m + δm)(1/d' − 1/d): q is linear in m, which alone does δm/d."""
+    """The part of it that v adds, (m + δm)(1/d' − 1/d): q is linear in m, which alone does δm/d, and nothing where d is
+    (ε = 0)."""
     if run.eps == 0:
-        return displacement(run, m, v, dm, dv).sub_(displacement(run, m, v, dm, torch.zeros_like(dv)))
+        return displacement(run, m, v, dm, dv).sub_(sensitivities(run, m, v)[0] * dm)
     d, shocked = _root(run, v), _root(run, torch.add(v, dv).clamp_(min=0))
     added = torch.add(m, dm).div_(d).mul_(d.sub_(shocked).div_(shocked))
     return added.mul_(-run.lr / run.bias1)
@@ -286,9 +287,8 @@ def _root(run: Run, v: Tensor) -> Tensor:
     return (v / run.bias2).sqrt_().add_(run.eps)
 
 
-def _still_(run: Run, ratio: Tensor, *divisors: Tensor) -> Tensor:
+def _still_(run: Run, ratio: Tensor, divisor: Tensor) -> Tensor:
     """0/0, which comes where ε is nothing, as 0. Any other NaN is told, such as that of a Hessian product."""
     if run.eps >= torch.finfo(ratio.dtype).tiny:
         return ratio
-    zero = torch.stack([divisor == 0 for divisor in divisors]).any(0)
-    return ratio.masked_fill_(ratio.isnan() & zero, 0.0)
+    return ratio.masked_fill_(ratio.isnan() & (divisor == 0), 0.0)
