@@ -25,7 +25,7 @@ from aftershock.recorder.reruns import Run, run_again
 from aftershock.recorder.scatter import Scatter
 from aftershock.recorder.suspects import inquire
 from aftershock.recorder.trials import Inquiry, Trial
-from aftershock.recorder.verdict import _cleared, _hyperparameter, _not_special, _placebos, several
+from aftershock.recorder.verdict import _cleared, _hyperparameter, _not_special, _placebos, _rest, several
 
 from .test_agreement import plain, running, squares
 
@@ -149,6 +149,22 @@ def test_a_batch_that_is_high_by_itself_may_be_higher_without_others(
     if blamed:
         assert (len(found.placebos), found.removing) == (8, 0)
     assert asked_of(left, [3, 5, 7, STEP], monkeypatch).by_itself == ()
+
+
+@pytest.mark.parametrize(("left", "own", "told"), [(0.48, 0.01, True), (0.48, 0.4, False), (0.2, 0.01, False)])
+def test_where_much_is_left_without_the_blamed_the_explained_batch_is_told_too(
+    left: float, own: float, told: bool
+) -> None:
+    facts: Any = {
+        "event": SimpleNamespace(explained=99),
+        "blame": SimpleNamespace(own_left=own),
+        "instruments": SimpleNamespace(data_said="its loss is 121"),
+    }
+    said = _rest(SimpleNamespace(facts=SimpleNamespace(**facts)), left)  # type: ignore[arg-type]
+    whole = ["Without step 99 itself 1% is left; its batch beside others: its loss is 121."]
+    assert said == (whole if told else [])
+    facts["blame"].own_left = math.nan  # of a batch that is not high elsewhere
+    assert _rest(SimpleNamespace(facts=SimpleNamespace(**facts)), left) == []  # type: ignore[arg-type]
 
 
 # --- where the run does not repeat itself

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import xarray as xr
 from torch import Tensor, nn
 
 import aftershock as ak
+from aftershock.api import ranking as ranking_module
 from aftershock.api.ranking import SUMMARIES, Ranking
-from aftershock.api.reruns import to_rerun
+from aftershock.api.reruns import ODD, odd_one, to_rerun
 from aftershock.core import scores, sweep_plans
 from aftershock.core.examples import example_scores
 from aftershock.core.scores import AtOnce, adjoint, example_direction, pool_scores
@@ -77,6 +80,7 @@ def test_calibration_by_hand(verify: int) -> None:
     np.testing.assert_allclose(ranking.data["score"].values, np.sort(np.abs(guess + offset).max(1))[::-1])
     if len(top) > 1:
         left_out = [offset_by_hand(*(x[[k for k in top if k != j]] for x in (truth, guess))) for j in top]
+        left_out = left_out if offset.any() else [offset] * len(top)  # nothing is added to the others either
         errors = [by_hand(truth[i], guess[i] + others) for i, others in zip(top, left_out) if i in spread]
         raw = [by_hand(truth[i], guess[i]) for i in spread]
         signs = [np.sign(truth[i]) == np.sign(guess[i] + others) for i, others in zip(top, left_out) if i in spread]
@@ -87,6 +91,46 @@ def test_calibration_by_hand(verify: int) -> None:
     else:
         assert np.isnan(float(data["held_out_error"]))
         assert ("Not verified" if verify == 0 else "cannot judge itself") in str(ranking)
+
+
+def test_a_batch_with_a_far_larger_gradient_is_rerun_and_calibrates_nobody_else() -> None:
+    case = make("quadratic")
+    path, pool, probe = case.path(5), case.batches(8), case.batch()
+    alone = path.rank(pool, probe, verify=4)
+    a, x, y = pool[5]
+    odd = path.rank([*pool[:5], (a, x, 30 * y), *pool[6:]], probe, verify=4)
+    norms = odd.data["xi_norm"]
+    assert float(norms.sel(change="batch 5")) > ODD * float(norms.median())
+    assert "batch 5" in odd.verified
+    assert not bool(odd.data["judging"].sel(change="batch 5"))
+    rerun = [name for name in odd.verified if name != "batch 5"]
+    assert len(rerun) == 3
+    residuals = (odd.data["measured"] - odd.data["predicted"]).sel(change=rerun).mean("change")
+    np.testing.assert_allclose(odd.data["offset"], float(odd.data["offset_share"]) * residuals, rtol=1e-9, atol=1e-18)
+    assert float(abs(alone.data["xi_norm"]).max()) < ODD * float(alone.data["xi_norm"].median())
+
+
+def test_whose_gradient_is_odd() -> None:
+    norms = torch.tensor([1.0, 1.1, 0.0, 0.9, 4.0])
+    assert [odd_one(norms, few) for few in (2, 3)] == [None, 4]
+    assert odd_one(norms.clamp(max=2.0), 5) is None
+    assert odd_one(torch.zeros(3), 5) is None
+    assert to_rerun(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), 3, 4) == ([4, 0], [2])
+
+
+def test_the_error_of_a_ranking_that_is_not_calibrated_is_that_of_its_predictions() -> None:
+    """Reruns whose residuals have nothing in common: what the others share is not added to one that is held out."""
+    horizon, names = [1, 2], [f"batch {i}" for i in range(4)]
+    predicted = xr.DataArray(np.ones((4, 2)), {"change": names, "horizon": horizon}, ("change", "horizon"))
+    measured = predicted.copy(data=[[1.3, 1.3], [0.7, 0.7], [1.2, 1.2], [0.9, 0.9]])
+    guess, truth = predicted.values, measured.values
+    assert shared_offset(guess, truth)[1] == 0
+    case = make("tanh_mlp")
+    path = case.path(2)
+    found: Any = SimpleNamespace(xi_norm=torch.ones(4), stiff=0.0, curve_error=0.0)
+    watch = path.watch(0, case.batch())
+    data = ranking_module._calibrated(predicted, measured, range(4), None, "peak", found, watch, path)
+    assert float(data["held_out_error"]) == float(data["raw_error"])
 
 
 @pytest.mark.parametrize(("signs", "words"), [(1.0, "do not trust the sizes"), (0.5, "trust neither sizes nor signs")])
@@ -111,7 +155,8 @@ def test_batches_to_rerun_may_be_named_and_each_judges(verify: Any) -> None:
     exact = path.replace([pool[i] for i in (1, 3, 4)]).response(probe, answers=("exact",)).exact.isel(scale=0)
     np.testing.assert_allclose(truth[[1, 3, 4]], exact.values, rtol=1e-9)
     assert data["judging"].values.tolist() == [False, True, False, True, True, False]
-    left = held_out(guess[[1, 3, 4]], truth[[1, 3, 4]])
+    some = guess[[1, 3, 4]], truth[[1, 3, 4]]
+    left = held_out(*some) if shared_offset(*some)[1] else some[0]
     error = np.median([by_hand(true, one) for true, one in zip(truth[[1, 3, 4]], left)])
     assert float(data["held_out_error"]) == pytest.approx(error)
     assert "Reruns that were named, each predicted" in str(ranking.certificate)
@@ -224,7 +269,8 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     wall = float(free.state(2).theta[0] + free.state(3).theta[0]) / 2
     case.loss_fn = lambda m, b: m(b) - 1e-6 * (wall - m.theta[0]).log()
     path = case.point().follow(batches)
-    ranking = path.rank(pool, probe, verify=3)
+    ranking = path.rank(pool, probe, verify=[0, 1, 2])  # where none is named, it is the odd one, and calibrates nobody
+    assert not np.isfinite(path.rank(pool, probe, verify=3).data["measured"].sel(change="batch 0").values[2:]).any()
     data = ranking.data.sel(change=[f"batch {i}" for i in range(4)])
     truth = data["measured"].values
     known = np.isfinite(truth[0])
@@ -237,10 +283,10 @@ def test_a_rerun_that_diverges_does_not_spoil_the_others() -> None:
     errors = []
     for i in rerun:
         others, finite = rerun[rerun != i], np.isfinite(truth[i])
-        left_out = guess[i] + offset_by_hand(truth[others], guess[others])
+        left_out = guess[i] + offset_by_hand(truth[others], guess[others]) * data["offset"].values.any()
         errors.append(by_hand(truth[i, finite], left_out[finite]))
     spread = data["judging"].values[~np.isnan(truth[:, 0])]
-    assert spread.sum() == 2
+    assert spread.sum() == 3
     assert float(data["held_out_error"]) == pytest.approx(np.median(np.array(errors)[spread]), rel=1e-9)
     last = path.rank(pool[:2], probe, by="response", verify=2)
     assert "fewer than two of them stayed finite" in str(last)

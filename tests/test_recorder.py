@@ -162,6 +162,43 @@ def train_on_odd_batches(directory: Path) -> None:
             recorder.step(Odd(), 1.0)
 
 
+def recorded(directory: Path, losses: list[Any], **told: Any) -> ak.FlightRecorder:
+    """A step for each of the losses that `step` is given."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = data(torch.Generator().manual_seed(0))
+    with ak.FlightRecorder(model, optimizer, cross_entropy, directory) as recorder:
+        for loss in losses:
+            cross_entropy(model, batch).backward()
+            optimizer.step()
+            recorder.step(batch, loss, **told)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("loss", "told", "words"),
+    [
+        (1.0, {"index": [3, 5]}, r"index= is the batch's place in the data, a whole number; got \[3, 5\]"),
+        (1.0, {"index": torch.tensor([3, 5])}, r"index= is the batch's place in the data, a whole number; got tensor"),
+        (None, {}, "loss= is the loss of this batch, a number or a tensor; got None"),
+        ([1.0], {}, "loss= is the loss of this batch, a number or a tensor; got \\[1.0\\]"),
+    ],
+)
+def test_what_step_cannot_take_is_named_and_explained_later(
+    tmp_path: Path, loss: Any, told: dict[str, Any], words: str
+) -> None:
+    with pytest.warns(RuntimeWarning, match=f"has stopped, training goes on: .*{words}"):
+        recorder = recorded(tmp_path, [loss] * 3, **told)
+    for asked in ({"step": 2}, {}):
+        with pytest.raises(AftershockError, match=f"The recorder stopped: .*{words}"):
+            ak.explain(recorder, **asked)
+
+
+def test_a_number_of_any_library_is_a_loss(tmp_path: Path) -> None:
+    recorder = recorded(tmp_path, [np.float32(1.5), np.float64(1.5), 1.5, torch.tensor(1.5)])
+    assert [record.loss for record in recorder.recent] == [1.5] * 4
+
+
 def test_the_loop_never_sees_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _, losses, _ = train(None)
     with pytest.warns(RuntimeWarning, match="has stopped, training goes on.*Odd") as seen:

@@ -27,7 +27,7 @@ from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST
 from .progress import Estimate, progress
-from .reruns import judging_in_words, reruns, to_rerun
+from .reruns import ODD, judging_in_words, odd_one, reruns, to_rerun
 from .response import sparkline
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ def _judges(data: xr.Dataset) -> xr.DataArray:
 
 
 def _strongest(data: xr.Dataset) -> list[Finding]:
-    """Those of the strongest that their own reruns refute, in a ranking that is usable otherwise."""
+    """Those of the strongest, and the one with an odd gradient, that their own reruns refute, in a ranking that is
+    usable otherwise."""
     top = data.isel(change=(~data["judging"] & (abs(data["measured"]) < math.inf).any("horizon")).values)
     error = nrmse(top["measured"], top["response"])
     wrong = [
@@ -171,9 +172,16 @@ def _strongest(data: xr.Dataset) -> list[Finding]:
         return []
     sentence = (
         f"Predictions of the strongest are wrong (NRMSE): {', '.join(wrong)}. A batch unlike the others may be "
-        "predicted far worse than they are; rerun more of them (verify=)."
+        f"predicted far worse than they are; rerun more of them (verify=){_unlike(data)}."
     )
     return [Finding("care", "strongest", "NRMSE of the strongest", float(error.max()), TRUST.careful_nrmse, sentence)]
+
+
+def _unlike(data: xr.Dataset) -> str:
+    """Who else has an odd gradient."""
+    norms = data["xi_norm"]
+    names = list(map(str, data["change"].values[(norms > ODD * norms.where(norms > 0).median()).values]))
+    return f", first those with several times the usual gradient: {', '.join(names[:4])}" if len(names) > 1 else ""
 
 
 def _curve_findings(error: float) -> list[Finding]:
@@ -206,12 +214,13 @@ def rank(
     coords = {"change": names, "horizon": horizons}
     path.check_lost(watch.at, found.response, horizons)
     predicted = xr.DataArray(found.response.numpy(), coords, ("change", "horizon"))
-    top, judging = ([], named) if named else to_rerun(torch.as_tensor(_score(predicted, by).values), few)
+    scores, odd = torch.as_tensor(_score(predicted, by).values), None if named else odd_one(found.xi_norm, few)
+    top, judging = ([], named) if named else to_rerun(scores, few, odd)
     rerun = [*top, *judging]
     measured = xr.full_like(predicted, torch.nan)
     if rerun:
         measured[rerun] = _measure(path, [batches[i] for i in rerun], watch, horizons, memory).numpy()
-    data = _calibrated(predicted, measured, judging, by, found, watch, path)
+    data = _calibrated(predicted, measured, judging, odd, by, found, watch, path)
     if float(data["held_out_error"]) > TRUST.careful_nrmse:
         exact, guess = (torch.as_tensor(curves.values[rerun]) for curves in (measured, predicted))
         none = torch.zeros(len(horizons))
@@ -265,6 +274,7 @@ def _calibrated(
     predicted: xr.DataArray,
     measured: xr.DataArray,
     judging: Sequence[int],
+    odd: int | None,
     by: str,
     found: PoolScores,
     watch: Watch,
@@ -277,7 +287,9 @@ def _calibrated(
     import xarray as xr
 
     changed = xr.DataArray((found.xi_norm != 0).numpy(), {"change": measured["change"]}, ("change",))
-    known = measured["change"][(changed & (abs(measured) < torch.inf).any("horizon")).values]
+    alike = changed.copy()
+    alike[[] if odd is None else [odd]] = False  # what it is off by says nothing of the others
+    known = measured["change"][(alike & (abs(measured) < torch.inf).any("horizon")).values]
     truth, plain = measured.sel(change=known), predicted.sel(change=known)
     offset, share = shared_offset(plain.values, truth.values)
     response = predicted + changed * xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
@@ -285,7 +297,8 @@ def _calibrated(
     judged[list(judging)] = True
     judges = _judges(xr.Dataset({"measured": measured, "judging": judged}))
     sized, several = judges["change"][judges.values], len(known) > 1
-    others = plain.copy(data=held_out(plain.values, truth.values)) if several else None
+    # where nothing is added to those that are not rerun, nothing is added to these
+    others = plain.copy(data=held_out(plain.values, truth.values) if share else plain.values) if several else None
     left_out = None if others is None else nrmse(truth, others)
     signs = None if others is None else sign_agreement(truth, others, xr.DataArray(0.0)).sel(change=sized)
     raw = nrmse(truth, plain).sel(change=sized if several else known)

@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 if TYPE_CHECKING:
     import xarray as xr
 
+ODD = 3.0  # times the usual gradient: batches of one source of data differ by less
 VERIFY = 5  # exact reruns, unless told otherwise: they calibrate, and each is judged by the others
 
 
@@ -33,15 +34,26 @@ def reruns(verify: int | Sequence[int], what: str, known: Sequence[int] | None =
     return len(named), named
 
 
-def to_rerun(sizes: Float[Tensor, " candidate"], few: int) -> tuple[list[int], list[int]]:
+def odd_one(norms: Float[Tensor, " candidate"], few: int) -> int | None:
+    """The candidate with the largest gradient, less the control's, where it is unlike the others, and where so many
+    reruns leave room for it beside the strongest and one that judges. Predictions are made for what the others are."""
+    usual = norms[norms > 0]
+    return int(norms.argmax()) if few > 2 and len(usual) and norms.max() > ODD * usual.median() else None
+
+
+def to_rerun(sizes: Float[Tensor, " candidate"], few: int, odd: int | None = None) -> tuple[list[int], list[int]]:
     """Which candidates are rerun: half of so many the strongest, at least one; and the others, spread over the rest.
 
     Those spread tell how far the ones that are not rerun are off: of the strongest alone, errors came out at 0.3–0.5
     of that (tied language model, 24 batches, 2 to 8 reruns).
+
+    odd: one that comes before the strongest.
     """
     order = sizes.argsort(descending=True, stable=True)
+    if odd is not None:
+        order = torch.cat([torch.tensor([odd]), order[order != odd]])
     few = min(few, len(order))
-    top = max(few // 2, min(few, 1))
+    top = max(few // 2, min(few, 1)) + (odd is not None and few > 2)
     rest, between = len(order) - top, few - top + 1
     return order[:top].tolist(), order[top + rest * torch.arange(1, between) // between].tolist()
 

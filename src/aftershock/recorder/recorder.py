@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -423,8 +424,11 @@ class FlightRecorder:
         random = self._passes.random
         if random is None:
             raise InvalidInput(UNSEEN)
+        if not isinstance(loss, Tensor | Real):
+            raise InvalidInput(f"loss= is the loss of this batch, a number or a tensor; got {loss!r}")
+        if index is not None:
+            self._index = whole(index, "index= is the batch's place in the data")
         structure, tensors = describe(batch)
-        self._index = self._index if index is None else index
         self.take(Fed(structure, self._transfer.own(tensors), self._index, random), loss)
         self._index += 1
         self._passes.remind_of_draws()

@@ -5,6 +5,7 @@ Whatever is wrong with a file is an `InvalidFile`; a damaged window does not kee
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -141,6 +142,7 @@ def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int |
                 return _worst(windows)
         raise InvalidFile(
             f"{directory} holds no whole step with a state before it: nothing was recorded there, or by a run {DROPPED}"
+            f"{_stopped(runs)}"
         )
     holding = ([window for window in windows if step in window.steps] for windows in runs.values())
     ordered = [sorted(windows, key=lambda window: window.order(step)) for windows in holding if windows]
@@ -152,8 +154,17 @@ def _newest(runs: Mapping[Path, Sequence[_Window]], directory: Path, step: int |
     held = "; ".join(f"{steps} (run {number})" if len(each) > 1 else steps for number, steps in each)
     raise InvalidInput(
         f"step {step} was not recorded, or was dropped (of runs that are over, kept windows stay): {directory} holds "
-        f"steps {held or 'of no run'}"
+        f"steps {held or 'of no run'}{_stopped(runs)}"
     )
+
+
+def _stopped(runs: Iterable[Path]) -> str:
+    """Why the newest run's recorder stopped, where it did."""
+    for folder in runs:
+        with contextlib.suppress(InvalidFile, OSError):
+            reason = _read_json(folder / "ring" / "run.json").get("stopped")
+            return f". The recorder stopped: {reason}" if reason else ""
+    return ""
 
 
 def _held(windows: Sequence[_Window]) -> str:

@@ -129,7 +129,17 @@ def _batch(found: FlightExplanation) -> str:
         f"{plus_minus(best.measured_spread)} {part}{_waited(found, best)}."
     )
     by_itself = [raised] if best.left <= BARS.half else []  # else a batch like its own did what none does not
-    return " ".join([_replaced(found) if blame.replaced else said + _cleared(blame), *by_itself, *_inside(found, best)])
+    done = _replaced(found) if blame.replaced else said + _cleared(blame)
+    return " ".join([done, *by_itself, *_rest(found, best.left), *_inside(found, best)])
+
+
+def _rest(found: FlightExplanation, left: float) -> list[str]:
+    """Where much is left without the blamed, and far less without the explained step: what its own batch is like."""
+    event, own = found.facts.event, found.facts.blame.own_left
+    if not (left > BARS.several and own <= BARS.half * left):  # not known of every batch
+        return []
+    said = found.facts.instruments.data_said
+    return [f"Without step {event.explained} itself {own:.0%} is left; its batch beside others: {said}."]
 
 
 def _replaced(found: FlightExplanation) -> str:
@@ -213,6 +223,7 @@ def _group(found: FlightExplanation) -> str:
             f"Steps {names} did it together: without them {percent(blame.group_left, blame.group_left_spread)} of "
             f"{_spike(event)} is left, with any one of them back at least "
             f"{percent(blame.group_back, blame.group_back_spread)}, and it stays without {kept} of {others}{kind}."
+            + "".join(f" {sentence}" for sentence in _rest(found, blame.group_left))
         )
     most = max(found.culprits[: len(blame.blamed)], key=lambda c: c.left)
     return (
