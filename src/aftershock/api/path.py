@@ -413,7 +413,8 @@ class Path:
         by: what to sort by: a summary over horizons (peak, max_increase, max_decrease, total_abs, total_increase,
             total_decrease), or "response", the signed response at `horizon` alone, which needs one outcome only.
         verify: how many are rerun exactly: half of them the strongest (at least one), the others spread over the rest,
-            which tell how large the error is; or which, by their places in the pool, and then all of them tell.
+            which tell how large the error is; of three or more, one is the batch with several times the usual gradient,
+            where there is one. Or which, by their places in the pool, and then all of them tell.
         labels: names of the batches in the result.
         memory: a budget such as "8GiB"; default: the path's own, or what is free.
 
