@@ -348,8 +348,10 @@ def running(pid: int) -> bool:
 
 
 def start(log: Path, out: Path, delay: float) -> subprocess.Popen[str]:
-    """The command on the toy study, in a process group of its own as under a terminal."""
-    code = "from tests.toy_study import main; main()"
+    """The command on the toy study, in a process group of its own as under a terminal: what a shell starts in the
+    background ignores Ctrl-C, and so does what that starts."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from tests.toy_study import main; main()"
     command = [sys.executable, "-c", code, str(log), str(delay), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
