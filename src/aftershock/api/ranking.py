@@ -48,7 +48,7 @@ class Ranking(LabelledResult):
     `data` has, by change and horizon: `predicted` by the adjoint, `measured` where the batch was rerun, and
     `response`, the prediction plus `offset`, by which reruns differ from their predictions in the mean, as far as that
     helps to predict each of them from the others (`offset_share` of it). The control's own batch is no change: its
-    prediction and its response are 0. `score` sorts them.
+    prediction and its response are 0. `score` sorts them: that of `measured` where there is one, else of `response`.
     `held_out_error` is the median NRMSE of the reruns that judge (`judging`), which are those spread over the ranking,
     or all where the user named them (`named`): each predicted with the calibration of all others. One without any
     response, as of the control's own batch, has none. `held_out_sign` is the share of horizons at which their signs are
@@ -102,9 +102,9 @@ class Ranking(LabelledResult):
         sign = "" if self.by == "total_abs" else "+"
         width = max(6, *(len(name) for name in self.order[:SHOWN]))
         lines = [
-            f"{self.data.sizes['change']} changes at step {int(self.data['at'])} by predicted {self.by}, largest first "
-            "(one adjoint sweep, kicks at stiff coordinates):",
-            f"{'rank':>4}  {'change':<{width}}  {self.by:>14}  {'measured':>12}  predicted response by horizon",
+            f"{self.data.sizes['change']} changes at step {int(self.data['at'])} by {self.by}, largest first: as "
+            "measured where they were rerun, else as predicted (one adjoint sweep, kicks at stiff coordinates):",
+            f"{'rank':>4}  {'change':<{width}}  {'predicted':>14}  {'measured':>12}  predicted response by horizon",
         ]
         shown = [i for i, name in enumerate(self.order) if i < SHOWN or name in self.verified]
         for i in shown:
@@ -312,7 +312,7 @@ def _calibrated(
             "judging": judged,
             "offset": ("horizon", offset),
             "offset_share": share,
-            "score": _score(response, by),
+            "score": _score(measured.fillna(response), by),
             "xi_norm": ("change", found.xi_norm.numpy()),
             "held_out_error": torch.nan if left_out is None else float(left_out.median()),
             "raw_error": float(raw.median()),
