@@ -331,3 +331,29 @@ def test_batches_of_its_kind_that_were_wrong_make_no_harder_source(tmp_path: Pat
     assert "no batch is to blame" not in found.verdict
     assert found.kind == "group"
     assert set(found.blamed) < set(wrong), "the wrong ones, as far as they did it"
+
+
+def test_a_bad_batch_of_an_epoch_before_is_bad_by_itself_again(tmp_path: Path) -> None:
+    """The weights in between were trained on it, so that it is far lower there than it is now."""
+    torch.manual_seed(0)
+    generator, epoch, bad = torch.Generator().manual_seed(1), 60, 10
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    centres, batches = torch.randn(6, 16, generator=generator), []
+    for i in range(epoch):
+        y = torch.randint(6, (8,), generator=generator)
+        x = centres[y] + torch.randn(8, 16, generator=generator)
+        batches.append((6 * x, (y + 2) % 6) if i == bad else (x, y))
+    losses = []
+    with ak.FlightRecorder(model, optimizer, loss_fn, tmp_path, triggers=()) as recorder:
+        for batch in [*batches, *batches]:
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(batch, loss)
+            losses.append(float(loss.detach()))
+    again = epoch + bad
+    assert losses[again] > 10 * statistics.median(losses[epoch:again])
+    found = ak.explain(recorder, step=again)
+    assert (found.kind, found.blamed) == ("own batch", (again,)), found.verdict

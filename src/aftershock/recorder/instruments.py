@@ -314,15 +314,18 @@ def _beside_its_kind(
     quantity: Quantity,
 ) -> str:
     """Is a batch bad by itself ("own batch")? It is high on earlier weights too, with half of its height or extreme in
-    any case, and the batches most like it are not: neither about as high at their own steps, else all of their kind are
-    harder ("source", where they are one), nor on its own weights, else these may be bad for that kind ("both").
+    any case, or had half of its height when it came before, in another epoch; and the batches most like it are not:
+    neither about as high at their own steps, else all of their kind are harder ("source", where they are one), nor on
+    its own weights, else these may be bad for that kind ("both").
 
     The height itself may grow with the run: a likelihood's does as it learns its scale.
     """
     half = HEIGHTS.half * (seen(quantity, trajectory.steps[at]) - middle)
     there = _low(elsewhere) - middle if elsewhere else -math.inf
     if there < half and there <= HEIGHTS.extreme * max(ALARM.threshold * sigma, abs(middle)):
-        return "both"
+        again = Likeness(trajectory.steps[: at + 1]).same({at}, range(at)) - {at}
+        if all(seen(quantity, trajectory.steps[time]) - middle < half for time in again):
+            return "both"
     came = [seen(quantity, trajectory.steps[time]) - middle for time in alike.times]
     as_high = [half <= height <= ALARM.far * half / HEIGHTS.half for height in came]  # far higher ones may be bad
     if alike.a_kind and 2 * sum(as_high) > len(came):
