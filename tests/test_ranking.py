@@ -109,12 +109,28 @@ def test_a_batch_with_a_far_larger_gradient_is_rerun_and_calibrates_nobody_else(
     residuals = (odd.data["measured"] - odd.data["predicted"]).sel(change=rerun).mean("change")
     np.testing.assert_allclose(odd.data["offset"], float(odd.data["offset_share"]) * residuals, rtol=1e-9, atol=1e-18)
     assert float(abs(alone.data["xi_norm"]).max()) < ODD * float(alone.data["xi_norm"].median())
+    assert [odd.data["odd"].sel(change=name).item() for name in ("batch 5", *rerun)] == [True, False, False, False]
+    assert "batch 5 was rerun for its odd gradient, and calibrates nobody." in str(odd)
+    of_whom = str(odd).split("exact reruns of ")[1].split(" have")[0].split(":")[0]
+    assert "batch 5" not in of_whom
+    assert "odd gradient" not in str(alone)
+
+
+def test_two_candidates_leave_no_room_for_an_odd_one() -> None:
+    """One of them calibrates, the other judges; nothing is said of reruns that change nothing."""
+    case = make("quadratic")
+    path, pool, probe = case.path(3), case.batches(2), case.batch()
+    a, x, y = pool[1]
+    ranking = path.rank([pool[0], (a, x, 30 * y)], probe, verify=5)
+    assert not ranking.data["odd"].any()
+    assert np.isfinite(float(ranking.data["held_out_error"]))
 
 
 def test_whose_gradient_is_odd() -> None:
     norms = torch.tensor([1.0, 1.1, 0.0, 0.9, 4.0])
     assert [odd_one(norms, few) for few in (2, 3)] == [None, 4]
     assert odd_one(norms.clamp(max=2.0), 5) is None
+    assert odd_one(norms[3:], 5) is None
     assert odd_one(torch.zeros(3), 5) is None
     assert to_rerun(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), 3, 4) == ([4, 0], [2])
 
@@ -160,7 +176,7 @@ def test_batches_to_rerun_may_be_named_and_each_judges(verify: Any) -> None:
     left = held_out(*some) if shared_offset(*some)[1] else some[0]
     error = np.median([by_hand(true, one) for true, one in zip(truth[[1, 3, 4]], left)])
     assert float(data["held_out_error"]) == pytest.approx(error)
-    assert "Reruns that were named, each predicted" in str(ranking.certificate)
+    assert f"Reruns that were named are off by {error:.2g} (NRMSE, median of 3)." in str(ranking.certificate)
     assert "Those that were named are no sample of the others." in str(ranking.certificate)
     assert "Reruns spread over the ranking" in str(path.rank(pool, probe, verify=3).certificate)
     assert "cannot judge itself" in str(path.rank(pool, probe, verify=[2]))

@@ -27,7 +27,7 @@ from ..results.provenance import provenance
 from ..results.summaries import summarize
 from .change import FORWARD_COST, GRAPH_COST, PRODUCT_COST
 from .progress import Estimate, progress
-from .reruns import ODD, judging_in_words, odd_one, reruns, to_rerun
+from .reruns import judging_in_words, odd_one, odd_ones, reruns, to_rerun
 from .response import sparkline
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class Ranking(LabelledResult):
     helps to predict each of them from the others (`offset_share` of it). The control's own batch is no change: its
     prediction and its response are 0. `score` sorts them: that of `measured` where there is one, else of `response`.
     `held_out_error` is the median NRMSE of the reruns that judge (`judging`), which are those spread over the ranking,
-    or all where the user named them (`named`): each predicted with the calibration of all others. One without any
+    or all where the user named them (`named`): each predicted with the calibration of all others. `odd` is the one that
+    was rerun because its gradient is several times the usual one; it calibrates none of the others. One without any
     response, as of the control's own batch, has none. `held_out_sign` is the share of horizons at which their signs are
     right.
     `curve_error` is how far one batch's prediction is from exact kicks at all coordinates.
@@ -61,7 +62,7 @@ class Ranking(LabelledResult):
     """
 
     kind = "ranking"
-    wanted = ("response", "predicted", "measured", "score", "judging", "named")
+    wanted = ("response", "predicted", "measured", "score", "judging", "odd", "named")
 
     @property
     def order(self) -> list[str]:
@@ -117,17 +118,20 @@ class Ranking(LabelledResult):
 
 
 def _findings(ranking: Ranking) -> list[Finding]:
-    count, data = len(ranking.verified), ranking.data
+    data = ranking.data
+    odd = [str(name) for name in data["change"].values[data["odd"].values]]
+    verified = [name for name in ranking.verified if name not in odd]
+    count = len(verified)
     if not count:
         sentence = "Not verified: pass verify=k to rerun k of them exactly. Do not trust it blindly."
         return [Finding("care", "ranking", "reruns", 0.0, 1.0, sentence)]
     error = float(data["held_out_error"])
-    share, names = float(data["offset_share"]), f"{', '.join(ranking.verified[:4])}{' …' if count > 4 else ''}"
+    share, names = float(data["offset_share"]), f"{', '.join(verified[:4])}{' …' if count > 4 else ''}"
     calibrated = f"Calibrated with exact reruns of {names}" + f", {share:.0%} of their mean residual" * (share < 1)
     if share == 0:
         calibrated = f"Not calibrated, since the residuals of exact reruns of {names} have nothing in common"
     if math.isnan(error):
-        finite = (abs(data["measured"]) < math.inf).any("horizon")
+        finite = (abs(data["measured"]) < math.inf).any("horizon") & ~data["odd"]
         why = "none but the strongest stayed finite"
         if count == 1:
             why = "one rerun cannot judge itself"
@@ -142,11 +146,15 @@ def _findings(ranking: Ranking) -> list[Finding]:
     bad = "do not trust the sizes" if signs >= TRUST.careful_signs else "trust neither sizes nor signs"
     word = {"ok": "trust it", "care": "use it with care", "bad": bad}[level]
     which, left = judging_in_words(data)
+    held, plain = "", ""
+    if share:  # else nothing is added to them either
+        held = ", each predicted with the calibration of the others,"
+        plain = f"; without calibration by {float(data['raw_error']):.2g}"
+    beside = "".join(f" {name} was rerun for its odd gradient, and calibrates nobody." for name in odd)
     sentence = (
-        f"{calibrated}: {word}. Reruns {which}, each predicted with the calibration of the others, "
-        f"are off by {error:.2g} (NRMSE, median of {int(_judges(data).sum())}); without calibration by "
-        f"{float(data['raw_error']):.2g}. Their signs are right at {signs:.0%} of horizons. The measured column is the "
-        f"truth.{left}"
+        f"{calibrated}: {word}. Reruns {which}{held} are off by {error:.2g} (NRMSE, median of "
+        f"{int(_judges(data).sum())}){plain}. Their signs are right at {signs:.0%} of horizons. The measured column is "
+        f"the truth.{left}{beside}"
     )
     return [Finding(level, "ranking", "NRMSE of reruns held out", error, TRUST.nrmse, sentence)]
 
@@ -179,8 +187,7 @@ def _strongest(data: xr.Dataset) -> list[Finding]:
 
 def _unlike(data: xr.Dataset) -> str:
     """Who else has an odd gradient."""
-    norms = data["xi_norm"]
-    names = list(map(str, data["change"].values[(norms > ODD * norms.where(norms > 0).median()).values]))
+    names = data["change"].values[odd_ones(torch.as_tensor(data["xi_norm"].values)).numpy()].tolist()
     return f", first those with several times the usual gradient: {', '.join(names[:4])}" if len(names) > 1 else ""
 
 
@@ -287,9 +294,10 @@ def _calibrated(
     import xarray as xr
 
     changed = xr.DataArray((found.xi_norm != 0).numpy(), {"change": measured["change"]}, ("change",))
-    alike = changed.copy()
-    alike[[] if odd is None else [odd]] = False  # what it is off by says nothing of the others
-    known = measured["change"][(alike & (abs(measured) < torch.inf).any("horizon")).values]
+    unlike = xr.zeros_like(changed)
+    if odd is not None:
+        unlike[odd] = True  # what it is off by says nothing of the others
+    known = measured["change"][(changed & ~unlike & (abs(measured) < torch.inf).any("horizon")).values]
     truth, plain = measured.sel(change=known), predicted.sel(change=known)
     offset, share = shared_offset(plain.values, truth.values)
     response = predicted + changed * xr.DataArray(offset, {"horizon": predicted["horizon"]}, ("horizon",))
@@ -310,6 +318,7 @@ def _calibrated(
             "predicted": predicted,
             "measured": measured,
             "judging": judged,
+            "odd": unlike,
             "offset": ("horizon", offset),
             "offset_share": share,
             "score": _score(measured.fillna(response), by),

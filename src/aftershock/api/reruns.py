@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..core.given import whole
@@ -34,11 +34,17 @@ def reruns(verify: int | Sequence[int], what: str, known: Sequence[int] | None =
     return len(named), named
 
 
-def odd_one(norms: Float[Tensor, " candidate"], few: int) -> int | None:
-    """The candidate with the largest gradient, less the control's, where it is unlike the others, and where so many
-    reruns leave room for it beside the strongest and one that judges. Predictions are made for what the others are."""
+def odd_ones(norms: Float[Tensor, " candidate"]) -> Bool[Tensor, " candidate"]:
+    """Whose gradient, less the control's, is unlike the others'."""
     usual = norms[norms > 0]
-    return int(norms.argmax()) if few > 2 and len(usual) and norms.max() > ODD * usual.median() else None
+    return norms > (ODD * usual.median() if len(usual) else torch.inf)
+
+
+def odd_one(norms: Float[Tensor, " candidate"], few: int) -> int | None:
+    """The candidate that is unlike the others most, if any, where so many reruns leave room for it beside the strongest
+    and one that judges. Predictions are made for what the others are."""
+    room = min(few, len(norms)) > 2
+    return int(norms.argmax()) if room and odd_ones(norms).any() else None
 
 
 def to_rerun(sizes: Float[Tensor, " candidate"], few: int, odd: int | None = None) -> tuple[list[int], list[int]]:

@@ -51,7 +51,7 @@ def compare_several(runs: Runs, found: Inquiry, placebos: int, draw: random.Rand
     several = [i for i in found.alone if i != runs.event.step]
     if len(several) > 1:
         others = [i for i in runs.before if i not in {*several, *(i for t in found.suspects for i in t.steps)}]
-        found.several = _other_groups(runs, runs.placebo, others, len(several), placebos, draw)
+        found.several = _other_groups(runs.placebo, others, len(several), placebos, draw)
 
 
 def _greedy(runs: Runs, alone: Sequence[Trial], least: float) -> Trial | None:
@@ -91,7 +91,7 @@ def _gone_without(runs: Runs, found: Inquiry, group: Trial, innocent: Sequence[i
     alike = {i for some in runs.kin(group.steps, suspected).values() for i in some} - set(group.steps)
     others = [i for i in runs.before if i not in {*suspected, *group.steps}]
     pool = sorted(alike) if math.comb(len(alike), len(group.steps)) >= BARS.kin else others
-    among = _other_groups(runs, runs.placebo, pool, len(group.steps), len(innocent), draw)
+    among = _other_groups(runs.placebo, pool, len(group.steps), len(innocent), draw)
     if changing(among) > BARS.specific:
         return False
     found.group, found.group_back, found.group_placebos, found.kin = group, back, among, pool is not others
@@ -146,9 +146,7 @@ def _compare_group(
     if found.group is None:
         return
     size = len(found.group.steps)
-    among = _other_groups(
-        runs, sound, alike if math.comb(len(alike), size) >= BARS.kin else others, size, placebos, draw
-    )
+    among = _other_groups(sound, alike if math.comb(len(alike), size) >= BARS.kin else others, size, placebos, draw)
     if size > 1:
         found.group_placebos = among
     elif found.group_replaced:
@@ -184,7 +182,6 @@ def _adding(run: Callable[[tuple[int, ...]], Trial], steps: tuple[int, ...]) -> 
 
 
 def _other_groups(
-    runs: Runs,
     run: Callable[[tuple[int, ...]], Trial],
     others: Sequence[int],
     size: int,
